@@ -1,5 +1,5 @@
-# make train, make test: each makes .venv first (once, with the versions of constraints.txt), then runs.
-# pip's own settings (index, proxy, certificates) hold; without a constraint pip would fetch whatever torch is newest.
+# Targets first make .venv, once, with the versions in constraints.txt; without them pip would fetch the newest torch.
+# pip's own settings (index, proxy, certificates) apply.
 
 PYTHON ?= python3
 RECIPE ?= switch_tiny
@@ -8,7 +8,8 @@ EP ?= auto
 FLAGS ?=
 WORKERS ?= auto
 STAMP := .venv/.installed
-# Python compiles a module when it is first imported, and most of these never are. Where it may not keep what it compiles, pip does it.
+# pip does not compile modules to bytecode, because Python compiles a module at its first import, and most are never imported.
+# If PYTHONDONTWRITEBYTECODE is set, Python would not store the bytecode, so pip compiles.
 UNCOMPILED := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 SOURCES := moe parallel tests
 
@@ -16,22 +17,22 @@ SOURCES := moe parallel tests
 .PHONY: help setup train check test docs lint format clean
 
 help:
-	@echo "make train    train $(RECIPE) on every GPU, or on two processes without one; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
-	@echo "make check    ruff, mypy and the quick laws: before each commit, at most 3 minutes on two cores"
-	@echo "make test     ruff, mypy and the tests, on every core; WORKERS=1 on one"
+	@echo "make train    train $(RECIPE) on all GPUs, or on two CPU processes; to change it: RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50'"
+	@echo "make check    ruff, mypy and the quick tests in tests/laws: before each commit, at most 3 minutes on two cores"
+	@echo "make test     ruff, mypy and all tests, on all cores; WORKERS=1: on one core"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"
-	@echo "make docs     the documentation as a site, build/docs/index.html; fails where a link leads nowhere"
-	@echo "make lint     ruff and mypy; make format rewrites the files as ruff wants them"
+	@echo "make docs     build the documentation as a site, build/docs/index.html; fails on a broken link"
+	@echo "make lint     ruff and mypy; make format lets ruff rewrite the files"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
 setup: $(STAMP)
 	@:
 
-# The degree of expert parallelism `auto` is the largest that fits: 2 for switch_tiny on 2 processes.
+# EP=auto takes the largest possible degree of expert parallelism: 2 for switch_tiny on 2 processes.
 train: setup
 	@.venv/bin/moe train "$(RECIPE)" --nproc $(or $(NPROC),$$(.venv/bin/python -c "from parallel.process.process import gpus; n = gpus(); print(1 << min(n, 16).bit_length() - 1 if n else 2)")) --degrees.ep $(EP) $(FLAGS)
 
-# Kills, resumes, the site and the wheel take most of the laws' time.
+# Left out, because they take most of the time: the tests of kills, resumes, the documentation site and the wheel.
 check: lint
 	.venv/bin/pytest -q -n $(WORKERS) --dist worksteal tests/laws -k "not site" $(addprefix --ignore tests/laws/test_,kill.py resume.py wheel.py)
 
@@ -54,7 +55,7 @@ clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
-# A checkout that was moved or copied has a .venv whose scripts point to the old place: it is made anew.
+# If the checkout was moved or copied, .venv is made again, because its scripts have the old path.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif

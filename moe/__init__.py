@@ -8,12 +8,12 @@
     load           a recipe by name or path, with overrides         moe/recipe/load.py
     train          the training loop; resumes from its checkpoint   moe/train/loop/trainer.py
     script         runs your own script as a training run           moe/launch/launch.py
-    verify         compares every layout with one process           moe/verify/verify.py
+    verify         compares all layouts with a single process       moe/verify/verify.py
     open           a trained run: model, tokenizer, recipe          moe/train/use/opened.py
     Transformer    the model; works without process groups          moe/model/transformer.py
     MoELayer       one MoE layer, for your own model                moe/experts/layer.py
-    Context        positions of the tokens of a forward pass        moe/nn/context.py
-    RoutingRecord  experts that one pass chose, to replay           moe/nn/routing_record.py
+    Context        a forward pass's positions, seed, documents ...  moe/nn/context.py
+    RoutingRecord  the experts that a pass chose, for replay        moe/nn/routing_record.py
     Callback       your own code after steps, evaluations, saves    moe/train/parts/callbacks.py
 
 Each name is imported when it is first used, so `import moe` is fast and does not load torch.
@@ -57,7 +57,7 @@ _CALLED = ("train", "verify")  # packages that can be called like functions: `fr
 
 
 def _own_parallel() -> None:
-    """Import `parallel` from the folder next to `moe`: Python would first find a `parallel.py` in the user's working folder."""
+    """Import `parallel` from the folder next to `moe`. Otherwise Python would prefer a `parallel.py` in the user's working folder."""
     root = Path(__file__).resolve().parents[1]
     if "parallel" not in sys.modules:
         spec = PathFinder.find_spec("parallel", [str(root)])
@@ -65,7 +65,7 @@ def _own_parallel() -> None:
             sys.modules["parallel"] = module = module_from_spec(spec)
             spec.loader.exec_module(module)
     elif Path(getattr(sys.modules["parallel"], "__file__", None) or ".").resolve().parent != root / "parallel":
-        raise ImportError(f"moe needs its own package `parallel`, but {sys.modules['parallel']} was imported before it: rename that one")
+        raise ImportError(f"moe needs its own package `parallel`, but {sys.modules['parallel']} was imported before it: rename that module")
 
 
 _own_parallel()

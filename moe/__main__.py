@@ -1,4 +1,4 @@
-"""`python -m moe` is the `moe` command."""
+"""Runs the command `moe` for `python -m moe`."""
 
 import sys
 

@@ -35,7 +35,8 @@ class Fix:
         return (self,)
 
     def ways(self, what: str) -> list[Fix]:
-        """Return the changes that can be applied, as alternatives: two for `Set(key, 1, 2)`, none for a text. what: the key of "it"."""
+        """Return the changes that can be applied, as alternatives: two for `Set(key, 1, 2)`, none for a text. what: the key that "it"
+        means."""
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027

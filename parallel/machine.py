@@ -1,4 +1,4 @@
-"""This machine: its processor, the cores and the memory that processes may use.
+"""This machine: its processor, and the cores and memory that a process may use.
 
 Limits are the process's affinity, a container's (cgroup) and the shell's (`ulimit -d`, `ulimit -v`). Needs no torch.
 """
@@ -60,7 +60,7 @@ def memory_limit_bytes() -> int:
 
 
 def own_limit_bytes() -> float | None:
-    """Return how many more bytes this process may allocate under RLIMIT_DATA and RLIMIT_AS, the smaller one; None without limits."""
+    """Return the number of bytes that this process can still allocate before it reaches RLIMIT_DATA or RLIMIT_AS; None without limits."""
     import psutil
 
     held = psutil.Process().memory_info()

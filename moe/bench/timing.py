@@ -1,4 +1,4 @@
-"""Timing on a noisy machine: all measured functions run in turn, round by round, and ratios are of times in the same round."""
+"""Times functions on a noisy machine. They run in turn, round by round, and ratios are of times in the same round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[[], object]
 def in_turn(
     work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
-    """Return name in `work` -> its seconds in each round. Every second round runs them in reverse order. before: called before each."""
+    """Return name in `work` -> its seconds in each round. Every second round runs in reverse order. before: called before each function."""
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -75,7 +75,7 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """Return how many bytes torch allocates at most during run(), in addition to those allocated before. On a CPU, only tensors count."""
+    """Return the peak of the bytes that torch allocates during run(), without the bytes allocated before. On a CPU, only tensors count."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,13 +1,14 @@
-"""`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict time.
+"""`moe plan --calibrate`: measures this machine and writes a cluster file for the predictions of `moe plan --cluster FILE` and `moe train`.
 
-    kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel: one rank on each core, in parallel
-    collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, by gloo on CPU cores or NCCL on GPUs. With more ranks than
+    kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
+    collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
                     cores, times include waiting for a core, as in training
     own_step.py     whole training steps of small models, each rank by itself: the time that is not spent in products
 
 The predicted time of a step is products + attention + launch_us * kernels + pointwise * streamed bytes + step_ms. A least-squares fit of
-relative errors, without negative values, to the measured steps gives launch_us, pointwise and step_ms. gather_us is the time that each of
-FSDP's gathers adds to its collective, from FSDP and DDP steps on two ranks. On GPUs the constants of moe/plan/machine/program.py are used.
+relative errors, without negative values, to the measured steps gives launch_us, pointwise and step_ms. gather_us is the host's time for
+each of FSDP's gathers, in addition to the collective, from FSDP and DDP steps on two ranks. On GPUs these constants are not measured, but
+taken from moe/plan/machine/program.py.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same ti
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
 # (layers, width, hidden, heads, positions, sequences) of each model, ordered by the part of a step's time that products take
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # the same sizes, for the FSDP and DDP steps that give gather_us: many small gathers
+SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the same order, of the model whose FSDP and DDP steps give gather_us: many small gathers
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
-    """Measure, print and write the cluster file `out` (None: the user's machine.yaml). nproc: most ranks in collectives, None: all."""
+    """Measure this machine, print the results and write the cluster file `out` (None: the user's machine.yaml). nproc: largest number of
+    ranks in collectives; None: one for each core or GPU."""
     if out is not None:
         check_writable(out, what="--out")
     began = time.perf_counter()
@@ -77,7 +79,8 @@ def text(cluster: Cluster) -> str:
 
 
 def host(ranks: int) -> Cluster:
-    """Measure a host without accelerators. In the returned cluster each of `ranks` processes (at least two) is a device on shared cores."""
+    """Measure a host without accelerators. In the returned cluster, each of `ranks` processes (at least two) is a device, and they share
+    the host's cores."""
     ranks, cores = max(2, ranks), usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
     found = _typical(run_on_ranks(_measured, at_once, "cpu", timeout_s=TIMEOUT_S))
@@ -124,7 +127,7 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
             seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes cannot take longer: then another program was running
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # if fewer bytes took longer, another program was running
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
@@ -200,7 +203,7 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    channels = 64  # head size for which Device.attention is given: attention's FLOP/s as a fraction of the fastest product's
+    channels = 64  # Device.attention is for this head size: FLOP/s of attention / FLOP/s of the fastest product
     of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
     forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
     rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}
@@ -246,7 +249,8 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """Return the microseconds that each of FSDP's gathers adds to its collective, from measured FSDP and DDP steps on two ranks."""
+    """Return the microseconds that each of FSDP's gathers takes in addition to its collective. They follow from FSDP and DDP steps measured
+    on two ranks."""
     ENGINES[CUT].load()  # imported before ranks are forked, so that not every rank imports it
     measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)

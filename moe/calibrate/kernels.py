@@ -55,8 +55,8 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return [a, b] of the
-    forward pass and then [a, b] of the backward pass, as one list. Measured with two head sizes, because pairs do not depend on it.
+    """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return a and b of the
+    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on it.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2  # the causal mask leaves half of all pairs
@@ -90,7 +90,8 @@ def bandwidth(device: torch.device) -> float:
 
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
-    """Return `rates` and `attention` (name in `dtypes` -> what these functions return), `memory_gb_s` and `launch_us` of the device."""
+    """Measure the device. Return "rates" (name in `dtypes` -> result of `products`), "attention" (name -> result of `attention`),
+    "memory_gb_s" and "launch_us"."""
     tiny = torch.zeros(16, device=device)
 
     def hundred() -> None:

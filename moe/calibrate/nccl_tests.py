@@ -1,11 +1,12 @@
-"""Reads the printed output of NCCL-tests and puts its times into a cluster.
+"""Reads the printed output of NCCL-tests and writes its times into a cluster file.
 
-A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, out of place and in
-place. `# Rank` lines name each rank's host. Times out of place count. Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, first out of place,
+then in place. `# Rank` lines name each rank's host. The times out of place are used. Source: github.com/NVIDIA/nccl-tests,
+doc/PERFORMANCE.md.
 
-On one node the times become `inside.times`. On several, least squares of relative errors give seconds = latency + bytes / bandwidth, and
-from them an all-gather's `between.share` and `latency_us`, then an all-to-all's `exchange_share` and an all-reduce's `tree_us`. An
-all-gather and a reduce-scatter have one time in a cluster, so the slower counts if both were measured.
+On one node the times become `inside.times`. On several nodes, a least-squares fit of relative errors gives seconds = latency + bytes /
+bandwidth. From it follow `between.share` and `latency_us` (all-gather), `exchange_share` (all-to-all) and `tree_us` (all-reduce). A cluster
+file has one time for all-gather and reduce-scatter, so the slower counts if both were measured.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of one collective: bytes -> microseconds. what: names of its files. ranks on `nodes` nodes."""
+    """Measured times of one collective: bytes -> microseconds. what: names of its files. ranks: number of ranks, on `nodes` nodes."""
 
     what: str
     kind: str
@@ -49,12 +50,12 @@ class Measured:
     times: dict[int, float]
 
     def slower(self, other: Measured) -> Measured:
-        """Return the slower time of each size that both have, and the other times of both."""
+        """Return times for all sizes of both measurements: for a size that both have, the slower time."""
         times = {size: max(one.times.get(size, 0.0) for one in (self, other)) for size in sorted({*self.times, *other.times})}
         return replace(self, what=f"the slower of {self.what} and {other.what}", times=times)
 
     def law(self) -> tuple[float, float]:
-        """Return (latency in microseconds, bytes per microsecond) that fit the times best, by relative error. Raises BadInput for a
+        """Return the (latency in microseconds, bytes per microsecond) with the least squares of relative errors. Raises BadInput for a
         negative latency, and for times that do not grow with the bytes."""
         rows = [(1 / t, size / t) for size, t in self.times.items()]
         aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
@@ -69,7 +70,7 @@ class Measured:
 
 
 def read(text: str, *, kind: str, what: str) -> Measured:
-    """Read the output of one program. Raises BadInput, with `what` as the name of the file, for an output that is not whole and right."""
+    """Read the output of one program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
     ranks = RANK.findall(text)
     hosts = Counter(host for _, host in ranks)
     if not hosts or len(set(hosts.values())) > 1:
@@ -105,14 +106,14 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with these times. Raises BadInput for messages between several nodes, and for times that the cluster's devices and
-    adapters cannot have."""
+    """Return the cluster with these times. Raises BadInput for send times between nodes, which a cluster file does not have, and for times
+    that contradict the cluster's number of devices or the rate of its adapters."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
         raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
     if found.nodes == 1:
-        ranks = 2 if found.kind == "send" else found.ranks  # each rank sends one message and receives one
+        ranks = 2 if found.kind == "send" else found.ranks  # a rank sends one message, for any number of ranks
         rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
         source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
@@ -126,7 +127,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the start of their source."""
+    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the text in `sources`."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
@@ -141,7 +142,7 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with exchange_share, by the bytes that a rank sends to other nodes, and the start of its source."""
+    """Return `between` with exchange_share, from the bytes that a rank sends to other nodes, and the beginning of the text in `sources`."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
@@ -150,15 +151,15 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with tree_us, by an all-reduce's latency, and the start of its source. A cluster has one bandwidth for sums and
-    gathers, so this one is only stated."""
+    """Return `between` with tree_us, from an all-reduce's latency, and the beginning of the text in `sources`. A cluster has one bandwidth
+    for all-reduces and gathers, so the all-reduce's bandwidth is only written into the text."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
     return replace(cluster.between, tree_us=tree_us), f"between.tree_us: instead (2 bytes / {2 * rate / 1000:.4g} GB/s is not taken)"
 
 
-BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # in the order in which they are taken
+BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # applied in this order
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
@@ -169,7 +170,7 @@ def _check_rate(found: Measured, rate: float, most: float) -> None:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Put the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput."""
+    """Put the times of the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput for wrong outputs."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     made = from_folder(given, folder)
@@ -186,7 +187,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(path.name, got=f"what cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
+            raise BadInput(path.name, got=f"a file that cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
         one = read(text, kind=kind, what=path.name)
         key = kind, one.ranks, one.nodes
         found[key] = found[key].slower(one) if key in found else one

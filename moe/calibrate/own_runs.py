@@ -5,8 +5,9 @@ multiplied by a factor e^x, and the fit minimizes
 
     sum over runs of (log(predicted / measured) / noise)^2 + sum over constants of (x / PRIOR)^2
 
-noise: standard deviation of the errors that remain, at least NOISE. The steps tell a constant if its x has a standard deviation below TOLD.
-While one has not, the least certain constant returns to the cluster's value, and the others are fitted again.
+noise: standard deviation of the errors that remain, at least NOISE. The steps determine a constant ("told" in this file) if the standard
+deviation of its x is below TOLD. If some constants are not determined, the least certain one gets the cluster's value again, and the others
+are fitted again.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from moe.records.metrics import SUMMARY, read, read_summary
 from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
-NOISE = 0.05  # about the error of predictions with right constants, from layout to layout (docs/parallel/planner_time.md)
-PRIOR = math.log(2)  # standard deviation of x before steps are known
+NOISE = 0.05  # about the spread of the predictions' errors over layouts, with the right constants (docs/parallel/planner_time.md)
+PRIOR = math.log(2)  # prior standard deviation of x
 TOLD = 0.25  # largest standard deviation of a fitted constant's x
 MOST = math.log(4)  # largest absolute value of x
 STEP = 0.02  # difference of x for derivatives, because predicted seconds have small jumps
@@ -61,15 +62,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of a cluster file. value: returns it. scaled: returns the cluster with it times a factor. most: its largest value on
-    accelerators."""
+    """A constant of a cluster file. value: returns the constant. scaled: returns the cluster with the constant multiplied by a factor.
+    most: its largest value on accelerators."""
 
     value: Callable[[Cluster], float]
     scaled: Callable[[Cluster, float], Cluster]
     most: float = math.inf
 
     def largest(self, cluster: Cluster) -> float:
-        """Return the largest x."""
+        """Return the largest allowed x."""
         return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
 
 
@@ -118,7 +119,7 @@ CONSTANTS = {
         lambda c: c.between.share, lambda c, factor: replace(c, between=replace(c.between, share=c.between.share * factor)), 1.0
     ),
 }
-TOGETHER = {
+TOGETHER = {  # constant -> other values of the cluster file that are multiplied by the same factor
     "device.sustained": "device.rates",
     "device.attention": "device.attention_times",
     "inside.bus_gb_s": "all of inside but latencies",
@@ -130,8 +131,8 @@ TOGETHER = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of `fitted`. cluster: with the fitted constants. told: name of a fitted constant -> standard deviation of its x. untold: names
-    of the other constants."""
+    """Result of `fitted`. cluster: with the fitted constants. told: name of a constant that was fitted -> standard deviation of its x.
+    untold: names of the constants that the steps do not determine."""
 
     cluster: Cluster
     told: dict[str, float]
@@ -139,10 +140,10 @@ class Fit:
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
-    """Fit the constants that the steps tell."""
+    """Fit the constants that the steps determine."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, told = cluster, NOISE, dict[str, float]()
-    for _ in every:  # until the fit tells the same constants as the one before
+    for _ in every:  # until the set of determined constants does not change
         names, told = list(told), _told(made, steps, every, noise)
         if list(told) == names:
             break
@@ -163,13 +164,13 @@ def _errors(cluster: Cluster, steps: Sequence[Step]) -> Any:
 
 
 def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
-    """Return the derivative of each step's error by x of the constant."""
+    """Return the derivative of each step's error with respect to x of the constant `name`."""
     up, down = (_errors(CONSTANTS[name].scaled(cluster, math.exp(by)), steps) for by in (STEP, -STEP))
     return (up - down) / (2 * STEP)
 
 
 def _told(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return name -> standard deviation of x, for the constants that the steps tell."""
+    """Return name -> standard deviation of x, for the constants that the steps determine."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
@@ -210,7 +211,7 @@ def off(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
-    """Return the mean of |predicted / measured - 1|, each run predicted by constants fitted to the others."""
+    """Return the mean of |predicted / measured - 1| if each run is predicted with constants fitted to the other runs."""
     return statistics.mean(off(fitted(cluster, [*steps[:at], *steps[at + 1 :]]).cluster, [step]) for at, step in enumerate(steps))
 
 
@@ -218,7 +219,7 @@ def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Fit constants of `cluster` to the runs in `folder`, print how, and write the cluster file `out`. Raises BadInput."""
+    """Fit constants of `cluster` to the runs in `folder`, print the fit, and write the cluster file `out`. Raises BadInput (`measured`)."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     steps = list(measured(folder, given))
@@ -241,18 +242,18 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
         also = f", and {TOGETHER[name]} with it" if name in TOGETHER else ""
         yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
     if found.untold:
-        yield f"not fitted, because these steps do not tell it: {', '.join(found.untold)}"
+        yield f"not fitted, because these steps do not determine it: {', '.join(found.untold)}"
     before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
     yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
-        f", {by_others:.1%} of each run by the others" if by_others else ""
+        f", {by_others:.1%} if each run is predicted from the others" if by_others else ""
     )
     if by_others > before:
         yield "these runs do not improve the prediction of one another: use the cluster as it was"
 
 
 def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
-    """Yield the step of each finished run in `folder`, or of the run that it is. Raises BadInput without one, and for runs on other
-    hardware than the cluster's or than the first run's."""
+    """Yield the step of each finished run in `folder`, which may also be the folder of a single run. Raises BadInput if there is no
+    finished run, and for runs on other hardware than the cluster's or the first run's."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
         raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="folders of finished runs of moe train", fix="name their folder")
@@ -262,7 +263,8 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
         seconds = (summary.get("predicted") or {}).get("measured_step_seconds")
         values, world, on = (summary.get(key) for key in ("recipe_values", "world", "hardware"))
         if not (isinstance(seconds, float) and seconds > 0 and isinstance(values, dict) and isinstance(world, int)):
-            raise BadInput(str(path), got="a summary without step seconds or recipe", needed="a whole run", fix="move it to another folder")
+            got = "a summary without step seconds or recipe"
+            raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
             raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name their cluster, or move the run to another folder")
@@ -275,8 +277,8 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
 
 
 def _is_device(name: str, hardware: str) -> bool:
-    """Return whether a run's hardware is a device of a cluster file: a CPU or GPU of this name, or a GPU of the same model (such as H100)
-    that has the same memory, if both texts say how much."""
+    """Return whether a run's hardware is the device `name` of a cluster file: the names are equal, or both name the same GPU model (such as
+    H100) and do not differ in memory size."""
     if hardware.rpartition(", ")[0] == name or hardware == name:  # a CPU's text ends with the number of threads
         return True
     (model, others), (size, sizes) = (
@@ -286,7 +288,7 @@ def _is_device(name: str, hardware: str) -> bool:
 
 
 def _busiest(path: Path, run: Run) -> float:
-    """Return the rows of the busiest rank of ep over the mean: the median of all layers in all steps. 1 if ep is 1."""
+    """Return the rows of the busiest ep rank / mean over ep ranks, as the median over all layers and steps; 1 if ep is 1."""
     ep = run.mesh_degrees().ep
     loads = [layer.get("load") or [] for line in read(path) for layer in line.get("moe") or ()]
     found = [max(shares(load, ep)) for load in loads if sum(load) > 0 and ep > 1]
@@ -294,6 +296,6 @@ def _busiest(path: Path, run: Run) -> float:
 
 
 def shares(load_E: Sequence[float], ranks: int) -> list[float]:
-    """Return each rank's rows over the mean of the ranks, which hold equal numbers of consecutive experts."""
+    """Return for each rank its rows / mean over ranks. The ranks hold equal numbers of consecutive experts. load_E: rows of each expert."""
     each = len(load_E) // ranks
     return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]

@@ -63,11 +63,12 @@ class Training:
 
     @cached_property
     def shard(self) -> TokenShard:
-        """This rank's part of the recipe's batch. Made once, so that steps that are timed do not include it."""
+        """This rank's part of the recipe's batch. Cached, so that timed steps do not include making it."""
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], or what `shard` assigns to the rank. Collective."""
+        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1]; if `shard` is given, the part that it assigns to
+        this rank. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
@@ -87,8 +88,8 @@ class Training:
 
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
-    """Return for each recipe (section -> key -> value) the median seconds of a training step on the slowest rank. All recipes run step by
-    step in turn, so that changes of the machine's speed affect them equally. alone: every rank trains by itself; seconds are CPU time.
+    """Return for each recipe (section -> key -> value) the median seconds of a training step on the slowest rank. The recipes take their
+    steps in turn, so that changes of the machine's speed affect them equally. alone: every rank trains by itself; seconds are CPU time.
     """
     clock = time.process_time if alone else time.perf_counter
     runs = [

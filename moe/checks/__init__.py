@@ -1,1 +1,1 @@
-"""Checks of a recipe's values against each other: each mistake is one line, found before torch is imported."""
+"""Checks of a recipe's values against each other. Each mistake is reported in one line, before torch is imported."""

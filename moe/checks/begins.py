@@ -1,4 +1,4 @@
-"""Checks of the weights with which a new run begins, before torch is imported and ranks are started."""
+"""Checks whether a new run has the weights that it must begin with, before torch is imported and ranks are started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parallel.errors import BadInput
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a run's folder has a checkpoint. The ranks check later whether it is complete."""
+    """Return whether a run's folder has a checkpoint. Whether it is complete is checked later, by the ranks."""
     return any((folder / "checkpoints").glob("step-*/manifest.json"))
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse a new run in folder `out` if `source` (--init_from) has no checkpoint or would lose it, or if there is no source and it trains
-    adapters, or reads chats without a template."""
+    """Raise BadInput for a new run in folder `out` if `source` (--init_from) has no checkpoint, or if --fresh would set it aside. Without a
+    source, raise BadInput for a run that trains adapters, or reads chats and has no template."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
@@ -37,20 +37,20 @@ def _check_chats(data: Data) -> None:
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Refuse --fresh in the folder of the run that --init_from names: it would set aside the checkpoints that are to be read. RUN/base, a
-    converted model, stays."""
+    """Raise BadInput if --fresh is given and --init_from names a run or checkpoint in the folder `out`: --fresh would set aside the
+    checkpoint to be read. RUN/base, a converted model, is not set aside."""
     if fresh and source is not None and (out.resolve() == source.resolve() or (out / "checkpoints").resolve() in source.resolve().parents):
         needed, fix = "another run's folder: --fresh sets this one's checkpoints aside", "choose another --out, without --fresh"
         raise BadInput("--init_from", got=source, needed=needed, fix=fix)
 
 
 def no_base(rank: int) -> BadInput:
-    """Return the refusal of LoRA (adapters with lora.rank `rank`) in a new run that loads no weights to freeze."""
+    """Return the error for a new run with LoRA (lora.rank `rank`) that loads no weights to freeze."""
     needed = "--init_from, the run or checkpoint whose weights are frozen"
     return BadInput("lora.rank", got=f"{rank} without weights to begin with", needed=needed, fix="--init_from runs/NAME")
 
 
 def no_checkpoint(source: Path) -> BadInput:
-    """Return the refusal of a --init_from folder without a checkpoint."""
+    """Return the error for a folder of --init_from without a checkpoint."""
     needed, fix = "a run that saved one, or a checkpoint's folder", "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
     return BadInput("--init_from", got=f"{source}, which has no checkpoint", needed=needed, fix=fix)

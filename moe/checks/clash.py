@@ -11,13 +11,14 @@ from parallel.fixes import Fix, Set, any_of, written
 
 
 def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: Fix, needed: str | None = None) -> BadInput:
-    """Return the error for the value of `key`, which does not work together with the value of the key `other` (or with a cause in words).
+    """Return the error for the value of `key`, which does not work together with the value of the key `other`.
 
         clash(run, "tiling.ffn", "optimizer.kind", 1, "K-FAC needs whole matrices", Set("optimizer.kind", "adamw"))
             ->  tiling.ffn: got 2 with optimizer.kind=kfac, needed 1: K-FAC needs whole matrices;
                 fix: set tiling.ffn to 1, or optimizer.kind to adamw
 
-    works: the value that `key` should have. fixes: alternatives to that. needed: the whole text after "needed", instead of `works: why`.
+    other: a key, or the cause in words. works: a value of `key` that works. fixes: alternatives to setting it. needed: the text after
+    "needed", instead of `works: why`.
     """
     cause = other if " " in other else f"{other}={written(value_of(run, other))}"
     got = f"{written(value_of(run, key))} with {cause}"
@@ -25,7 +26,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
 
 
 def check_others(run: Run, other: str, works: Mapping[str, tuple[object, str]], *fixes: Fix) -> None:
-    """Raise BadInput for the first key whose value does not work together with key `other`. works: key -> (the value that works, why)."""
+    """Raise BadInput for the first key that does not have the value which works with key `other`. works: key -> (that value, why)."""
     for key, (value, why) in works.items():
         if value_of(run, key) != value:
             raise clash(run, key, other, value, why, *fixes)

@@ -1,4 +1,4 @@
-"""Checks of train.freeze: each part must exist in the model, something must be left to train, and the rest of the recipe must allow it."""
+"""Checks of train.freeze: each part must exist in the model, some weights must stay trained, and other keys must allow frozen weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEY = "train.freeze"
 
 
 def check_freeze(run: Run) -> None:
-    """Refuse parts that the model lacks, and settings that do not work with frozen weights. Raises BadInput."""
+    """Raise BadInput for parts that the model does not have, and for settings that do not work with frozen weights."""
     parts = run.train.freeze
     if not parts:
         return
@@ -31,14 +31,14 @@ def _check_part(run: Run, part: str) -> None:
     if layers is not None and not 0 <= layers.start < layers.stop <= depth:
         raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, the first not after the last", fix=_without(run, part))
     if part == "head" and run.model.tied_embeddings:
-        raise BadInput(_KEY, got=part, needed="an output layer of its own: it is the embedding", fix=_with(run, part, "embedding"))
+        raise BadInput(_KEY, got=part, needed="a head that is not tied to the embedding", fix=_with(run, part, "embedding"))
     if part in _lacking(run):
         needed = "layers without experts, shared experts or a residual network" if part == "dense" else "layers with experts"
         raise BadInput(_KEY, got=part, needed=needed, fix=_without(run, part))
 
 
 def _check_left(run: Run) -> None:
-    """Refuse to freeze everything. With pipeline stages, each stage needs a weight that is trained, or it has no backward pass."""
+    """Raise BadInput if all weights are frozen, or all weights of a pipeline stage, which then would have no backward pass."""
     parts, depth = run.train.freeze, run.model.num_layers
     layers = {layer for part in parts for layer in layers_of(part) or ()}
     inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
@@ -53,7 +53,7 @@ def _check_left(run: Run) -> None:
 
 
 def _lacking(run: Run) -> set[str]:
-    """Return the parts that a layer of this model can have, but that no layer has."""
+    """Return the parts of layers in train.freeze that no layer of this model has."""
     return (set() if run.model.layers_with_experts() else {"experts", "router"}) | (set() if run.has_dense_networks else {"dense"})
 
 

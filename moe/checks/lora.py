@@ -1,4 +1,4 @@
-"""Checks of LoRA (lora.rank): combinations in which adapters on frozen weights (moe/nn/lora.py) cannot be trained are refused."""
+"""Checks of LoRA (lora.rank): refuses recipes in which adapters (moe/nn/lora.py) cannot be trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel.fixes import Fix, Set
 
 
 def check_lora(run: Run) -> None:
-    """Refuse targets that the model lacks, and layouts that would shard an adapter's matrices. Raises BadInput."""
+    """Raise BadInput for targets that the model does not have, and for layouts that would shard an adapter's matrices."""
     if not run.lora.rank:
         return
     _check_targets(run)

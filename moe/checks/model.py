@@ -1,5 +1,5 @@
-"""Checks of a model's keys against each other: sizes, positions, windows, latent attention, MoE layers, multi-token prediction, and keys
-of an encoder-decoder (model.kind).
+"""Checks of the keys of section `model` against each other: sizes, positions, windows, latent attention, MoE layers, multi-token
+prediction, and encoder-decoders (model.kind).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.mesh.mesh import divisors
 
 
 def check_model(run: Run) -> None:
-    """Refuse sizes that do not divide, layers that do not exist, and keys that this model does not read. Raises BadInput."""
+    """Raise BadInput for sizes that do not divide each other, layers that do not exist, and keys that have no effect in this model."""
     m = run.model
     heads, size = m.num_kv_heads or m.num_heads, m.head_size or m.d_model // m.num_heads
     if m.head_size is None and m.d_model % m.num_heads:
@@ -37,7 +37,7 @@ def check_model(run: Run) -> None:
         _check_ahead(run)
     if m.moe_every and m.moe_layers is not None:
         got, fix = f"a list, and model.moe_every={m.moe_every} too", Remove("model.moe_every") | Set("model.moe_layers", None)
-        raise BadInput("model.moe_layers", got=got, needed="one of the two", fix=fix)
+        raise BadInput("model.moe_layers", got=got, needed="only one of the two keys", fix=fix)
     if m.moe_every > m.num_layers:
         fix = Set("it", m.num_layers) | Set("it", 0, said="0 for a dense model")
         raise BadInput("model.moe_every", got=m.moe_every, needed=f"at most num_layers={m.num_layers}", fix=fix)
@@ -69,7 +69,7 @@ def _check_latent(run: Run) -> None:
     if m.rope.fraction != 1:
         raise clash(run, "model.rope.fraction", by, 1, "in latent attention rotary_size sets the channels that are rotated")
     if m.rope.scaling == "dynamic":
-        raise clash(run, "model.rope.scaling", by, "yarn", needed="yarn, as DeepSeek has it, or ntk")
+        raise clash(run, "model.rope.scaling", by, "yarn", needed="yarn, as in DeepSeek, or ntk")
     size = m.latent_sizes
     if size.rotary % 2 or not size.rotary:
         needed = "an even number above 0: channels are rotated in pairs"
@@ -80,7 +80,7 @@ def _check_latent(run: Run) -> None:
 
 
 def _check_t5(run: Run) -> None:
-    """Refuse keys that only a decoder reads: scales, sliding windows, attention sinks, output biases, limits of logits and of Q, K, V."""
+    """Raise BadInput for keys that T5 and Switch do not have: scales, sliding windows, attention sinks, out_bias, clip_qkv, logit_cap."""
     none = "T5 and Switch have none"
     off: dict[str, object] = {"sliding_window": None, "attention_sinks": False, "out_bias": False, "clip_qkv": None, "logit_cap": None}
     works = {f"scales.{key}": getattr(Scales(), key) for key in Scales.model_fields} | off
@@ -112,7 +112,8 @@ def _check_rope(run: Run) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """Refuse a model.rope.fraction that rotates an odd number of a head's channels, or none. The fix is the nearest fraction that works."""
+    """Raise BadInput for a model.rope.fraction with which an odd number of a head's channels is rotated, or none. The fix is a fraction
+    with an even number close to it."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     count = m.rope.turning(size)
     if count % 2 or not count:
@@ -142,7 +143,8 @@ def _check_ahead(run: Run) -> None:
 
 
 def _check_shards_of_halves(run: Run) -> None:
-    """Refuse lengths of encoder and decoder that the ranks of sp, and of tp with sequence parallelism, do not divide."""
+    """Raise BadInput unless the ranks among which sequences are sharded (sp, and tp with tensor.sequence_parallel) divide the lengths of
+    encoder and decoder."""
     m, sp, tp = run.model, run.degrees.sp, run.degrees.tp if run.tensor.sequence_parallel else 1
     read = max(1, sp) * max(1, tp)
     written = math.lcm(read, 2 * sp) if sp > 1 and run.sequence.position_order == "zigzag" else read
@@ -156,8 +158,8 @@ def _check_shards_of_halves(run: Run) -> None:
 
 
 def check_encoder_decoder(run: Run) -> None:
-    """Refuse an encoder-decoder without its keys (span corruption, T5's positions) or with a layout that it does not support, and a decoder
-    with span corruption. Raises BadInput for the first reason found."""
+    """Raise BadInput for an encoder-decoder without span corruption or T5's positions, or with a layout that it does not support, and for a
+    decoder with span corruption."""
     has_encoder, spans = run.model.kind == "encoder_decoder", run.data.objective == "span_corruption"
     if spans and not has_encoder:
         fix = Set("model.kind", "encoder_decoder") | Set("data.objective", "next_token")
@@ -168,17 +170,19 @@ def check_encoder_decoder(run: Run) -> None:
         raise clash(run, "data.objective", "model.kind", "span_corruption", needed="inputs that are separate from the targets")
     m = run.model
     if m.positions != "t5":
-        raise clash(run, "model.positions", "model.kind", "t5", "the layers of each half share one bias of relative positions")
+        raise clash(
+            run, "model.positions", "model.kind", "t5", "all layers of the encoder, and all of the decoder, share one position bias"
+        )
     if not 0 < m.decoder_begins < m.num_layers:
         what = "model.num_layers" if m.encoder_layers is None else "model.encoder_layers"
         got, fix = (m.num_layers, Set("it", 2, said="2 or more")) if m.encoder_layers is None else (m.encoder_layers, Set("it", None))
-        needed = "at least 2, one a half" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the others decode"
+        needed = "at least 2" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the other layers are the decoder's"
         raise BadInput(what, got=got, needed=needed, fix=fix)
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
     if m.document_mask and run.degrees.sp > 1:
-        why = "in cross attention a query's document and a key's are of different sequences, and methods of sp have one list"
+        why = "methods of sp have one list of document ids, and cross attention needs one for queries and one for keys"
         raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"

@@ -14,7 +14,7 @@ _ADAMW = Set("optimizer.kind", "adamw")
 
 
 def check_optimizer(run: Run) -> None:
-    """Refuse an optimizer that does not work with the rest of the recipe. Raises BadInput for the first reason found."""
+    """Raise BadInput for an optimizer that does not work with other values of the recipe."""
     o, s = run.optimizer, run.sharding
     if o.of_matrices and run.carrier.steps == "elements":
         why = "DeepSpeed updates flat ranges of elements, not matrices"
@@ -25,7 +25,7 @@ def check_optimizer(run: Run) -> None:
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)
     if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
-        needed = "adamw, muon, sgd or kfac: rows and columns of a stack of biases mean nothing together"
+        needed = "adamw, muon, sgd or kfac: means over rows and columns of a stack of biases have no meaning"
         raise clash(run, "optimizer.kind", "experts.biases", "adamw", "", Set("experts.biases", False), needed=needed)
     if o.kind == "kfac":
         _check_kfac(run)
@@ -40,20 +40,22 @@ def _check_kfac(run: Run) -> None:
     o, s = run.optimizer, run.sharding
     if s.named.steps != "matrices" or s.named.threads:
         got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if "stage" in s.named.sharding else "")
-        reason = "a hook sees each copy of a linear once" if s.named.threads else "a direction is made of a whole matrix, not of a shard"
+        reason = (
+            "K-FAC's hooks expect one copy of each linear" if s.named.threads else "a direction is made of a whole matrix, not of a shard"
+        )
         raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix=Set("sharding.kind", "ddp") | _ADAMW)
     if o.kfac.delay >= (every := o.kfac.refresh_every):
         needed = f"below optimizer.kfac.refresh_every={every}: one refresh ends before the next begins"
         fix = Set("it", every - 1) | "raise optimizer.kfac.refresh_every"
         raise BadInput("optimizer.kfac.delay", got=o.kfac.delay, needed=needed, fix=fix)
     if continuous(run):
-        needed = "a schedule whose batches end: K-FAC's factors belong to the weights of one step"
+        needed = "a schedule that drains after each batch: K-FAC's factors belong to the weights of one step"
         raise clash(run, "optimizer.kind", "pipeline.schedule", "adamw", "", Set("pipeline.schedule", ADVISED), needed=needed)
     if run.tiling.ffn > 1:
         raise clash(run, "tiling.ffn", "optimizer.kind", 1, "a K-FAC factor belongs to a whole matrix", _ADAMW)
     if o.kfac.experts and run.model.layers_with_experts():
         whole, dense_only = "K-FAC needs an expert's whole matrices, on one rank", Set("optimizer.kfac.experts", False)
         check_others(run, "optimizer.kind", {"degrees.etp": (1, whole), "experts.rebalance_every": (0, whole)}, dense_only)
-        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # the dispatcher's number: a user's own dispatcher may not read the key
+        if (chunks := dispatcher_of(run.dispatch).chunks) != 1:  # not the key's value, because a user's dispatcher may not read the key
             fix = Set("dispatch.overlap_chunks", 1) | dense_only
             raise BadInput("dispatch.overlap_chunks", got=f"{chunks} with optimizer.kind=kfac", needed=f"1: {whole}", fix=fix)

@@ -12,12 +12,12 @@ from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks,
 
 
 def check_pipeline(run: Run) -> None:
-    """Refuse combinations that the pipeline cannot run, or would run wrongly. Raises BadInput."""
+    """Raise BadInput for values with which a pipeline cannot run or would give wrong results."""
     pp, layers = run.degrees.pp, run.model.num_layers
     if pp == 1:
         _check_without_stages(run)
         return
-    if pp > layers + (0 if run.pipeline.layers is None else 2):  # before `schedule_of`, which takes long for thousands of ranks
+    if pp > layers + (0 if run.pipeline.layers is None else 2):  # checked before `schedule_of`, which is slow for thousands of ranks
         fewer = fewer_ranks(run.pipeline.schedule, layers)
         fix = Set("degrees.pp", *range(fewer, max(0, fewer - 16), -1), said=f"{fewer} or less") | "add layers"
         raise BadInput("degrees.pp", got=pp, needed=f"at most one stage a layer: model.num_layers={layers}", fix=fix)
@@ -29,7 +29,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """With degrees.pp 1, refuse an unknown pipeline.schedule and wrong pipeline.layers, although only a higher degrees.pp reads them."""
+    """With degrees.pp 1, raise BadInput for an unknown pipeline.schedule and wrong pipeline.layers, although they have no effect then."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -51,13 +51,13 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
-            needed = "with stages the optimizer on cpu: FSDP carries out stages 2 and 3 there, and it offloads nothing else"
+            needed = "with pipeline stages, only the optimizer on cpu: FSDP carries out ZeRO 2 and 3 there, and it offloads nothing else"
             works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none"}
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
 
 def slow_sharding(run: Run) -> BadInput | None:
-    """Return the error for sharding that is slow with pipeline stages; None for other sharding. sharding.allow_slow permits it."""
+    """Return the error for sharding that is slow with pipeline stages, unless sharding.allow_slow permits it; None for other sharding."""
     s = run.sharding
     if run.degrees.pp == 1 or s.named.stage < 2 or not s.reshard:
         return None
@@ -71,7 +71,8 @@ def slow_sharding(run: Run) -> BadInput | None:
 
 
 def _check_continuous(run: Run) -> None:
-    """Refuse methods that need the gradients of all stages before an update: in a continuous schedule, stages update at different times."""
+    """Raise BadInput for methods that need all stages' gradients before an update: in a continuous schedule, stages update at different
+    times."""
     p, name = run.pipeline, run.pipeline.schedule
     by, other = f"{name}, whose stages update without waiting for each other", Set("pipeline.schedule", ADVISED)
     every = kind_of(name).update_every or p.microbatches
@@ -91,14 +92,16 @@ def _check_continuous(run: Run) -> None:
         why = "there is no gradient norm of the whole model before an update"
         raise clash(run, "optimizer.clip_norm", by, None, why, other)
     if run.model.kind == "encoder_decoder":
-        raise clash(run, "pipeline.schedule", "model.kind", ADVISED, "stages would hold different versions of the bias that a half shares")
+        raise clash(
+            run, "pipeline.schedule", "model.kind", ADVISED, "stages would hold different versions of a position bias that they share"
+        )
     if run.model.ends_read_embedding:
         key, works = ("tied_embeddings", False) if run.model.tied_embeddings else ("ahead", 0)
         why = "the first and the last stage would hold different versions of one table"
         raise clash(run, f"model.{key}", by, works, why, other)
     if run.model.layers_with_experts():
         if p.microbatches > 1 and run.router.balance_scope == "global_batch" and run.router.asks_balance:
-            needed = "a scope within a micro-batch: the whole batch would have to be counted first"
+            needed = "a scope within a micro-batch: the loss would need the counts of all micro-batches before the first backward pass"
             fix = Set("it", "sequence", "micro_batch")
             raise BadInput("router.balance_scope", got=f"global_batch with {by}", needed=needed, fix=fix)
         if run.experts.rebalance_every:

@@ -1,4 +1,4 @@
-"""Checks of degrees.sp: divisible positions and heads, and keys that cannot be combined with it."""
+"""Checks of degrees.sp: it must divide positions and heads, and some keys cannot be combined with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Refuse positions and heads that cannot be divided equally among the ranks of sp. Raises BadInput."""
+    """Raise BadInput unless positions and heads can be divided equally among the ranks of sp."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -24,7 +24,7 @@ def check_sequence(run: Run) -> None:
 
 
 def without_effect(run: Run) -> list[str]:
-    """Return a line for each key of section `sequence` that has no effect because degrees.sp is 1."""
+    """Return a line for each key in section `sequence` that has no effect because degrees.sp is 1."""
     if run.degrees.sp > 1:
         return []
     fields = type(run.sequence).model_fields.items()
@@ -37,7 +37,7 @@ def _check_idle(run: Run) -> None:
         full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
         raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)
     if run.sequence.named.trades_heads and run.sequence.heads != 1:
-        why = "there all ranks of sp trade heads for tokens"
+        why = "with ulysses, all ranks of sp exchange heads for tokens"
         raise clash(run, "sequence.heads", "sequence.kind", 1, why, Set("sequence.kind", "ring"))
 
 
@@ -52,12 +52,12 @@ def _check_order(run: Run) -> None:
 
 
 def _check_heads(run: Run, degree: int) -> None:
-    """Refuse a number of heads (on one rank of tp) that is no multiple of `degree`, the number of ranks that exchange heads (Ulysses)."""
+    """Raise BadInput unless `degree`, the number of ranks in a Ulysses group, divides the number of heads on one tp rank."""
     held = run.model.num_heads // run.tp_grid().units
     if held % degree:
         what = "degrees.sp" if run.sequence.named.trades_heads else "sequence.heads"
         heads = Set("sequence.heads", *(d for d in divisors(held) if run.degrees.sp % d == 0))
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
-        got = f"{degree} ranks that trade heads for tokens, with {of_rank}"
+        got = f"{degree} ranks that exchange heads for tokens, with {of_rank}"
         fix = heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads
         raise BadInput(what, got=got, needed="a divisor of the heads", fix=fix)

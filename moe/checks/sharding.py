@@ -1,4 +1,4 @@
-"""Checks of data parallelism: the stage, engine and offloading that each sharding.kind has (docs/parallel/data_parallel.md)."""
+"""Checks of section `sharding`: the stages, engines and offloading that each sharding.kind supports (docs/parallel/data_parallel.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:
-    """Refuse values that the recipe's kind and stage of sharding cannot carry out. Raises BadInput."""
+    """Raise BadInput for values that the recipe's kind and stage of sharding do not support."""
     if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
@@ -37,7 +37,7 @@ def _check_not_zero(run: Run) -> None:
 def _check_zero(run: Run) -> None:
     s = run.sharding
     if s.carrier().stage != s.named.stage:
-        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, which is what FSDP does")
+        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, the only one that FSDP carries out")
     if s.engine == "deepspeed" and s.named.stage == 0:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
@@ -75,14 +75,14 @@ def _check_disk(o: Offload) -> None:
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        fix = "name a folder of yours, with room for 12 bytes a parameter, 16 if parameters are offloaded too"
+        fix = "name a folder that you can write, with room for 12 bytes a parameter, 16 if parameters are offloaded too"
         got = f"{o.path}, where nothing can be written ({error.strerror})"
         raise BadInput(what, got=got, needed="a folder to write in", fix=fix) from error
 
 
 def check_installed(run: Run) -> None:
-    """Refuse to train with states on a disk if this machine lacks a package with which DeepSpeed's async_io is compiled. Raises BadInput.
-    Not part of `check_run`, because `moe plan` and `moe rehearse` check a recipe for another machine."""
+    """Raise BadInput if the recipe has states on a disk and this machine lacks a package that DeepSpeed needs to compile async_io. This is
+    no part of `check_run`, because `moe plan` and `moe rehearse` check recipes for another machine."""
     on_disk = [f"sharding.offload.{key}" for key, place in _places(run.sharding.offload).items() if place == "nvme"]
     if on_disk and (missing := missing_for_nvme()):
         got, needed = f"nvme without {' and '.join(missing)}", "the packages with which DeepSpeed's async_io is compiled at its first use"

@@ -1,4 +1,4 @@
-"""Checks of degrees.tp and of tiling: sizes that ranks, tiles and chunks must divide, and keys that cannot be combined with degrees.tp."""
+"""Checks of degrees.tp and tiling: ranks, tiles and chunks must divide sizes, and some keys cannot be combined with degrees.tp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.mesh.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:
-    """Refuse sizes that cannot be divided equally among the ranks of tp, and methods that need whole matrices. Raises BadInput."""
+    """Raise BadInput for sizes that cannot be divided equally among the ranks of tp, and for methods that need unsharded matrices."""
     tp, kind, m = run.degrees.tp, run.tensor.kind, run.model
     if run.tensor.sequence_parallel:
         _check_sequence_parallel(run)
@@ -55,12 +55,12 @@ def _check_overlap(run: Run) -> None:
         fix = Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d")
         raise BadInput("tensor.overlap_chunks", got=got, needed=needed, fix=fix)
     if run.tiling.ffn > 1:
-        needed = "whole networks: the sum over tp follows only the last of several tiles"
+        needed = "networks without tiles: the sum over tp can follow only the last of several tiles"
         raise clash(run, "tensor.overlap_chunks", "tiling.ffn", 1, "", Set("tiling.ffn", 1), needed=needed)
 
 
 def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, its size, number of shards) for each size of the model that is sharded over the grid of tp ranks."""
+    """Yield (key, value, number of shards) for each size of the model that is sharded over the grid of tp ranks."""
     m = run.model
     dense = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     return shape.cuts(width=m.d_model, heads=m.num_heads, groups=m.num_kv_heads or m.num_heads, hidden=dense)
@@ -77,12 +77,12 @@ def _check_line(run: Run) -> None:
         if size % ways == 0:
             continue
         if what != "model.num_kv_heads":
-            raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
+            raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each rank of tp holds an equal part", fix=fix)
         if kind == "dtensor":
-            needed = f"a divisor of {what}={size}: no two of its ranks hold the same heads"
+            needed = f"a divisor of {what}={size}: with dtensor, no two ranks of tp hold the same heads"
             fix = Set("tensor.kind", "1d", said="1d, which holds copies") if tp % size == 0 else fix
             raise BadInput("degrees.tp", got=f"{tp} with tensor.kind=dtensor", needed=needed, fix=fix)
-        needed = f"a divisor or a multiple of {what}={size}: a rank holds equally many heads, or equally many ranks hold one head"
+        needed = f"a divisor or a multiple of {what}={size}: each rank has equally many heads, or each head is on equally many ranks"
         raise BadInput("degrees.tp", got=tp, needed=needed, fix=fix)
     if run.vocab_size < tp:
         raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary's {run.vocab_size}", fix=fix)
@@ -101,8 +101,8 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Refuse a training or evaluation batch whose sequences do not divide equally, in whole capacity groups, among the rows of a grid.
-    In a MoE model, also refuse sequences that do not give each rank of tp a token to route."""
+    """Raise BadInput unless the sequences of training and evaluation batches divide equally, in entire capacity groups, among the rows of a
+    tp grid. In a MoE model, also raise it if a sequence has fewer tokens than tp ranks, each of which routes some."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():
@@ -123,7 +123,7 @@ def _check_sequences(run: Run) -> None:
 
 
 def check_tiling(run: Run) -> None:
-    """Check that tiles divide every network's hidden units evenly, and that no vocabulary tile or token chunk is empty. Raises BadInput."""
+    """Raise BadInput unless tiles divide every network's hidden units evenly, and no tile of the vocabulary or chunk of tokens is empty."""
     widths = _widths(run)
     wrong = {what: size for what, size in widths.items() if size % run.tiling.ffn}
     for what, size in wrong.items():
@@ -142,13 +142,13 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """Return how messages write the division of dense sizes by tp: "" (no tp), " / degrees.tp=2" or " / 2, the side of tp's grid"."""
+    """Return the words with which messages divide a dense size by tp: "" (tp 1), " / degrees.tp=2" or " / 2, the side of tp's grid"."""
     parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 
 
 def _widths(run: Run) -> dict[str, int]:
-    """Return the number of hidden units that a rank holds, by the name of each kind of network."""
+    """Return name of each kind of network -> number of its hidden units on one rank."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
     widths = {f"model.d_ff{_split(run)}": m.d_ff // run.tp_grid().units} if len(sparse) < m.num_layers or m.ahead else {}

@@ -1,4 +1,4 @@
-"""Checks of values that are allowed one by one but not together: each mistake is one line, found before torch is imported."""
+"""`check_run`: all checks of a recipe, and the checks of values that are allowed one by one but not together."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from parallel.store.files import user_path
 
 
 def check_run(run: Run, world_size: int) -> Run:
-    """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first reason against it."""
+    """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first mistake that is found."""
     run = run.resolve(world_size)
     d = run.degrees
-    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # a wrong degree is refused by its own check, below
+    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # otherwise `check_together` refuses the degree
         check_world(Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp), world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
@@ -43,7 +43,7 @@ def check_run(run: Run, world_size: int) -> Run:
 
 
 def check_together(run: Run) -> None:
-    """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
+    """Raise BadInput for the first mistake in a run with resolved degrees."""
     for key, value in run.plugins().items():
         check_there(key, value)
     for key in ("degrees.pp", "degrees.tp", "degrees.sp"):
@@ -108,14 +108,14 @@ def _check_networks(run: Run) -> None:
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
         got, fix_shared = f"true with experts.shared={x.shared}", Set("experts.shared", 0) | Set("experts.residual", False)
-        raise BadInput("experts.residual", got=got, needed="one network that every token passes", fix=fix_shared)
+        raise BadInput("experts.residual", got=got, needed="only one kind of network that every token passes", fix=fix_shared)
 
 
 def _check_dispatch(run: Run) -> None:
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
     if sparse and etp > 0 and units % etp:
-        needed = f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units"
+        needed = f"a divisor of the experts' d_ff={units}: each rank of etp holds an equal part of the hidden units"
         fitting = divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))
         raise BadInput("degrees.etp", got=etp, needed=needed, fix=Set("degrees.etp", *fitting))
     products = PRODUCTS[run.experts.products]
@@ -192,16 +192,16 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Refuse keys that need plain text if chats are read, or if a user's program or plug-in gives the samples, which are token ids. A
-    plug-in may read data.path; a program's samples come without it."""
+    """Raise BadInput for keys that need plain text, if chats are read, or if a user's program or plug-in gives samples, which are token
+    ids. A plug-in may read data.path; with samples from a program, data.path is refused."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
-        needed, fix = "ids, which the samples are, or bytes", Set("it", "ids", said="ids, and data.vocab_size")
+        needed, fix = "ids (the samples are token ids) or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:
-            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=Remove(f"data.{key}"))
+            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}"))
     if d.objective != "next_token":
         got, fix = f"{d.objective} with data.source={d.source}", Set("data.objective", "next_token")
         raise BadInput("data.objective", got=got, needed="next_token", fix=fix)
@@ -222,7 +222,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Check sharding.kind dp, whose replicas are threads of one process. Each replica gets an equal part of a micro-batch's sequences."""
+    """Raise BadInput for sharding.kind dp, whose replicas are threads, with several processes, or if the sequences of a micro-batch cannot
+    be divided equally among replicas."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
@@ -257,7 +258,7 @@ def _check_batch(run: Run) -> None:
         check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     unit, words = dp, f"degrees.dp={dp}"
     if sparse and run.router.eval_capacity_factor is not None and isinstance(group, int):
-        # every rank must evaluate whole capacity groups: if a group were cut, its capacity and the loss would depend on the layout
+        # no rank may evaluate a part of a capacity group, because capacity and loss would then depend on the layout
         unit, words = dp * group, f"degrees.dp * router.group = {dp} * {group}"
     if (sequences := run.train.eval_sequences) % unit:
         fix = Set("it", max(1, round(sequences / unit)) * unit)

@@ -1,5 +1,5 @@
-"""Judges a recipe: "refused" if `check_run` raises BadInput; "not recommended" if it runs correctly, but another recipe does the same work
-with less time or memory; otherwise "runs". docs/parallel/combinations.md has all pairs of values.
+"""Judges a recipe: "refused" if `check_run` raises BadInput; "not recommended" if it runs correctly, but another recipe computes the same
+with less time or memory; otherwise "runs". docs/parallel/combinations.md has the verdicts on all pairs of values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Status = Literal["runs", "not recommended", "refused"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """advice: reasons why the recipe is not recommended, one a line. refused: the reason why it cannot run."""
+    """Verdict on a recipe. advice: reasons why it is not recommended. refused: the error, if it cannot run."""
 
     status: Status
     advice: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ def verdict(run: Run, world_size: int) -> Verdict:
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Return reasons against a resolved run that the checks accept, each with a better choice."""
+    """Return the reasons why a run that the checks accept is not recommended, each with a better choice. Its degrees must be resolved."""
     found, d, sequence = [], run.degrees, run.sequence
     if (slow := slow_sharding(run)) is not None:
         found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1, or fsdp with reshard false")

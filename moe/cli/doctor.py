@@ -1,4 +1,4 @@
-"""`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if a needed check fails.
+"""`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if a check fails that training needs.
 
 `moe doctor --trace FOLDER` instead finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """
@@ -39,7 +39,7 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. state: "note" works, but with a limit; with "FAIL" training cannot work. fix: advice, unless all is "ok"."""
+    """One row of the table. state: "ok"; "note", if training works with a limit; "FAIL", if it cannot work. fix: advice, unless "ok"."""
 
     check: str
     value: str
@@ -52,14 +52,14 @@ class Row:
 
 
 def main(flags: Doctor, _: dict[str, str]) -> int:
-    """Print the table, and write it to --json. Returns 1 if a needed check fails."""
+    """Print the table, and write it to --json. Return exit code 1 if a check failed."""
     if flags.trace is not None:
         return _trace(flags.trace, flags.json)
     rows: list[Row] = []
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
             rows += check()
-        except Exception as error:  # one check that a broken installation stops must not hide the others
+        except Exception as error:  # a check that a broken installation stops must not hide the other checks
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
     write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
@@ -132,7 +132,7 @@ def _exchange() -> list[Row]:
 
     from parallel.process.fork import run_on_ranks
 
-    torch.set_num_threads(1)  # forked ranks would hang in OpenMP if this process had started its threads
+    torch.set_num_threads(1)  # forked ranks would hang in OpenMP if this process had started OpenMP's threads
     started = time.perf_counter()
     try:
         got = run_on_ranks(exchange_rows, 2, timeout_s=EXCHANGE_TIMEOUT_S)
@@ -141,8 +141,8 @@ def _exchange() -> list[Row]:
         return [Row("gloo all-to-all, 2 ranks", lines[-1], "FAIL", "check the host's name in /etc/hosts, or set GLOO_SOCKET_IFNAME=lo")]
     wanted = [[10.0, 20.0, 21.0], [11.0, 12.0, 13.0]]
     if got != wanted:
-        return [Row("gloo all-to-all, 2 ranks", f"wrong rows: {got}", "FAIL", "another version of torch")]
-    return [Row("gloo all-to-all, 2 ranks", f"uneven splits right, {time.perf_counter() - started:.1f} s")]
+        return [Row("gloo all-to-all, 2 ranks", f"wrong rows: {got}", "FAIL", "install another version of torch")]
+    return [Row("gloo all-to-all, 2 ranks", f"uneven splits are right, {time.perf_counter() - started:.1f} s")]
 
 
 def _devices() -> list[Row]:
@@ -202,7 +202,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """Check whether the folder for DeepSpeed's compiled ops can be written. If not, the state is "note": on a CPU nothing is compiled."""
+    """Check whether the folder for DeepSpeed's compiled ops can be written. Only a note if not, because nothing is compiled for a CPU."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     fix = "set XDG_CACHE_HOME to a folder that can be written"
@@ -220,7 +220,7 @@ def _nvme() -> list[Row]:
 
 
 def _trace(folder: Path, json: Path | None) -> int:
-    """Print the ranks that a hung run waited for (culprits), then a row for each waiting rank. folder: traces of the flight recorder."""
+    """Print the ranks that a hung run waited for (culprits), then a row for each waiting rank. folder: has the flight recorder's traces."""
     from parallel.watch.flight_recorder import diagnose, read_folder
 
     traces = read_folder(user_path(folder, what="--trace"))
@@ -239,7 +239,7 @@ def _trace(folder: Path, json: Path | None) -> int:
 
 
 def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
-    """Return a row for each waiting rank, on the first collective in which it waits for a culprit, or else for any rank."""
+    """Return a row for each waiting rank: the first collective in which it waits for a culprit, or for any rank if it waits for none."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

@@ -1,4 +1,4 @@
-"""`moe train RECIPE --dry-run`: prints the memory, FLOPs and time that the run would need on this machine or on a --cluster."""
+"""`moe train RECIPE --dry-run`: prints the memory, FLOPs and time that a run would need on this machine or on a --cluster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:
-    """Return (the run with precision `auto` resolved for this machine, the devices and memory of `world` processes on this machine)."""
+    """Return (the run with precision.compute `auto` replaced for this machine, the device and memory of each of `world` processes here)."""
     from moe.train.start.place import settle_precision
     from moe.train.start.prediction import here
     from parallel.process.process import World

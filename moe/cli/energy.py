@@ -1,4 +1,4 @@
-"""`moe energy`: plans a GPU clock for every action of a pipeline step (EnvPipe), and prints the energy that this saves. Needs no GPU.
+"""`moe energy`: plans a GPU clock for every action of a pipeline step (EnvPipe), and prints the energy that the plan saves. Needs no GPU.
 
 Times and energies come from a measured profile (--profile). Without one, times come from flags or from a recipe's FLOPs, and energies
 from the power model of parallel/pipeline/energy/clocks.py.
@@ -28,11 +28,11 @@ from parallel.pipeline.simulator.held import peak_activations
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
 TIMES = ("forward_time", "backward_time", "transfer_time", "tflops", "link_gb_s")
-MOST_ACTIONS = 2**11  # limit on forward passes of a step, because planning compares each action with all others
+MOST_ACTIONS = 2**11  # limit on forward passes in a step, because the time of planning is quadratic in the actions
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
-    """Make an energy plan, print it, and write it to --out; with --apply also run it on this machine's GPUs. Raises BadInput."""
+    """Make an energy plan, print it, and write it to --out. With --apply, also run it on this machine's GPUs. Raises BadInput."""
     name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
     size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     _check(flags, name, size, slowdown)
@@ -90,8 +90,8 @@ def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None)
 
 
 def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
-    """Return (function: (rank, action) -> possible clocks with seconds and joules, watts of a waiting rank, seconds of a message).
-    They come from the user's profile `measured`, or else from the power model and from `costs`, the times at full clock."""
+    """Return (a function (rank, action) -> possible clocks with seconds and joules, watts of a waiting rank, seconds of a message). They
+    come from the user's profile `measured`; without one, from the power model and `costs`, the times at full clock."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
@@ -111,7 +111,7 @@ def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs 
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """Return (the plan, a plan for comparison in which every action runs at the clock with the fewest joules)."""
+    """Return (the plan, a plan for comparison in which every action runs at its clock of least energy)."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -181,10 +181,11 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Run `steps` steps with the plan's clocks on this machine's GPUs. If NVML does not permit it, print the reason in one line."""
+    """Run `steps` steps at the plan's clocks on this machine's GPUs. If NVML does not permit it, print the reason in one line."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # an exception, so that clocks are restored
+    # SIGTERM raises SystemExit, so that clocks are restored
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)

@@ -3,7 +3,7 @@
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: a dotted key of the recipe, in any position
 
-Fields of the dataclass without a default, or marked as words, are positional words; the others are flags.
+A dataclass's fields without a default, and fields made by `_word_or_none`, are positional words; the others are flags.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
 _KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
-_GRAVE = ("--fresh", "--force")  # flags never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
+_GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
 _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"} | {
     ("plan", f"--{name}"): "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"
     for name in ("gpu", "gpus", "num_gpus", "nodes", "num_nodes", "nnodes", "devices", "world_size")
@@ -106,7 +106,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """Return the fix for the name of another tool's flag, or for a recipe's key without its section (`--lr`); None for other names."""
+    """Return the fix for another tool's flag, or for a recipe's key without its section (`--lr`); None if `name` is neither."""
     from moe.recipe.keys import choices, keys_named, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
@@ -147,7 +147,7 @@ def _value(name: str, kind: Any, text: str) -> Any:
 
 
 def _described(kind: Any) -> tuple[str, str]:
-    """Return (the values of a flag of this type in words, an example)."""
+    """Return (words for the values that a flag of this type accepts, an example)."""
     return (" or ".join(get_args(kind)), str(get_args(kind)[0])) if get_origin(kind) is Literal else _KINDS[kind]
 
 

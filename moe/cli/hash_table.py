@@ -1,5 +1,5 @@
-"""`moe hash-table RECIPE FILE.json`: counts the token ids of the recipe's training text, and writes a table for `router.select: hash` with
-which all experts get about equally many of these tokens (moe/recipe/hash_table.py).
+"""`moe hash-table RECIPE FILE.json`: counts the token ids in the recipe's training text, and writes a table for `router.select: hash` that
+gives all experts about equally many of these tokens (moe/recipe/hash_table.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
-_BATCH_TOKENS = 2**24  # number of tokens counted at a time
-_MIXTURE_TOKENS = 2**40  # sum of the scaled counts of a mixture of sources
+_BATCH_TOKENS = 2**24  # number of tokens in each call of bincount
+_MIXTURE_TOKENS = 2**40  # sum to which the counts of a mixture of sources are scaled
 
 
 def main(flags: HashTable, overrides: dict[str, str]) -> int:
-    """Write the table, and print the smallest and largest share of tokens that an expert gets. Raises BadInput before it writes."""
+    """Write the table, and print the smallest and largest share of tokens that an expert gets. Raises BadInput before anything is
+    written."""
     run, _ = load(flags.recipe, overrides)
     path = user_path(flags.out, what="OUT")
     if path.suffix != ".json" or path.exists():
@@ -54,19 +55,20 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
     for count, rows in made.items():
         load_E = np.bincount(np.array(rows).reshape(len(rows), -1).ravel(), np.repeat(counts_V, choices), minlength=count)
         share_E = load_E / max(1, load_E.sum())
-        print(f"{count} experts: {share_E.min():.2%} to {share_E.max():.2%} of the choices each, where {1 / count:.2%} is even")
+        print(f"{count} experts: {share_E.min():.2%} to {share_E.max():.2%} of the choices each (even: {1 / count:.2%})")
     print(f"table: {path}, {run.vocab_size} ids; train with: --router.select hash --router.hash_table {path} --router.balance_weight 0")
     return exit_codes.DONE
 
 
 def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the number of occurrences of each token id in the training text, int64 [vocabulary]. In a mixture, each source's counts are
-    scaled by its weight."""
+    """Return the number of occurrences of each token id in the training text, int64 [vocab_size]. In a mixture, each source's counts are
+    scaled to its weight."""
     if isinstance(train, CorruptedTrain):
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):
         parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
-        mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)  # type: ignore[union-attr]
+        # type: ignore[union-attr]
+        mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)
         return mixed
     assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other samples were refused
     tokens, found = train.windows.tokens, np.zeros(vocab_size, np.int64)

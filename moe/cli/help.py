@@ -1,7 +1,8 @@
-"""Help texts and shell completion of the command `moe`, by tyro, from the verbs' dataclasses.
+"""Help texts and shell completion of the command `moe`, which tyro makes from the verbs' dataclasses.
 
 tyro's completion script has a table of words, COMPLETION_SPEC = {...}. It is corrected here, so that a shell offers exactly the words that
-the command line accepts: tyro offers no words after a verb, a switch for each boolean (`--model.no_tied_embeddings`), and None for null.
+the command line accepts. tyro's table has no words after a verb, a switch for each boolean (`--model.no_tied_embeddings`), and None for
+null.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _OVERRIDES = (
 
 
 def print_verbs(*, benches: list[str]) -> None:
-    """Print the list of verbs. tyro is not used, because importing it takes longer than everything else."""
+    """Print the list of verbs. tyro is not used, because importing it is slow."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
     print_list({verb: about(kind, benches) for verb, kind in VERBS.items()})
@@ -55,8 +56,8 @@ def print_list(entries: dict[str, str]) -> None:
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
-    """Print a completion script (words: --tyro-print-completion SHELL), or write it (--tyro-write-completion SHELL FILE).
-    The script completes verbs, flags, dotted keys and choices. Raises BadInput for an unknown shell."""
+    """Print a completion script (`words`: --tyro-print-completion SHELL), or write it (`words`: --tyro-write-completion SHELL FILE). It
+    completes verbs, flags, dotted keys and their choices. Raises BadInput for an unknown shell."""
     from moe.recipe.load import published_names, recipe_names
 
     least = 3 if "write" in words[0] else 2
@@ -75,7 +76,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 
 def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
-    """Return tyro's completion script with its table of words corrected. words: verb -> positional words that may follow it."""
+    """Return tyro's completion script with a corrected table of words. words: verb -> positional words that may follow it."""
     escapes = _FISH if shell == "fish" else ()
     lines = script.split("\n")
     for at, line in enumerate(lines):
@@ -117,7 +118,7 @@ def _option(option: dict[str, Any]) -> dict[str, Any]:
 
 
 def about(kind: type, benches: list[str]) -> str:
-    """Return a verb's description: the docstring of its dataclass `kind`, and for bench also the names of the measurements."""
+    """Return a verb's description: the docstring of its dataclass `kind`; for bench, followed by the names of the measurements."""
     there = f" Measurements: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
     return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
@@ -135,8 +136,8 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """Return the verb's dataclass in the form that tyro reads: help texts and names of words are annotations of its fields.
-    complete: for the completion script, a verb that accepts recipe values also gets each section of a recipe as a field."""
+    """Return the verb's dataclass in the form that tyro reads: help texts and names of words are annotations of its fields. complete: for
+    the completion script, add each section of a recipe as a field if the verb accepts recipe values."""
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)

@@ -1,6 +1,6 @@
-"""Entry of the command `moe`.
+"""Entry point of the command `moe`.
 
-    argv -> without values of the recipe (take_overrides) -> the verb's dataclass (flags.py, verbs.py) -> the verb's function
+    argv -> recipe values are taken out (take_overrides) -> the rest fills the verb's dataclass (flags.py, verbs.py) -> the verb's function
 
 Wrong input is one line on stderr and exit code 2, before anything heavy is imported. All exit codes: moe/launch/exit_codes.py.
 """
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that each row appears immediately, also in a pipe or a file
+        sys.stdout.reconfigure(line_buffering=True)  # so that each line appears immediately, also in a pipe or a file
     try:
         return _run(words)
     except BadInput as bad:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe closed it, as in `moe show switch_tiny | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `moe show switch_tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return exit_codes.DONE
 
@@ -98,7 +98,7 @@ def _run(words: list[str]) -> int:
 
 
 def _help(verb: str, rest: list[str]) -> None:
-    """Print a verb's words and flags. With `bench NAME` print instead the measurement's description, with `bench` also a list of all."""
+    """Print a verb's words and flags; for `bench`, also the list of measurements; for `bench NAME`, that measurement's help instead."""
     names = bench_names()
     named = [word for word in rest if word in names] if verb == "bench" else []
     if named:

@@ -32,7 +32,7 @@ from parallel.store.files import check_writable, write_text
 
 
 def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
-    """Print the ranked plans, and the best plan's time and memory by part; write its recipe to --out. Raises BadInput if no plan fits."""
+    """Print the ranked plans, and the parts of the best plan's time and memory; write its recipe to --out. Raises BadInput if none fits."""
     _check(flags)
     assert flags.recipe is not None and flags.cluster is not None
     asked, _ = load(flags.recipe, overrides)
@@ -87,10 +87,15 @@ def _check(flags: verbs.Plan) -> None:
     out, order = flags.out, flags.order
     check_least(flags, top=1)
     if flags.compare is not None:
-        refuse_others(flags, ("recipe", "cluster", "compare", "json"), got="it with --compare", needed="two recipes' own plans")
+        refuse_others(
+            flags,
+            ("recipe", "cluster", "compare", "json"),
+            got="it with --compare",
+            needed="--compare alone: both recipes are run as they are written",
+        )
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
-    # a recipe with the name of the one that it extends would extend itself
+    # a new recipe `extends` the given one, so under the same name it would extend itself
     if out is not None and out.absolute() in (Path(f"{flags.recipe}").absolute(), out.absolute().parent / f"{flags.recipe}.yaml"):
         raise BadInput("--out", got=f"{out}, the recipe itself", needed="another file", fix=f"--out {out.with_stem(f'{out.stem}_plan')}")
     if order is not None and order.suffix != ".csv":
@@ -130,13 +135,13 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _range(made: Planned, one: Ranked) -> str:
-    """Return the range of a plan's seconds in brackets; empty if no published run tells it."""
+    """Return the range of a plan's seconds, in brackets; "" if no published run gives one."""
     known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 
 
 def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
-    """Draw the timeline of the best plan's pipeline, and the peak memory of each rank. Return the paths of both pictures."""
+    """Draw the timeline of the best plan's pipeline, and the peak memory of each pipeline rank. Return the paths of both pictures."""
     from moe.report import planned as bars
     from parallel.pipeline.simulator import draw as pipeline
 
@@ -187,7 +192,8 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
 
 
 def shares(parts: dict[str, float], whole: float) -> str:
-    """Return "compute 80%, bubble 20%" for parts (name -> seconds) of a step that takes `whole` seconds. Parts below 0.5 % are left out."""
+    """Format the parts of a step's time as "compute 80%, bubble 20%". parts: name -> seconds. whole: seconds of the step. Parts below 0.5 %
+    are left out."""
     large = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * whole), key=lambda part: -part[1])
     return ", ".join(f"{name} {s / whole:.0%}" for name, s in large)
 
@@ -198,7 +204,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _busiest(made: Planned) -> list[str]:
-    """Return a line of text on the rows of the best plan's busiest rank of ep; none if each rank holds all experts."""
+    """Return one line on the number of rows of the busiest ep rank in the best plan; [] if each rank holds all experts."""
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []
@@ -211,7 +217,8 @@ def _busiest(made: Planned) -> list[str]:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """Return at most one line of text: how much slower the next plan with other degrees (and the same advice) is, and in which part."""
+    """Compare the best plan with the next plan that has other degrees and the same advice: how much slower it is, and in which part of the
+    step. Return at most one line."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
     if other is None:
@@ -235,10 +242,10 @@ def _own_plan(run: Run, cluster: Cluster) -> str:
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
-    """Return the best plan as a recipe (YAML text), which extends the shipped recipe `name`. For another recipe it has all keys."""
+    """Return the best plan as a recipe (YAML text). It extends `name` if that is a shipped recipe; otherwise it has all keys."""
     best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # loaded without overrides, which the new recipe must contain
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # `before` has no overrides, so the new recipe gets them
     tree: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:
@@ -252,7 +259,7 @@ def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
     known = range_of(made.cluster, one.plan)
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
-    plan["busiest"] = made.network.experts and made.network.experts.share(one.plan.ep)  # rows of the busiest rank of ep over the mean
+    plan["busiest"] = made.network.experts and made.network.experts.share(one.plan.ep)  # rows of the busiest ep rank over the mean
     about: dict[str, Any] = {"seconds": one.seconds, "range": known and [known.low * one.seconds, known.high * one.seconds]}
     about |= {"held_bytes": one.held_bytes, "advice": one.advice, "tight": made.tight(one)}
     return {"plan": described(one.plan), **plan, **about, **made.speed(one)._asdict(), **parts}

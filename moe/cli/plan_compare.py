@@ -1,4 +1,4 @@
-"""`moe plan A --compare B --cluster NAME`: compares the plans that two recipes state, part by part, in time and memory."""
+"""`moe plan A --compare B --cluster NAME`: compares two recipes, run as they are written, part by part in time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _GIB = 2**30
 
 
 def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
-    """Return lines of text: the keys in which the recipes differ, and for each number A, B and B / A. plans: one ranked plan each."""
+    """Return lines of text: the keys in which the two recipes differ, then a row with A, B and B / A for each number. plans: each has
+    one ranked plan."""
     first, second = (flat(made.runs[0]) for made in plans)
     differ = [key for key, value in first.items() if second[key] != value]
     bests = [made.found.ranked[0] for made in plans]
@@ -36,7 +37,7 @@ def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
 
 
 def _parts(first: Mapping[str, float], second: Mapping[str, float]) -> list[str]:
-    """Return a line for each part that is at least 0.5 % of A's or B's sum."""
+    """Return a line for each part of time or memory that is at least 0.5 % of the larger sum. first, second: name of the part -> size."""
     names = dict.fromkeys((*first, *second))
     least = 0.005 * max(sum(first.values()), sum(second.values()))
     both = ((name, first.get(name, 0.0), second.get(name, 0.0)) for name in names)

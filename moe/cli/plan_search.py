@@ -1,12 +1,12 @@
-"""`moe plan --search` and `moe plan --order`.
+"""`moe plan --search` searches a strategy on the operator graph; `moe plan --order` searches an order of pipeline actions.
 
---search alpa | flexflow | mesh-tf | gspmd searches a strategy on the graph of operators (moe/plan/search/search.py, layouts.py). The recipe
-sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run, whose seconds and bytes are then
+--search alpa | flexflow | mesh-tf | gspmd uses the method of the paper of that name (moe/plan/search/search.py, layouts.py). The recipe
+sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run. Its seconds and bytes are then
 predicted as for every other plan.
 
---order order.csv searches an order of pipeline actions that is faster than the best plan's schedule and keeps no more activations
-(parallel/pipeline/schedules/search.py), from the predicted seconds of the plan's stages and messages. A faster order is written, and the
-recipe of --out has it as pipeline.schedule.
+--order order.csv uses the predicted seconds of the best plan's stages and messages to search an order that is faster than the plan's
+schedule and stores no more activations (parallel/pipeline/schedules/search.py). If one is found, it is written to the file, and the
+recipe of --out has the file as pipeline.schedule.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import makespan
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
-# fields of a plan that no search decides; they are copied from the recipe's own plan
+# fields of a plan that no search decides; they are copied from the recipe
 OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")
-LEAST_SAVED = 1e-4  # an order of pipeline actions is written only if it saves this share of a step's seconds
+LEAST_SAVED = 1e-4  # an order of pipeline actions is written only if it saves at least this share of a step's time
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
-    """Search a plan by method `search`. Return (plan with predicted seconds and bytes, the plan's recipe, a line of text on the search)."""
+    """Search a plan with the method `search`. Return (the plan with predicted seconds and bytes, its recipe, a line about the search)."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
         fix = Set("it", *divisors(batch))
@@ -80,7 +80,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
     """Search a faster order of actions for the best plan. If one is found, write it to `path`, and set it in the best plan's recipe.
-    Return (the plans with that recipe, a line of text on the search)."""
+    Return (the plans, with the changed recipe; a line about the search)."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"

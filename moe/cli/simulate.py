@@ -1,5 +1,5 @@
-"""`moe simulate`: simulates a pipeline schedule and draws it, compares all schedules in a table, or (`moe simulate search`) searches an
-order of actions for given times and memory. Training executes the same schedules, and a searched order with pipeline.schedule FILE.csv.
+"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches an order
+of actions for given times and memory. Training runs the same schedules; it runs an order from a file with pipeline.schedule FILE.csv.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags that only one schedule reads: pipedream, chimera
+OPTIONS = ("vertical_sync", "pipelines")  # flags for a single schedule each: pipedream and chimera
 RANKS, MICROBATCHES = 4, 8
-SEARCH = "search"  # the word after `moe simulate` that asks for a search of an order
-SEARCHED = 16  # divides the limit on forward passes for a search, which takes as long as about 16 simulations
+SEARCH = "search"  # word after `moe simulate` for which an order is searched
+SEARCHED = 16  # divisor of the limit on forward passes for a search, which takes about as long as 16 simulations
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
 
 
 def main(flags: Simulate, overrides: dict[str, str]) -> int:
-    """Draw one schedule, or print a table of all. Raises BadInput, one line, for impossible input."""
+    """Draw one schedule, or print a table of all schedules. Raises BadInput for impossible input."""
     name, out, recipe = flags.name, flags.out, flags.recipe
     if out is not None and out.suffix not in KINDS:
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.png")
@@ -77,7 +77,7 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
-    """Simulate the schedule `name` of the catalog. Return (its row as in `moe simulate --json`, its timeline). times: fields of `Times`."""
+    """Simulate the catalog's schedule `name`. Return (its row in `moe simulate --json`, its timeline). times: fields of `Times`."""
     size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
     kind = kind_of(name)
     return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
@@ -90,7 +90,7 @@ def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     if placement != "loop":
         refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, which has a choice")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    # durations are computed for a schedule: this one has the stages, but no actions yet
+    # the functions of durations need a schedule, so they get one that has the stages but no actions
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
     limits: dict[str, Any] = {"chunks": chunks, "memory": flags.memory, "overlap": costs.overlap == "on"}
     return search(placement, ranks, microbatches, costs.cost(empty), transfer_time=costs.transfer_of(empty), **limits)
@@ -104,8 +104,8 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: number of batches -> their schedule.
-    drains: whether the pipeline is empty at the end of each batch."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: function number of batches -> schedule. drains: whether
+    the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -172,7 +172,7 @@ def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
 
 
 def duration(time: float, row: dict[str, Any]) -> str:
-    """Return a duration as text: in s, ms or µs if the row's times are in seconds, otherwise as a plain number."""
+    """Format a duration: in s, ms or µs if the row's times are in seconds, otherwise as a number without a unit."""
     if row.get("time_unit") != "s":
         return f"{time:g}"
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])
@@ -214,8 +214,8 @@ def _gb(size: float) -> str:
 
 
 def summary_line(row: dict[str, Any]) -> str:
-    """Return one line of text on a schedule: sizes, time, and bubble (idle time / ideal time) of one more batch in steady state. If filling
-    and draining the pipeline gives the whole run another bubble, that bubble is added."""
+    """Return one line about a schedule: sizes, time, and bubble (idle time / ideal time) of a further batch in steady state. If the bubble
+    of all batches, with the ramps (filling and draining the pipeline), differs, it is added."""
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"

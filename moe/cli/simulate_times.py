@@ -17,28 +17,29 @@ from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, makespan, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
-# speeds if no flag gives them: Megatron-LM's on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
+# default speeds: what Megatron-LM reached on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
-NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}  # of keys on the command line
-OF_FILE = "the file alone, which sets it"  # needed, instead of a flag that a schedule's file sets
-MOST_ACTIONS = 2**20  # limit on forward passes to simulate, which take about a minute
+# for recipe values on the command line
+NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
+OF_FILE = "the file alone, which sets it"  # what is needed if a flag sets a size that the schedule's file already sets
+MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
 class Costs(ABC):
-    """Durations of a schedule's actions and messages, all in one unit. overlap: "on" or "off", whether ranks compute while they send."""
+    """Durations of a schedule's actions and messages, all in the same unit. overlap: "on" if ranks compute while they send, else "off"."""
 
     overlap: str
 
     @abstractmethod
     def cost(self, schedule: Schedule) -> Cost:
-        """Return the function (rank, action) -> duration."""
+        """Return a function (rank, action) -> duration."""
 
     @abstractmethod
     def transfer_of(self, schedule: Schedule) -> float:
         """Return the duration of one message."""
 
     def message_bytes(self, schedule: Schedule) -> float:
-        """Return the bytes of one message, 0 if they are unknown."""
+        """Return the bytes of one message; 0 if unknown."""
         return 0
 
     def run(self, schedule: Schedule) -> Timeline:
@@ -50,7 +51,8 @@ class Costs(ABC):
         return makespan(schedule, self.cost(schedule), **self._messages(schedule))
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """Return the time that one more batch takes after `batches` batches. schedule: of one batch, at whose end the pipeline is empty."""
+        """Return the time that one more batch adds after `batches` batches. schedule: one batch, at the end of which the pipeline is
+        empty."""
         return drained_period(schedule, self.cost(schedule), batches=batches, **self._messages(schedule))
 
     def _messages(self, schedule: Schedule) -> dict[str, Any]:
@@ -77,8 +79,8 @@ class Times(Costs):
 
 
 def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int) -> None:
-    """Raise BadInput if a pipeline has over `most_actions` forward passes: stages (ranks) * chunks (stages on each rank) * microbatches *
-    batches. The sizes in the fix are possible with every schedule."""
+    """Raise BadInput if a pipeline has more than `most_actions` forward passes: stages (number of ranks) * chunks (stages on each rank) *
+    microbatches * batches. Every schedule accepts the sizes in the fix."""
     most = most_actions // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
@@ -94,10 +96,10 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
-    """Raise BadInput if a continuous pipeline is too long to simulate. filled: number of batches after which all take the same time."""
+    """Raise BadInput if simulating a continuous pipeline would take too long. filled: number of batches until it is in steady state."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    # the fix proposes as many micro-batches as stages: then two batches fill the pipeline, and the third one is measured
+    # the fix proposes equal numbers of micro-batches and stages: then two batches fill the pipeline, and the third is measured
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
@@ -106,7 +108,7 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
 
 
 def times_of(given: dict[str, Any]) -> Times:
-    """Return the times that flags set. given: name -> value. Raises BadInput for flags that need a recipe, and for impossible numbers."""
+    """Return the times that flags set. given: flag -> value. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     needed = "--recipe RECIPE, which gives the FLOPs and bytes"
     refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="it without a recipe", needed=needed)
     times = Times(**given)
@@ -132,8 +134,8 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe(Costs):
-    """Durations in seconds, computed from a recipe's model that is divided into a schedule's stages. sequences: number in a micro-batch.
-    device: speed of each rank. of_file: the schedule is a user's file, so that a fix cannot propose fewer ranks."""
+    """Durations in seconds, computed from a recipe's model, divided into a schedule's stages. sequences: number of sequences in a
+    micro-batch. device: speed of each rank. of_file: whether the schedule is a user's file, for which a fix cannot propose fewer ranks."""
 
     recipe: Run
     sequences: int
@@ -162,7 +164,7 @@ class OfRecipe(Costs):
         return self.stages(schedule)[0].crossing
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
-        """Return more columns of the table: layers and FLOPs of each stage, bytes of each rank, tokens a second."""
+        """Return further fields of a schedule's row: layers and FLOPs of each stage, bytes of each rank, tokens a second."""
         schedule, stages = timeline.schedule, self.stages(timeline.schedule)
         ranks = range(schedule.num_ranks)
         parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
@@ -188,15 +190,15 @@ class OfRecipe(Costs):
 
 
 def not_counted(run: Run) -> list[str]:
-    """Return the settings, such as "degrees.tp 2", that the simulation ignores: it counts each rank as one device with whole stages."""
+    """Return the settings that the simulation ignores, such as "degrees.tp 2": it treats each pipeline rank as one device."""
     found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """Return the durations for a recipe's model. Raises BadInput for flags that do not go with a recipe.
-    given: name -> value of flags for times. size: name -> value of flags for sizes; stages and microbatches that are None are set here.
-    file: the schedule of a user's file, which has its own sizes."""
+    """Return the durations for a recipe's model. Raises BadInput for flags that exclude a recipe. given: flag -> value, of times. size:
+    flag -> value, of sizes; stages and microbatches are set here if they are None. file: the schedule from a user's file; None: from the
+    catalog."""
     from moe.recipe.load import load
 
     refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives the times")

@@ -1,6 +1,7 @@
-"""The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
+"""The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-A field made by `_word` is a word after the verb, one made by `_word_or_none` an optional word, and one made by `_flag` a flag.
+A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a field made by `_flag` a
+flag.
 """
 
 from __future__ import annotations
@@ -32,51 +33,57 @@ def _flag(help: str, default: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Train a recipe; continues from the newest checkpoint in its run folder."""
+    """Train a recipe; continue from the newest checkpoint in the run folder, if there is one."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
-    nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, by default its slots")
-    launcher: Literal["deepspeed", "torchrun"] | None = _flag("program that starts processes, deepspeed by default; one process needs none")
+    nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, its slots by default")
+    launcher: Literal["deepspeed", "torchrun"] | None = _flag(
+        "program that starts the processes, deepspeed by default; not used for one process"
+    )
     out: Path | None = _flag("run folder; runs/RECIPE by default")
     fresh: bool = _flag("set earlier checkpoints aside and start over", False)
     from_step: int | None = _flag("resume from the checkpoint of this step instead of the newest; later ones are set aside, not deleted")
-    allow_change: tuple[str, ...] = _flag("recipe key that may differ from the checkpoint's, although results change; repeatable", ())
+    allow_change: tuple[str, ...] = _flag("recipe key that may differ from the checkpoint's, although this changes results; repeatable", ())
     init_from: Path | None = _flag("begin a new run with the weights and the tokenizer of this run, checkpoint or hf:PATH")
     hostfile: Path | None = _flag("file that lists the machines, one `host slots=N` a line")
-    restarts: int | None = _flag("if ranks die, restart from the newest checkpoint, at most N times in a row without a new one; default 0")
-    elastic: int | None = _flag("if restarts (--restarts) do not help, continue with N or more processes, with the same global batch")
+    restarts: int | None = _flag(
+        "if ranks die, restart from the newest checkpoint; give up after N restarts without a new checkpoint; default 0"
+    )
+    elastic: int | None = _flag("if --restarts do not help, continue with fewer processes, at least N, and the same global batch")
     dry_run: bool = _flag("print the predicted memory, FLOPs and seconds a step; start nothing and write nothing", False)
-    cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; a --dry_run uses all its devices")
+    cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; --dry_run assumes all its devices")
     force: bool = _flag("start even if the prediction says that memory is too small", False)
-    profile: bool = _flag("record three steps: a trace for ui.perfetto.dev, and a table of the time by operation", False)
+    profile: bool = _flag("record three steps: a trace for ui.perfetto.dev, and a table of the time of each part of the code", False)
     debug_collectives: bool = _flag("before each collective, compare its arguments over the ranks: an error instead of a hang", False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs.
-    --compare ONE MANY: compare two recorded steps of any PyTorch program. --peer NAME: compare another project's parallel forms."""
+    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if any differ.
+    --compare ONE MANY: compare two recorded steps of any PyTorch program. --peer NAME: compare another project's parallel layouts."""
 
-    many: str | None = _word_or_none("with --compare ONE: the folder that the same step wrote on several ranks (moe.verify.record)")
-    compare: str | None = _flag("ONE, the folder that a step of a program of yours wrote on one process: name what differs in MANY")
-    peer: str | None = _flag("compare a tiny model of another project in its own parallel form: transformers, deepspeed, torch")
+    many: str | None = _word_or_none("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks")
+    compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
+    peer: str | None = _flag("compare a tiny model of another project, in that project's parallel layout: transformers, deepspeed, torch")
     model: str | None = _flag("with --peer: comma-separated names of its models, all by default")
-    ep: int | None = _flag("with --peer: ranks over which experts are spread; with none of --ep, --tp and --fsdp, 2 of each")
+    ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
-    fsdp: int | None = _flag("with --peer: ranks with samples of their own")
+    fsdp: int | None = _flag("with --peer: ranks of FSDP, each with its own samples")
     pin_routing: bool = _flag(
-        "with --peer: replay the one process's choices of experts; in a program of yours: record(..., pin=ONE)", False
+        "with --peer: replay the choices of experts of the single process; in your own program: record(..., pin=ONE)", False
     )
     nproc: int | None = _flag("test layouts of up to N processes, 2 by default")
     json: Path | None = _flag("also write the table as JSON")
-    device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; if not given, fork them on the CPU")
+    device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; without it, fork them on the CPU")
     kinds: str = _flag(
         "data: engines, precisions; expert: routers, dispatchers; tensor: tp; sequence: sp; pipeline: schedules; "
         "hybrid: all together, with --nproc 8",
         "data,expert,tensor,sequence,pipeline,hybrid",
     )
     only: str | None = _flag("only layouts with this text in their name")
-    recipe: str | None = _flag("test your own recipe instead, at a small size, with the parts and plug-ins that it names; runs their code")
+    recipe: str | None = _flag(
+        "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
+    )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")
     seed: str | None = _flag("seed of --draws, 0 by default: the same seed gives the same recipes")
     timeout_s: float | None = _flag("time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more")
@@ -96,7 +103,7 @@ class Generate:
     samples: int | None = _flag("number of continuations of each prompt")
     temperature: float | None = _flag("divides the logits before sampling; 0 always takes the most likely token")
     top_k: int | None = _flag("sample from the K most likely tokens only")
-    top_p: float | None = _flag("sample from the fewest most likely tokens whose probabilities sum to P")
+    top_p: float | None = _flag("sample from the smallest set of most likely tokens with total probability P")
     seed: int | None = _flag("seed of the sampling")
     step: int | None = _flag("step of the checkpoint; the newest if not given")
     json: Path | None = _flag("also write the texts as JSON")
@@ -131,7 +138,7 @@ class Bench:
     out: Path | None = _flag("folder for the runs of measurements that train")
     nproc: int | None = _flag("number of processes, for measurements that run on several")
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
-    only: str | None = _flag("only rows with this text, such as bf16 or E64; or only the named parts of the measurement")
+    only: str | None = _flag("only rows that contain this text, such as bf16 or E64; or only these parts of the measurement")
     kinds: str | None = _flag("comma-separated kinds of data parallelism, such as ddp,zero2+cpu, or schedules of pipelines, such as 1f1b")
     full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
@@ -145,18 +152,20 @@ class Plan:
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --calibrate")
     calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
     nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
-    nccl: Path | None = _flag("with --calibrate: measure nothing, and put NCCL-tests' outputs in this folder into --cluster")
+    nccl: Path | None = _flag(
+        "with --calibrate: measure nothing; put the results of NCCL-tests, from the outputs in this folder, into --cluster"
+    )
     runs: Path | None = _flag("with --calibrate: measure nothing, and fit --cluster to the steps of the finished runs in this folder")
     cluster: str | None = _flag("a shipped cluster, such as h100-8, h100-2 (part of a node), h100-8x4 (4 nodes), or a YAML file; required")
     top: int = _flag("number of plans to print", 10)
     exhaustive: bool = _flag("try every engine, schedule and recomputation with all degrees, not only with the fastest degrees", False)
-    as_is: bool = _flag("predict only the recipe's own plan, also if it does not fit", False)
-    compare: str | None = _flag("compare the recipe's own plan with this recipe's own plan, by part of time and memory; tries no other")
+    as_is: bool = _flag("predict only the recipe as it is written, even if it does not fit", False)
+    compare: str | None = _flag("compare the recipe with this other recipe, both as they are written, by part of time and memory")
     search: Literal["enumerate", "alpa", "flexflow", "mesh-tf", "gspmd"] = _flag(
         "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )
-    explain: bool = _flag("first print the rules that lead to a strategy, with this recipe's numbers", False)
-    order: Path | None = _flag("also search an order of pipeline actions for the best plan; written to this *.csv if it is faster")
+    explain: bool = _flag("first print the rules by which a strategy is chosen by hand, with this recipe's numbers", False)
+    order: Path | None = _flag("also search a faster order of pipeline actions for the best plan; if one is found, write it to this *.csv")
     out: Path | None = _flag("also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag("also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
     json: Path | None = _flag("also write the chosen, ranked and refused plans as JSON")
@@ -173,11 +182,11 @@ class Simulate:
     chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
     batches: int | None = _flag("number of batches in a row; 1 by default, 2 for two_bw")
     vertical_sync: Literal["on", "off"] | None = _flag("for pipedream: every stage uses the first stage's weight version; off by default")
-    pipelines: int | None = _flag("for chimera: number of pipelines, half down and half up; 2 by default")
+    pipelines: int | None = _flag("for chimera: number of pipelines, half of them in each direction; 2 by default")
     placement: Literal["line", "loop", "v"] | None = _flag(
-        "for search: one stage a rank (line, the default), as interleaved places them (loop, with --chunks), or as zb_v (v)"
+        "for search: where stages are: one a rank (line, the default), as in interleaved (loop, with --chunks), or as in zb_v (v)"
     )
-    memory: float | None = _flag("for search: most activations that a rank keeps, in micro-batches of all its layers; no limit by default")
+    memory: float | None = _flag("for search: most activations that a rank stores, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
     forward_time: str | None = _flag("forward time of a micro-batch on a rank, 1 by default; or one for each stage, comma-separated")
@@ -191,22 +200,27 @@ class Simulate:
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """Plan GPU clocks for all actions of a pipeline step, so that slower actions only use up waiting time (EnvPipe). Print saved energy."""
+    """Plan GPU clocks for all actions of a pipeline step: actions that would be followed by waiting run slower (EnvPipe). Print saved
+    energy."""
 
     name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier")
-    profile: Path | None = _flag("JSON file: seconds and joules of each stage's F and B at each clock; a power model is assumed without it")
+    profile: Path | None = _flag(
+        "JSON file: seconds and joules of each stage's forward and backward pass at each clock; default: a power model"
+    )
     recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times are then computed from its model")
     stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's or the profile's")
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
     chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
     slowdown: float | None = _flag("share by which the step may take longer, such as 0.01; 0 by default")
-    ahead: int | None = _flag("for 1f1b: most forward passes that a rank may move earlier (each needs memory); as many as help by default")
+    ahead: int | None = _flag("for 1f1b: most forward passes that a rank may move earlier (each takes memory); by default, all that help")
     forward_time: str | None = _flag("forward seconds at full clock, 0.01 by default; or one for each stage, comma-separated")
     backward_time: str | None = _flag("backward seconds, in the same form; 0.02 by default")
     transfer_time: float | None = _flag("seconds of a message from a rank to the next; 0 by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
-    apply: bool = _flag("run the plan's clocks on this machine's GPUs, one a rank, for --steps steps, then restore them; needs root", False)
+    apply: bool = _flag(
+        "run --steps steps at the plan's clocks on this machine's GPUs, one a rank, then restore the clocks; needs root", False
+    )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")
     out: Path | None = _flag("also write the plan as .json, or a picture as .png")
     json: Path | None = _flag("also write the table as JSON")
@@ -218,7 +232,7 @@ class Convert:
     Hugging Face's transformers to a run (hf:PATH RUN) and back (RUN hf:PATH)."""
 
     from_run: str = _word("a run's folder, or one checkpoint in it; or hf:PATH, a folder with config.json and *.safetensors")
-    to_run: str = _word("a new run's folder, which moe train continues; or hf:PATH, a new folder for transformers")
+    to_run: str = _word("folder of the new run, which moe train continues; or hf:PATH, a new folder for transformers")
     to: str | None = _flag("recipe of the new model: a name (see: moe recipes) or a YAML file; required without hf:PATH")
     method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
         "dense to experts: copy (default), granular, noise, drop; to fewer experts: merge, prune"
@@ -226,9 +240,13 @@ class Convert:
     share: float | None = _flag("for noise: share of the weights; for drop: share of the hidden units; 0.5 by default")
     scale: float | None = _flag("for noise: its size in standard deviations of each matrix; 0.01 by default")
     weights: Literal["uniform", "load"] | None = _flag("for merge: how experts are weighted in the average; uniform by default")
-    load: Path | None = _flag("for prune, or merge by load: a run's folder, metrics.jsonl or JSON file with loads; the source's by default")
+    load: Path | None = _flag(
+        "for prune, or merge by load: run folder, metrics.jsonl or JSON file with experts' loads; default: the source run's"
+    )
     moments: Literal["fresh", "copy"] | None = _flag("copy: also convert the optimizer states; fresh (the default): start with new ones")
-    approximate: bool = _flag("accept routers whose gates do not sum to a constant, although outputs then differ from the source's", False)
+    approximate: bool = _flag(
+        "accept a router with gates that do not sum to a constant, although outputs then differ from the source's", False
+    )
     check: bool = _flag("run both models on random tokens and print the largest difference", False)
     dtype: Literal["fp32", "bf16", "fp16"] | None = _flag(
         "for RUN hf:PATH: dtype of the written weights; by default the dtype of the original files, or the run's"
@@ -240,7 +258,7 @@ class Convert:
 
 @dataclasses.dataclass(frozen=True)
 class HashTable:
-    """Make a table for router.hash_table: the experts of each token id, so that all experts get about equally many training tokens."""
+    """Write a table for router.hash_table: experts for each token id, so that all experts get about equally many training tokens."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file; its text, vocabulary, experts and choices are used")
     out: Path = _word("a new file, *.json")
@@ -248,11 +266,11 @@ class HashTable:
 
 @dataclasses.dataclass(frozen=True)
 class Show:
-    """Print a recipe merged with its parents, each value with its origin. Or print its plan: the shard of each parameter on a rank."""
+    """Print a recipe merged with its parents, each value with its origin. Or print its shards (--plan): each parameter on one rank."""
 
     recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --keys")
     keys: str | None = _flag("print the keys of a section instead (model, model.rope, ... or all), each with its choices and meaning")
-    plan: bool = _flag("print each parameter instead: path, style, full shape, and the shape and bytes of its shard", False)
+    plan: bool = _flag("print each parameter instead: path, style of sharding, full shape, and the shape and bytes of its shard", False)
     nproc: int | None = _flag("with --plan: number of processes, 1 by default")
     rank: int | None = _flag("with --plan: rank whose shards are printed, 0 by default")
     json: Path | None = _flag("also write keys, values and origins, or the plan's rows, as JSON")
@@ -260,18 +278,18 @@ class Show:
 
 @dataclasses.dataclass(frozen=True)
 class Rehearse:
-    """Rehearse one rank of a larger run here, without its GPUs: build, steps and a save. Print its devices, shapes, memory, collectives."""
+    """Run one rank of a larger run here without its GPUs: build, steps and a save. Print devices, shapes, memory and collectives."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
     world: int | None = _flag("number of ranks of the run; required")
-    rank: str | None = _flag("rank to rehearse; 0 by default; all: every rank, and compare the order of their messages")
+    rank: str | None = _flag("rank to rehearse, 0 by default; all: every rank, and compare the order of their messages")
     device: str | None = _flag("cpu (default), or cuda: rehearse the GPU code without a GPU")
     json: Path | None = _flag("also write the table as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipes:
-    """List the recipes by name, with their numbers of parameters: of all, and of the part that one token uses."""
+    """List the recipes by name, each with its number of parameters and the number that one token uses."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Conversion of checkpoints between models: dense to experts and back."""
+"""Converts checkpoints between models: dense to experts and back, and from and to Hugging Face's transformers."""

@@ -1,7 +1,7 @@
-"""Checks of a conversion: which models can be made from a source checkpoint. Any other is refused in one line. Needs no torch.
+"""Checks whether a source checkpoint can be converted to a recipe's model. Needs no torch.
 
-A layer is unchanged, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). A conversion grows layers or
-shrinks layers, not both.
+A layer is unchanged, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). A conversion may grow layers
+or shrink layers, but not both.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
 GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")
 SHRINKING: tuple[Method, ...] = ("merge", "prune")
 
-# keys of the section model that a conversion may change; each other key must have the source's value
+# keys in section `model` that a conversion may change; all other keys there must have the source's values
 _FREE = ("vocab_size", "d_ff", "ffn", "max_length", "moe_every", "moe_layers", "document_mask", "document_separator", "ahead_weight",
          "dropout", "init_scale")  # fmt: skip
-# keys that decide a router's tensors, compared for layers with experts on both sides
+# router keys that decide which tensors a router has; they must be equal if a layer has experts before and after
 ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a conversion, as the flags of `moe convert`. `method` auto: copy for layers that grow, merge for layers that shrink.
+    """Settings of a conversion, which are flags of `moe convert`. `method` auto: copy for layers that grow, merge for layers that shrink.
 
     `share`: fraction of the weights that get noise (method noise), or of the hidden units that are drawn anew (drop). `scale`: standard
-    deviation of the noise, as a multiple of the matrix's. `weights`: merged experts count equally in their mean, or by their load.
-    `moments`: optimizer moments start at 0, or are copied. `approximate`: allow routers whose gates do not sum to a constant.
+    deviation of the noise, as a multiple of the matrix's standard deviation. `weights`: the mean of merged experts is uniform, or weighted
+    by their load. `moments`: optimizer moments start at 0, or are copied. `approximate`: allow routers with gates that do not sum to a
+    constant.
     """
 
     method: Method = "auto"
@@ -50,7 +51,7 @@ class Settings:
 
 
 def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
-    """Return the settings for the flags that were `given`. Raises BadInput for a flag that the method does not have, and for bad values."""
+    """Return the settings for `given`: flag -> value. Raises BadInput for a flag that the method does not have, and for bad values."""
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
@@ -72,13 +73,14 @@ def experts_of(run: Run, layer: int) -> int:
 
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
-    """Return "grow" for a layer that changes from dense to experts, "shrink" from experts to fewer or to dense; None if it is unchanged."""
+    """Return "grow" for a layer that changes from dense to experts, "shrink" for one from experts to fewer or to dense; None if
+    unchanged."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
-    """Return the indices of the layers for which `change` is `what`: grow, shrink or None."""
+    """Return the indices of the layers for which `change` returns `what`: grow, shrink or None."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 
@@ -88,19 +90,20 @@ def parts(before: Run, run: Run) -> int:
 
 
 def gate_sum(router: Router) -> float | None:
-    """Return the sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates multiply experts' inputs."""
+    """Return the sum of a token's gates if no choice is dropped; None if the sum depends on the token, or if gates multiply experts'
+    inputs."""
     one = router.gates != "as_is" or (router.score == "softmax" and router.softmax_over == "chosen")
     return router.gate_scale if one and method_of(router).tokens_choose and router.gate_on == "output" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:
-    """Return the sum of a token's gates; if it depends on the token, the sum for a router whose logits are all equal."""
+    """Return the sum of a token's gates. If it depends on the token, return the sum for equal logits of all experts."""
     score = {"softmax": 1 / num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[router.score]
     return gate_sum(router) or router.gate_scale * router.num_choices * score
 
 
 def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
-    """Return the settings with a method in place of auto. Raises BadInput for the first reason why the conversion is impossible."""
+    """Return the settings with `method` auto replaced. Raises BadInput for the first reason why the conversion is impossible."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
     if routed and before.router.bias_rate is not None and run.router.bias_rate is None:
@@ -212,7 +215,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
         raise BadInput("--to", got=got, needed="experts alone: the weight of this network depends on the token", fix="keep the experts")
-    learned = before.router.expert_scale == "learned"  # gates are multiplied by trained scales, so they do not sum to a constant
+    learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"
         fix = "--approximate: experts count as if their gates summed to 1"

@@ -3,10 +3,10 @@
     dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          copy, granular, noise, drop
     sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             merge, prune
 
-The new model is built as for a new run, so routers get their initial values by name and seed. Then every tensor from the source replaces
-the initial one. In both models each layer may be dense or sparse. A tensor of the source without a place in the new model is refused:
-nothing is lost silently, and nothing is written unless everything fits. A report says how each part was converted, whether the output is
-unchanged, and how to continue.
+The new model is built as for a new run, so new routers get the initial values of that run. Then converted tensors replace initial ones. In
+both models each layer may be dense or sparse. If a tensor of the source is not used, the conversion is refused, so nothing is lost
+silently. Nothing is written unless everything fits. A report says how each part was converted, whether the output is unchanged, and how to
+continue.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import verify
 from parallel.store.lock import alone_in
 
-RECENT = 100  # number of a run's last training lines over which its load is averaged
+RECENT = 100  # experts' loads are means over this number of last training steps
 
 
 def find(source: Path) -> Path:
@@ -66,8 +66,9 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Return layer -> load of each of its experts. `source` is a JSON file of any numbers, such as {"1": [900, 20, 4, 76]}, or a run: then
-    loads are means over the last RECENT training lines of its metrics up to `step`. Raises BadInput if a layer with experts is missing."""
+    """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a
+    run. A run's loads are means over the last RECENT training lines in its metrics up to `step`. Raises BadInput if a MoE layer is
+    missing."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -90,8 +91,8 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
-    `load_from`: run or JSON file with the experts' loads; None: the source's run. Returns (engine with the new model and its optimizer, the
-    conversion, counters of samples and steps from which training continues)."""
+    `load_from`: run or JSON file with the experts' loads; None: the source's run. Returns (engine with the new model and its optimizer,
+    conversion, counters of steps from which training continues)."""
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -130,13 +131,13 @@ def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Lay
 
 
 def by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
-    """Return name in checkpoints -> parameter. There each expert of a stacked tensor has a name of its own."""
+    """Return name in checkpoints -> parameter. In checkpoints, each expert of a stacked tensor has its own name."""
     parameters = dict(model.named_parameters())
     return {part: view for name, layout in layouts.items() for part, view in _parts(name, layout, parameters[name].detach())}
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """Return pairs (name in checkpoints, tensor): one for the parameter, or one for each expert if it is stacked over experts."""
+    """Return pairs (name in checkpoints, tensor): one pair for a parameter, or one for each expert if it is a stack of experts."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
@@ -162,7 +163,7 @@ def main(
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
     reader = conversion.reader
     with alone_in(out, what="TO_RUN"):
-        _check_new(out)  # again, because a run may have begun in this folder before the lock was held
+        _check_new(out)  # again, because a run may have begun in this folder before this process had the lock
         make_writable(out, World())
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
         state.save(
@@ -208,7 +209,7 @@ def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
 
 
 def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
-    """Return pairs (part of the model, how it was converted), also for the recipe, the moments and the order of samples."""
+    """Return pairs (part of the model, how it was converted). Further pairs are for the recipe, the moments and the order of samples."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -246,7 +247,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def expected_output(conversion: Conversion) -> str:
-    """Return a text that says when the new model's output equals the source's."""
+    """Return words on when the new model's output equals the source's."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"
@@ -264,7 +265,8 @@ def expected_output(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference between two models' logits on the same `tokens` tokens, and the largest logit of the first model."""
+    """Largest difference between the logits of two models on `tokens` random tokens, and the largest logit of the first model
+    (magnitudes)."""
 
     tokens: int
     largest_difference: float

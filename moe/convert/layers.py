@@ -1,11 +1,11 @@
-"""Computes the tensors of one model from those of another, layer by layer: the core of `moe convert`.
+"""Computes a model's tensors from another model's, layer by layer, for `moe convert`.
 
     unchanged   embedding, attention, norms, layers with as many experts as before: copied
     grown       a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
     shrunk      experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
-A tensor of the source without a place in the new model is refused, and so is a tensor of the new model without a source. Tensors have
-their names in checkpoints: moe/model/names.py.
+A tensor of the source that the new model does not use is refused, and so is a copied tensor of the new model that the source does not have.
+Names of tensors are their names in checkpoints (moe/model/names.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Values = dict[str, Tensor]  # name in checkpoints -> tensor
 class Conversion:
     """Converts a checkpoint of the recipe `before`, the source, to a model of the recipe `run`.
 
-    `shapes`: shapes of the new model's tensors by name. `first`: returns a tensor's initial value in the new model. `load`: layer of the
-    source -> load of each expert; {} if the settings do not need it. `table`: the experts of token ids, if the recipe names a hash table.
-    `used`: names of the source's tensors that were read; the others are refused.
+    `shapes`: name -> shape of the new model's tensors. `first(name)`: returns a tensor's initial value in the new model. `load`: layer of
+    the source -> load of each expert; {} if the settings do not need it. `table`: token id -> experts, if the recipe names a hash table.
+    `used`: names of the source's tensors that were read; if any are left, the conversion is refused.
     """
 
     before: Run
@@ -50,7 +50,7 @@ class Conversion:
 
     @cached_property
     def source(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the source's parameters by name."""
+        """Name -> shape of the source's parameters."""
         return self.reader.names()
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
@@ -60,7 +60,7 @@ class Conversion:
         return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
 
     def dense(self, stem: str, kind: str = "weight") -> Network:
-        """Return a dense network of the source, with its matrices transposed to the experts' form."""
+        """Return a dense network of the source, with matrices transposed to [in, out] as in experts."""
         names = ("w1", "w2", "w3") if f"{stem}.w3.weight" in self.source else ("w1", "w2")
         return {name: self.read(f"{stem}.{name}.weight", kind).T for name in names}
 
@@ -69,7 +69,7 @@ class Conversion:
         return {name: self.read(f"{stem}.{name}") for name in (("w1", "w2", "w3") if f"{stem}.w3" in self.source else ("w1", "w2"))}
 
     def grown(self, layer: int) -> Values:
-        """Return the tensors of a dense layer converted to experts. New shared and residual networks do not change the output at first."""
+        """Return the tensors of a dense layer converted to experts. New shared and residual networks do not change the output initially."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -85,17 +85,17 @@ class Conversion:
             for name in self._router_rows(layer, count):
                 values[name] = upcycle.shared_rows(self.first(name), parts=g)
         if x.residual:
-            # experts and residual network both give the dense output, and their coefficients sum to 1
+            # experts and residual network both return the dense network's output, and their coefficients sum to 1
             values |= _dense(f"layers.{layer}.residual", network)
         if x.shared:
             name = f"layers.{layer}.shared.w2.weight"
-            values[name] = torch.zeros_like(self.first(name))  # w2 = 0: at first the shared network gives 0
+            values[name] = torch.zeros_like(self.first(name))  # with w2 = 0 the shared network returns 0 initially
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
-        """Return optimizer moments `kind` (exp_avg or exp_avg_sq) for copied experts: each has an equal part of the dense network's
-        gradient. A residual network has half of the gradient, and the experts together the other half. If a token's gates sum to s, w2 is
-        stored as w2 / s, so its gradient is s times as large."""
+        """Return optimizer moments `kind` (exp_avg or exp_avg_sq) for copied experts. Each expert is assumed to get an equal part of the
+        dense network's gradient; with a residual network, that network gets half of the gradient, and the experts share the other half. If
+        a token's gates sum to s, w2 is stored as w2 / s, so its gradient is s times as large."""
         residual, power = self.run.experts.residual, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
         count, half = experts_of(self.run, layer), 0.5 if residual else 1.0
         s = even_gate_sum(self.run.router, count)
@@ -105,7 +105,7 @@ class Conversion:
         return _experts(layer, [expert] * count) | rest
 
     def shrunk(self, layer: int) -> Values:
-        """Return the tensors of a sparse layer converted to fewer experts, or to one dense network."""
+        """Return the tensors of a MoE layer converted to fewer experts, or to one dense network."""
         sparse = experts_of(self.run, layer)
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
@@ -124,15 +124,15 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """Return (groups of the source's experts, weight of every expert in its group's mean). Each group becomes one expert."""
+        """Return (groups of the source's experts, weight of every expert). Each group is replaced by its weighted mean."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return the router's selection bias `name`: the source's, merged like its experts; zeros of the shape of `new_E` for a new
-        router."""
+        """Return the router's selection bias `name`: the source's, merged as its experts are; for a new router zeros, of `new_E`'s
+        shape."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)
@@ -145,8 +145,8 @@ class Conversion:
         return [n for n in of_router if self.shapes[n][0] == count]
 
     def values(self) -> Values:
-        """Return the weights of the new model that do not keep their initial values. Raises BadInput for a tensor of the source without a
-        place in the new model, and for one with another shape."""
+        """Return the new model's weights that come from the source. Raises BadInput for a tensor of the source that is not used, and for a
+        tensor of another shape."""
         out = {name: self.read(name) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             what = change(self.before, self.run, layer)
@@ -168,12 +168,12 @@ class Conversion:
         return out
 
     def kept(self) -> list[str]:
-        """Return the names of the tensors that are copied: all but the feed-forward part of changed layers."""
+        """Return the names of the tensors that are copied: all except the feed-forward part of changed layers."""
         return [n for n in self.shapes if not feed_forward(n) or change(self.before, self.run, int(n.split(".")[1])) is None]
 
 
 def feed_forward(name: str) -> bool:
-    """Return whether a tensor belongs to the feed-forward part of a block: its network, or its router and experts."""
+    """Return whether a tensor belongs to the feed-forward part of a block: dense network, or router and experts."""
     part = name.split(".")
     return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "cross", "cross_norm", "ffn_norm")
 

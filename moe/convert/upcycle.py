@@ -1,15 +1,15 @@
-"""Conversions of feed-forward networks, dense to experts and experts to fewer or to dense, as pure functions of weights.
+"""Pure functions that convert the weights of feed-forward networks: dense to experts, and experts to fewer or to dense.
 
     copy      every expert is the dense network                                   Sparse Upcycling (arXiv 2212.05055)
-    granular  cut by hidden units into G shards, with E / G copies of each        virtual groups (arXiv 2410.07524)
+    granular  the hidden units are cut into G shards; E / G experts for each      virtual groups (arXiv 2410.07524)
     noise     copies with Gaussian noise on a share of their weights
     drop      copies with a share of their hidden units drawn anew                Drop-Upcycling (arXiv 2502.19261)
     merge     groups of experts are replaced by their mean
-    prune     the most used experts stay
+    prune     only the most used experts are kept
 
-Let f be the dense network, and let the gates of every token sum to s. Copies then give sum_i g_i f(x) = s f(x), and dividing w2 by s
-makes it f(x). Shards sum up: f = sum_j f_j. The G shards of a copy share one router row, so a token that chooses a copy chooses all
-its shards with equal gates, and w2 * G / s makes the sum f(x) again.
+Let f be the dense network, and let the gates of every token sum to s. Copies give sum_i g_i f(x) = s f(x), so w2 / s in place of w2 gives
+f(x). The outputs of shards add up to f: f = sum_j f_j. The G shards of a copy share one router row, so a token that chooses a copy chooses
+all its shards, each with 1 / G of the copy's gate, and w2 * G / s gives f(x).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from parallel.numerics.random import key_of
 
 # D model, F hidden, E experts
 
-Network = dict[str, Tensor]  # a feed-forward network in the experts' form: w1 [D, F], w2 [F, D], and w3 [D, F] of a gated activation
+Network = dict[str, Tensor]  # w1 [D, F], w2 [F, D], and for gated activations w3 [D, F], as in experts
 
 
 def scaled(network: Network, factor: float) -> Network:
-    """Return the network with an output `factor` times as large: w2 is multiplied."""
+    """Return a network with `factor` times the output: w2 is multiplied."""
     return network if factor == 1.0 else network | {"w2": network["w2"] * factor}
 
 
 def joined(networks: Sequence[Network]) -> Network:
-    """Return one network with the hidden units of all networks: its output is the sum of their outputs."""
+    """Return one network with the hidden units of all `networks`. Its output is the sum of their outputs."""
     return {name: torch.cat([network[name] for network in networks], 0 if name == "w2" else 1) for name in networks[0]}
 
 
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Return `count` experts: expert e has the hidden units of shard e % parts, and `parts` times the shard's output. A token chooses all
-    shards together, with equal gates: each gate is 1 / parts of the gate of an uncut network."""
+    """Return `count` experts. Expert e has the hidden units of shard e % parts, and returns `parts` times the shard's output, because the
+    gate of a shard is 1 / parts of the gate of an uncut network: a token chooses all shards together, with equal gates."""
     size = network["w1"].shape[1] // parts
 
     def shard(number: int) -> Network:
@@ -50,8 +50,8 @@ def shards(network: Network, count: int, *, parts: int) -> list[Network]:
 
 
 def noisy(network: Network, count: int, *, share: float, scale: float, key: str, seed: int) -> list[Network]:
-    """Return `count` copies, each with its own Gaussian noise on about `share` of its weights: `scale` times the matrix's standard
-    deviation. `key`: name of the layer's experts, which together with `seed` determines the noise."""
+    """Return `count` copies, each with its own Gaussian noise on about `share` of its weights. The noise has `scale` times the standard
+    deviation of the matrix. `key`: name of the layer's experts; with `seed`, it determines the noise."""
 
     def change(expert: int, name: str, w: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.{name}.noise"))
@@ -62,8 +62,8 @@ def noisy(network: Network, count: int, *, share: float, scale: float, key: str,
 
 
 def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) -> list[Network]:
-    """Return `count` copies, each with round(share * F) random hidden units drawn anew, with the mean and deviation of the old weights.
-    `key`: name of the layer's experts, which together with `seed` determines the units and their weights."""
+    """Return `count` copies. In each, round(share * F) random hidden units are drawn anew, with the mean and standard deviation of the old
+    weights. `key`: name of the layer's experts; with `seed`, it determines the units and their weights."""
 
     def change(expert: int) -> Network:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.drop"))
@@ -84,26 +84,26 @@ def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) 
 
 
 def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
-    """Return router rows [E, D] with which a token chooses all shards of a copy together: every shard has the row of the first shard."""
+    """Return router rows [E, D] in which all `parts` shards of a copy have the first shard's row, so that a token chooses them together."""
     expert_E = torch.arange(len(rows_ED))
     return rows_ED[expert_E - expert_E % parts]
 
 
 def neighbours(count: int, into: int) -> list[list[int]]:
-    """Return `into` groups of equal size, of neighbouring experts: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
+    """Return `into` groups of neighbouring experts, of equal size: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
     size = count // into
     return [list(range(i * size, (i + 1) * size)) for i in range(into)]
 
 
 def most_used(load: Sequence[float], into: int) -> list[list[int]]:
-    """Return the `into` experts of highest load, each a group of its own, in ascending order; ties go to the first."""
+    """Return the `into` experts with the highest load, each as a separate group, in ascending order. Of equal loads, the first wins."""
     best = sorted(range(len(load)), key=lambda e: (-load[e], e))[:into]
     return [[e] for e in sorted(best)]
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean, summed in float64. The mean of equal tensors is bitwise this tensor. Weights that are all 0 count as
-    equal."""
+    """Return the weighted mean, summed in float64 and rounded to the tensors' dtype. The mean of equal tensors has the same bits as they
+    have. If all weights are 0, they count as equal."""
     total = math.fsum(weights)
     shares = [w / total for w in weights] if total > 0 else [1 / len(tensors)] * len(tensors)
     out = tensors[0].double() * shares[0]

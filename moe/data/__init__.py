@@ -2,8 +2,8 @@
 
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
-chat.py    chats, of which parts are predicted    ->  chats.py      kept in files, packed
-given.py   samples of a program
+chat.py    chats to ids, with predicted parts     ->  chats.py      ids in files; several chats packed into a sequence
+given.py   samples from a user's program
 ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
                                                       span_corruption.py  for an encoder-decoder: sequences with spans hidden
 """
@@ -43,9 +43,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dataset:
-    """Opened data: endless training sequences, fixed validation sequences, and their tokenizer. `index`: index.json of the token files:
-    their sizes, hashes and remarks; for several sources, {"sources": [an index of each], ...}. `key` identifies the text and the recipe's
-    settings for it: runs with the same key see the same text."""
+    """Opened data: endless training sequences, fixed validation sequences, and their tokenizer. `index`: contents of the token files'
+    index.json (sizes, hashes, remarks); for several sources, {"sources": [one index a source], ...}. `key`: hash of the text and the
+    recipe's settings for it; runs with the same key read the same text."""
 
     train: TrainSet | MixedTrain | CorruptedTrain | Stream
     validation: ValidationSet | MixedValidation | CorruptedValidation
@@ -68,13 +68,13 @@ def open_data(
     given: Any = None,
     text_key_set_by: str = "data.text_key",
 ) -> Dataset:
-    """Open a recipe's data, and tokenize it first if it is not in the cache. Every rank calls this.
+    """Open a recipe's data, and tokenize it first if the cache does not have it. Every rank calls this.
 
     `max_length`: tokens of a sequence; for span corruption, of the encoder's input. `vocab_size`: of the model. `seed` decides the order.
     `tokenizer`: description of a trained model's tokenizer, used for any text; None: the recipe's, which is trained if needed. `verify`:
     hash large token files too, although their times are unchanged. `log` prints a line. `given`: samples from a user's program
-    (moe/data/given.py), for data.source given. For error messages, `as_key` returns the value of model.max_length that gives sequences of a
-    number of tokens, and `text_key_set_by` is the setting that names the text's key.
+    (moe/data/given.py), for data.source given. For error messages: `as_key(length)` returns the model.max_length that gives sequences of
+    `length` tokens, and `text_key_set_by` names the setting that has the text's key.
 
     Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache
     folder that cannot be read or written.
@@ -123,7 +123,7 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
         try:
             given = make(data)
         except Exception as error:
-            fix = "mend this function; its argument is the recipe's section data"
+            fix = "mend this function; its argument is the section `data` of the recipe"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
         needed = "samples, which only the program that trained with them can give"

@@ -1,4 +1,5 @@
-"""Chats for supervised fine-tuning, `data.source: chat`: JSON lines to samples in which only the assistant's tokens are predicted.
+"""Chats for supervised fine-tuning (`data.source: chat`): converts JSON lines to samples in which only the assistant's tokens are
+predicted.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}      tools: optional
     {"prompt": [messages], "completion": [messages]}      the completion's assistant is predicted
@@ -7,9 +8,9 @@
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
     {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for train.loss)
 
-A chat is one sample. What is longer than a sequence is cut off at its end; a chat of which no predicted token is left is left out, and a
-line says how many. No template can write the id that ends a text of a tokenizer of this project, bytes or bpe; there it follows the last
-assistant's message, which ends the sample. moe/data/chats.py keeps the samples and packs them.
+A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log has
+their number. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
+last assistant's message, and this id is appended. moe/data/chats.py stores the samples and packs them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text, user_path
 
-_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}  # of "from"
+# value of "from" -> role
+_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
 NO_TEMPLATE = "a template, because this model came with none"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
 class Text(NamedTuple):
-    """A chat as text. `spans`: (start, end) of each predicted part, in characters. `plain`: not by a template."""
+    """A chat as text. `spans`: (start, end) of each predicted part, in characters. `plain`: made without a template."""
 
     text: str
     spans: list[Span]
@@ -45,9 +47,9 @@ class Text(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Chats as ids. ids_N: all chats' ids, one after another. predicted_N: whether an id is predicted. starts: index of each chat's first
-    id, and the number of all ids. about: the sentence that tells a user what was read. pairs: chats 2 i and 2 i + 1 are the chosen and the
-    rejected answer to a prompt."""
+    """Chats as token ids. ids_N: the ids of all chats, concatenated. predicted_N: whether each id is predicted. starts: index of each
+    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens). pairs: chats 2 i and 2 i + 1
+    are the chosen and the rejected answer to a prompt."""
 
     ids_N: npt.NDArray[np.uint32]
     predicted_N: npt.NDArray[np.bool_]
@@ -58,8 +60,8 @@ class Encoded(NamedTuple):
 
 @final
 class InChats(Tokenizer):
-    """The tokenizer `inner` for texts of a chat template: no BOS before them, because the template writes it, and every id of the model
-    that ends a text or a message ends them."""
+    """The tokenizer `inner` for texts that a chat template has made. No BOS is put before a text, because the template writes it.
+    Generation ends at any id that ends a text or a message for the model."""
 
     def __init__(self, inner: Tokenizer) -> None:
         super().__init__(inner.token_bytes)
@@ -76,7 +78,7 @@ class InChats(Tokenizer):
 
 
 def file_of(path: str) -> Path:
-    """Return the path of a file of chats. Raises BadInput if it is no file *.jsonl, *.jsonl.gz or *.jsonl.zst."""
+    """Return the path of a file of chats. Raises BadInput if it is not a file with the ending .jsonl, .jsonl.gz or .jsonl.zst."""
     file = user_path(path, what="data.path")
     if not file.is_file() or not formats.unpacked_name(file.name).endswith(".jsonl"):
         raise BadInput("data.path", got=path, needed="a file *.jsonl of chats", fix="write one chat a line, as JSON")
@@ -84,9 +86,9 @@ def file_of(path: str) -> Path:
 
 
 def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
-    """Read a file of chats. Samples have at most max_length + 1 ids, each chat of a pair half of them. `field`: the field of a line that
-    holds the messages; None: one of the fields above. Templates read the date of the file's last change (UTC) as the current one. Raises
-    BadInput, which names the line, for another form, for chats among pairs, and for a file without chats."""
+    """Read and encode a file of chats. Samples have at most max_length + 1 ids, each chat of a pair half of them. `field`: the field of a
+    line that has the messages; None: any of the forms above. Templates get the date of the file's last change (UTC) as the current date.
+    Raises BadInput for a line of another form, which it names, for chats among pairs, and for a file without chats."""
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
@@ -120,8 +122,8 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
 
 
 def check_readable(path: str, given: str | None, *, text_key: str) -> None:
-    """Refuse a file of chats for a model without a template of its own: if there is no file `given` to read one from, and the first chat
-    needs one. `text_key`: data.text_key. Raises BadInput."""
+    """Raise BadInput if the first chat of a file needs a template and there is none. `given`: data.chat_template, a template's file, or
+    None. `text_key`: data.text_key. For models that have no template."""
     with_template(Bytes(), given)
     if given is None:
         number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
@@ -130,13 +132,13 @@ def check_readable(path: str, given: str | None, *, text_key: str) -> None:
 
 
 def messages_field(text_key: str) -> str | None:
-    """Return the field that holds the messages by data.text_key; None for its default, with which any known form is read."""
+    """Return the name of the field with the messages: data.text_key. Return None for its default, with which every known form is read."""
     return None if text_key == Data.model_fields["text_key"].default else text_key
 
 
 def with_template(tokenizer: Tokenizer, given: str | None) -> Tokenizer:
-    """Return the tokenizer with the template in the file `given` instead of its own, if there is one. Raises BadInput for a file that
-    cannot be read."""
+    """Return the tokenizer with its chat template replaced by the one in the file `given`; None: unchanged. Raises BadInput for a file
+    that cannot be read."""
     if given is None:
         return tokenizer
     try:
@@ -148,7 +150,7 @@ def with_template(tokenizer: Tokenizer, given: str | None) -> Tokenizer:
 
 
 def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTemplate | None:
-    """Return the tokenizer's template with its special tokens, or None. `date`: what templates read as the current time; None: now."""
+    """Return the tokenizer's template with its special tokens, or None. `date`: current time that the template gets; None: now."""
     own = tokenizer.chat or {}
     tokens = tuple(sorted(own.get("tokens", {}).items()))
     return ChatTemplate(own["template"], tokens, date, own.get("tool_use")) if "template" in own else None
@@ -209,7 +211,8 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
 
 
 def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[dict[str, Any]], tools: Any) -> Text:
-    """Return the text of the messages `first` and `after`, of which only `after` is predicted if it is not empty."""
+    """Return the text of the messages `first` and `after`. Predicted: the assistant's messages in `after`, or in `first` if `after` is
+    []."""
     text, spans = template.marked([*first, *after], tools=tools)
     before = template.render(first, tools=tools) if after else ""
     if not text.startswith(before):

@@ -1,10 +1,11 @@
-"""A model's chat template: messages to text, and the parts of the text that the assistant wrote.
+"""A model's chat template: converts messages to text, and finds the parts of the text that the assistant wrote.
 
     {% for m in messages %}<|im_start|>{{ m.role }}       Jinja, as in transformers' apply_chat_template (sandbox.py)
-    {% generation %}{{ m.content }}<|im_end|>             this block marks what is trained on
+    {% generation %}{{ m.content }}<|im_end|>             this block marks the text to train on
     {% endgeneration %}{% endfor %}
 
-Without {% generation %}, an assistant's message is what the template adds to the messages before it and its generation prompt.
+Without {% generation %}, the assistant's part is found by rendering twice: with the messages before it and the generation prompt, and with
+the message too. The part is the text that the second adds to the first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template. `tokens`: name -> text of special tokens, such as bos_token, which templates use. `date`: what templates read as
-    the current time; None: now. `tool_use`: another template, for chats with tools."""
+    """A Jinja template. `tokens`: name -> text of special tokens that templates use, such as bos_token. `date`: current time that the
+    template gets; None: now. `tool_use`: another template, for chats with tools."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
@@ -40,13 +41,13 @@ class ChatTemplate:
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
-        """Return the text of the messages. `prompt`: followed by the beginning of an assistant's message. Raises BadInput if the template
-        refuses the messages or cannot be read."""
+        """Return the text of the messages. With `prompt`, the beginning of an assistant's message follows. Raises BadInput if the template
+        refuses the messages or is not valid Jinja."""
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and (start, end) of each part that an assistant wrote, in characters. Raises BadInput, also if
-        the template does not show these parts."""
+        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput as
+        `render` does, and if these parts cannot be found."""
         text, spans = self._rendered(messages, tools)
         if _GENERATION.search(self.source):
             return text, spans
@@ -63,9 +64,9 @@ class ChatTemplate:
 
     @staticmethod
     def unmarked(got: str) -> BadInput:
-        """Return the refusal of a template that does not show what the assistant wrote."""
+        """Return the error for a template with which the assistant's parts cannot be found."""
         fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
-        return BadInput("chat template", got=got, needed="one that marks what is trained on", fix=fix)
+        return BadInput("chat template", got=got, needed="one that marks the text to train on", fix=fix)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> tuple[str, list[Span]]:
         variables = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | dict(self.tokens)

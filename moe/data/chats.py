@@ -1,12 +1,13 @@
-"""Chats as sequences. They are rendered and encoded once, kept in the user's cache folder, and read through a memory map by every process.
+"""Chats as sequences. They are rendered and encoded once, stored in the user's cache folder, and memory-mapped by every process.
 
     <cache>/chats-<key>.bin     a line of JSON with their SHA-256, then starts int64, ids uint32, predicted bool
     chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|
 
-The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, the date if the template
-writes it. Packing is best-fit decreasing (Johnson et al. 1974; for training: arXiv 2404.10830): no chat is cut, and the longest is placed
-first, each in the fullest sequence that has room. The first id of a packed chat is marked as its beginning (moe/recipe/shapes.py): it is
-not predicted, and attention sees only tokens of the same chat. Positions are relative in every model, so each chat reads as if alone.
+The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, and the date if the
+template writes it. Packing is best-fit decreasing (Johnson et al. 1974; for training: arXiv 2404.10830): the longest chat is placed first,
+each in the fullest sequence that has room, and no chat is cut to fit. The first id of a packed chat is marked as its beginning
+(moe/recipe/shapes.py): it is not predicted, and tokens attend only to tokens of the same chat. All models use relative positions, so a
+packed chat gives the same results as a chat in a sequence of its own.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.store.files import replace_file
 
-_FORMAT = 2  # version of these files and of the encoding of chats: another number gives another key
+_FORMAT = 2  # version of these files and of the encoding of chats; part of the key
 
 
 @dataclass(frozen=True)
 class Chats:
-    """Encoded chats, and `key`, a hash of them."""
+    """Encoded chats. `key`: a hash of them."""
 
     encoded: Encoded
     key: str
@@ -47,7 +48,7 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return a chat's ids, int64 [n]; one that is not predicted is replaced by -101 - id."""
+        """Return a chat's ids, int64 [n]. An id that is not predicted is replaced by -101 - id."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
         return np.where(self.encoded.predicted_N[some], ids, marked(ids))
@@ -55,8 +56,9 @@ class Chats:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Sequences of chats (moe/data/order.py). members: the numbers of the chats, one sequence after another. starts: where each sequence
-    starts in `members`, and their number. packed: whether a sequence may have several chats; then their beginnings are marked."""
+    """Sequences of chats (`Sequences` in moe/data/order.py). members: the chats' numbers, sequence after sequence. starts: index in
+    `members` of each sequence's first chat, then the length of `members`. packed: whether a sequence may have several chats, with marked
+    beginnings."""
 
     chats: Chats
     members: Ints
@@ -69,7 +71,7 @@ class ChatRows:
         return len(self.starts) - 1
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the sequences with these numbers [n], padded: [n, max_length + 1] int64, or only the given columns."""
+        """Return the sequences with these indices [n], padded to [n, max_length + 1] int64, or only the given columns."""
         found = np.full((len(windows), self.max_length + 1), PADDING, dtype=np.int64)
         for sequence, window in zip(found, windows, strict=True):
             at = 0
@@ -82,8 +84,8 @@ class ChatRows:
 
 
 def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
-    """Open the chats of a file, which are encoded first if they are not in the cache (moe/data/chat.py: arguments and errors). Raises
-    BadInput for a cache that cannot be read or written. `log` prints a line."""
+    """Open the chats of a file; encode them first if the cache does not have them. Arguments and errors are those of `encode_chats`. Also
+    raises BadInput for a cache that cannot be read or written. `log` prints a line."""
     key = partial(_key, path, tokenizer, max_length, field)
     named = cache / f"chats-{(first := key())}.bin"
     with usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
@@ -102,14 +104,14 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
                 made = encode_chats(path, tokenizer, max_length=max_length, field=field)
             if key() != first:
                 raise BadInput(f"data file {path}", got="chats that changed while they were read", needed="one file", fix="start again")
-            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # of processes that were killed while they wrote
+            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # files of processes that were killed while writing
                 left.unlink(missing_ok=True)
             _write(named, made, max_length)
         return _said(_opened(named, max_length), path, log)
 
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
-    """Return the sequences for training and for validation, which the last `validation_share` of the chats are held out for. Raises
+    """Return the sequences for training and for validation. The last `validation_share` of the chats is held out for validation. Raises
     BadInput for a single chat or pair, and for packed pairs."""
     pairs = chats.encoded.pairs
     if pairs and packing:
@@ -131,10 +133,10 @@ def sequences_of(chats: Chats, *, max_length: int, validation_share: float, pack
 
 
 def packed(lengths: list[int], *, room: int) -> list[list[int]]:
-    """Return sequences as lists of chats' numbers, ascending, so that the `lengths` in each add up to at most `room`: best-fit decreasing.
-    No length may be above `room`."""
+    """Distribute chats over sequences by best-fit decreasing, so that the `lengths` of a sequence's chats add up to at most `room`. Return
+    each sequence as the ascending list of its chats' indices. No length may be above `room`."""
     rows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # free ids -> the sequences that have this number of them
+    left: dict[int, list[int]] = {}  # number of free ids -> the sequences with this number
     sizes: list[int] = []  # the keys of `left`, ascending
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = bisect_left(sizes, lengths[number])
@@ -182,7 +184,7 @@ def _write(named: Path, made: Encoded, max_length: int) -> None:
 
 
 def _opened(named: Path, max_length: int) -> Chats:
-    """Return the chats of a file. Raises FileNotFoundError, and Damaged for contents that do not match their SHA-256."""
+    """Open a file of encoded chats. Raises FileNotFoundError, and Damaged if its contents do not match their SHA-256."""
     try:
         with named.open("rb") as file:
             line = file.readline()

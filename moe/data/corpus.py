@@ -1,12 +1,12 @@
-"""The corpus: the Python standard library's source, or the user's text files, folders, JSONL and tables.
+"""The corpus: the source of Python's standard library, or the user's text files, folders, JSONL files and tables.
 
     files in sorted order -> documents -> each on one side: train or validation, never both
 
-The SHA-256 of a document's name (files) or text (lines, rows) alone decides its side: a new file never changes the side of another. If this
-leaves a side empty, as with one file, the last share of every document is held out instead.
+Only the SHA-256 of a document's name (files) or text (lines, rows) decides its side, so a new file never changes the side of another. If
+this leaves a side empty, as with one file, the last part of every document is held out instead.
 
 Three parts of the standard library are left out: test suites, because many systems install Python without them; files that record how and
-where this Python was built; and generated tables (encodings, pydoc's topics), which are not source code and could fill most of either side.
+where this Python was built; and generated tables (encodings, pydoc's topics), which are no source code and could fill most of a side.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files to read: their `names` are sorted POSIX paths under `root`. `source` mixed: *.jsonl by lines, tables by rows, others as text.
-    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: the recipe names the source."""
+    """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
+    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: the recipe sets data.source."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
@@ -59,8 +59,8 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. A hash of its `key` makes it train or validation. `text` is None if a file is not text or a line is empty; `why` is the
-    reason."""
+    """One document. The hash of `key` assigns it to train or validation. `text` is None if the file is not text or the line is empty; then
+    `why` is the reason."""
 
     key: str
     text: str | None
@@ -68,8 +68,8 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus: documents with text and without (`skipped`), kinds of files, and remarks on files. `split`: what is train
-    or validation as a whole (document: file, line or row); position: every document is cut into both."""
+    """Counts over an entire corpus: documents with text and without (`skipped`), kinds of files, and remarks on files. `split`: the unit
+    that is assigned to train or validation (document: a file, line or row); position: every document is cut into a part for each."""
 
     split: Literal["file", "line", "document", "position"]
     documents: int
@@ -79,7 +79,7 @@ class Survey(NamedTuple):
 
 
 def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
-    """Return the corpus of a recipe's data section. Raises BadInput for a path that is missing or holds no usable file."""
+    """Return the corpus of a recipe's data section. Raises BadInput for a path that is missing or has no usable file."""
     text_key = formats.TextKey(data.text_key, text_key_set_by)
     if data.path is None:
         if data.source != "python_stdlib":
@@ -92,7 +92,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
         got = f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}"
-        fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text if it is text")
+        fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text for a text file")
         raise BadInput("data.path", got=got, needed="text", fix=fix)
     root, names = path.parent, [path.name]
     left_out: list[Remark] = []
@@ -151,7 +151,8 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
 
 
 def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
-    """Yield a file's documents, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
+    """Yield a file's documents, of which only one is in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL
+    line."""
     path = corpus.root / name
     try:
         if corpus.by_lines(name):
@@ -202,13 +203,14 @@ def unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def side_of(key: str, validation_share: float) -> Side:
-    """Return the side of a document, from its key alone: its SHA-256, read as a number in [0, 1), is compared with the share."""
+    """Return the side of the document with this key: validation if the key's SHA-256, read as a number in [0, 1), is below the share."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < int(validation_share * 2**64) else "train"
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if none is text, or if more bytes are skipped than read."""
+    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, or if more bytes are skipped than
+    read."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:
@@ -255,7 +257,8 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Yield (side, text) of every document in the corpus's order. If `split` is position, every document gives a text for each side."""
+    """Yield (side, text) of every document, in the corpus's order. If `split` is position, every document is cut into a text for each
+    side."""
     for key, text, _ in (document for name in corpus.names for document in read_file(corpus, name)):
         if text is not None and split != "position":
             yield side_of(key, validation_share), text
@@ -265,7 +268,7 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Return the index of the first held-out character of a text: at the start of a line, or within a line if lines are long."""
+    """Return the index of the first held-out character of a text: the start of a line if one is near, else the exact share."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
@@ -273,7 +276,7 @@ def cut(text: str, validation_share: float) -> int:
 
 
 def content_hash(corpus: Corpus) -> str:
-    """Return the SHA-256 over every path and its file's own SHA-256: the same on any machine for the same names and contents."""
+    """Return the SHA-256 of all files' relative paths and contents, which does not depend on the machine."""
     whole = hashlib.sha256()
     for name in corpus.names:
         path = corpus.root / name
@@ -287,7 +290,7 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """Fingerprint of files, taken without reading them: their total size, the last change, and a hash of all names, sizes and times."""
+    """Fingerprint of files, taken without reading them. identity: hash of all names, sizes and times."""
 
     size_bytes: int
     changed_ns: int
@@ -301,7 +304,9 @@ def stamp(corpus: Corpus) -> Stamp:
         path = corpus.root / name
         found = _stat(path)
         if not stat.S_ISREG(found.st_mode):
-            raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
+            raise BadInput(
+                f"data file {path}", got="a path that is no longer a regular file", needed="a file that stays unchanged", fix="start again"
+            )
         size_bytes += found.st_size
         changed_ns = max(changed_ns, found.st_mtime_ns, found.st_ctime_ns)
         whole.update(repr((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)).encode("utf-8", "surrogateescape"))

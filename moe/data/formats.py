@@ -1,10 +1,10 @@
-"""Files that are not plain text: compressed ones, read as a stream, and tables (Parquet, Arrow), read row by row.
+"""Reads files that are not plain text: compressed files, as a stream, and tables (Parquet, Arrow), row by row.
 
     a.txt.gz  a.jsonl.zst     unpacked in small pieces while they are read, so memory does not grow with the unpacked size
-    a.parquet  a.arrow        one column, a few rows at a time; Arrow as a file and as a stream (as saved by `datasets`)
+    a.parquet  a.arrow        one column, a few rows at a time; Arrow's file format and its stream format (which `datasets` saves)
 
-A small compressed file can hold any amount, so one document, line or cell has a size limit. A truncated or damaged file is refused in one
-line, and so is a format without its package. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+A small compressed file may unpack to any size, so the size of a document, line or cell is limited. A truncated or damaged file is refused
+with one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from parallel.store.files import read_text
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # packed bytes read together: few, because 4 of them can become 128 KiB
+_ZST_READ_BYTES = 1024  # packed bytes in a read: few, because 4 of them can unpack to 128 KiB
 _ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)
-_ROWS = 16  # rows of a Parquet file that are read together: few, because a row can have any size
+_ROWS = 16  # rows of a Parquet file in a read: few, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
 SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 class TextKey(NamedTuple):
-    """Name of the JSON key or column with the text. `set_by`: the setting with this name. `alone`: only one file of the data needs it."""
+    """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether only one file
+    of the data has keys or columns."""
 
     name: str
     set_by: str = "data.text_key"
     alone: bool = True
 
     def fix(self, near: str | None) -> Fix:
-        """Return the fix for a file without this key. `near`: a similar key that the file has, if any."""
+        """Return the fix for a file that lacks this key. `near`: a key that the file has and that is likely meant; None: unknown."""
         values, value = (near,) if near else (), near or "the name of the one that holds the text"
         if self.alone:
             return Set(self.set_by, *values, said=value)
@@ -61,8 +62,8 @@ def is_table(name: str) -> bool:
 
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the files to read among the `names` of a folder's files: all, or only the ones that state.json lists, which `datasets` writes.
-    Raises BadInput for several saved datasets, and for one with missing files."""
+    """Return the files to read among the `names` in a folder: all, or only the ones in state.json if the package `datasets` saved the
+    folder. Raises BadInput for several saved datasets, and for one with missing files."""
     saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
     saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
     if not saved:
@@ -83,7 +84,7 @@ def saved_files(path: Path, names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file's bytes, unpacked as they are read. Raises BadInput for a damaged one, OSError for one that cannot be read."""
+    """Open a file for reading its unpacked bytes. Raises BadInput if it is damaged, OSError if it cannot be read."""
     kind = path.suffix.lower()
     try:
         if kind == ".gz":
@@ -102,7 +103,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def whole(path: Path) -> bytes:
-    """Read a whole file, unpacked. Raises BadInput if a compressed file exceeds the limit of a document."""
+    """Read and unpack an entire file. Raises BadInput if a compressed file exceeds the limit of a document."""
     with opened(path) as file:
         if path.suffix.lower() not in PACKED:
             return file.read()
@@ -140,7 +141,7 @@ def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
 
 
 class _Zst(io.RawIOBase):
-    """A file of Zstandard frames, unpacked as it is read. The library's own reader would not notice a truncated file."""
+    """A file of Zstandard frames, which is unpacked as it is read. The reader of the library zstandard does not notice a truncated file."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.library = file, path, needed_package("zstandard", path)
@@ -171,8 +172,8 @@ class _Zst(io.RawIOBase):
 
 
 def texts(path: Path, column: TextKey) -> Iterator[str | None]:
-    """Yield the texts of a table's column, in order; None for an empty cell. Raises BadInput for a damaged table, one without this column,
-    a column of another type than strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
+    """Yield the texts of a table's column, in order; None for an empty cell. Raises BadInput for a damaged table, a missing column, a
+    column that has no strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
     arrow = needed_package("pyarrow", path)
     try:
         for batch in _batches(path, column):
@@ -181,7 +182,7 @@ def texts(path: Path, column: TextKey) -> Iterator[str | None]:
         what, got = f"data file {path}, column {column.name}", f"a cell that is no UTF-8 ({error.reason})"
         raise BadInput(what, got=got, needed="text in UTF-8", fix="write the column again, as UTF-8") from None
     except (arrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # an error of the system: errors of the library have no errno
+        if getattr(error, "errno", None) is not None:  # an error of the operating system; the library's errors have no errno
             raise
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 
@@ -212,7 +213,7 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
     held = batch.column(batch.schema.names.index(column.name))
     if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
         raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
-    for cell in held:  # cell by cell, because `datasets` may save all rows in one batch
+    for cell in held:  # cell by cell, because a batch may have all rows of a table that `datasets` saved
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
             raise _too_long(path, "a cell", "write its documents a row each")
         yield cell.as_py()

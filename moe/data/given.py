@@ -1,18 +1,18 @@
-"""Samples from a user's program, instead of text: `train(run, data=...)`.
+"""Samples that a user's program gives instead of text: `train(run, data=...)`.
 
-    indexable    len(samples), samples[i]       shuffled by the seed, epoch after epoch, as windows of a text are
-    iterable     for ids in samples             in its own order, and again from its beginning after its end
+    indexable    len(samples), samples[i]       shuffled anew in every epoch, as sequences of a text are
+    iterable     for ids in samples             in the order in which it yields them; after its end, it is iterated again
 
-A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row of columns. A shorter one is padded, and
+A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a dict of columns. A shorter sample is padded;
 padding is neither predicted nor routed.
 
     input_ids          5  9  2  7  7
     attention_mask     1  1  1  1  0      optional: zeros only at the end, for padding
     labels          -100 -100 2  7 -100   optional: the same ids, or -100 for an id that is not predicted; other columns are refused
 
-The step alone decides its samples, so a resumed run and any number of ranks read the same. Every rank must be given all samples, and uses
-its own. From an iterable a rank also reads the samples of other ranks, and drops them. A resumed run first reads the samples of the steps
-before its first one.
+The number of a step alone decides its samples, so a resumed run and any number of ranks train on the same samples. Every rank must be given
+all samples, and uses its part. From an iterable, a rank reads all samples and drops those of other ranks; a resumed run first reads the
+samples of all earlier steps.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
-_LOOKED_AT = 8  # samples hashed to identify the data
+_LOOKED_AT = 8  # number of samples that are hashed to identify the data
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples `first` .. `first + num_windows - 1` of an indexable source, read in place of a text's windows (moe/data/order.py). `name`:
-    train or validation, for error messages."""
+    """Samples `first` to `first + num_windows - 1` of an indexable source, as `Sequences` (moe/data/order.py). `name`: train or validation,
+    for error messages."""
 
     source: Any
     max_length: int
@@ -48,7 +48,7 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the samples with these numbers [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput."""
+        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -64,23 +64,23 @@ class Samples:
 
 @dataclass
 class Stream:
-    """Samples of an iterable in its own order, without end: after its last sample, it begins again."""
+    """Endless samples of an iterable, in the order in which it yields them: after the last sample, it is iterated again."""
 
     source: Any
     max_length: int
     vocab_size: int
     say: Callable[[str], object]
     _rows: Iterator[Any] = field(default_factory=lambda: iter(()))
-    _at: int = -1  # samples read so far; -1: not begun
-    _read: int = 0  # samples read in this pass over the source
+    _at: int = -1  # number of samples read so far; -1: the source is not opened
+    _read: int = 0  # number of samples read since the source was last opened
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0. Raises BadInput."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:
                 self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
-            if self._at:  # at 0, `first` has opened the source, and no sample was consumed
+            if self._at:  # not at 0: then `first` has just opened the source
                 self._begin()
             for _ in range(first):
                 self._next()
@@ -89,7 +89,7 @@ class Stream:
         return np.stack([self._row(at, sample) for at, sample in enumerate(mine, first + shard.sequences.start)])[:, shard.columns]
 
     def first(self) -> Ints:
-        """Return the first sample without consuming it. Call this before `batch`."""
+        """Return the first sample, which `batch` will return again. Call this before `batch`."""
         self._begin()
         sample = self._next()
         self._rows, self._at, self._read = chain([sample], self._rows), 0, 0
@@ -127,7 +127,7 @@ class Stream:
 
 
 class Given(NamedTuple):
-    """A program's samples for both sides, and a key that identifies them."""
+    """A program's samples for training and validation, and a key that identifies them."""
 
     train: TrainSet | Stream
     validation: ValidationSet
@@ -135,8 +135,8 @@ class Given(NamedTuple):
 
 
 def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share: float, seed: int, say: Callable[[str], object]) -> Given:
-    """Open samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, and for too few samples.
-    `validation_share`: share of the samples, the last ones, that is held out if none are given for validation. `say` prints a line."""
+    """Open `given`: samples, or {"train": samples, "validation": samples}. Raises BadInput for anything else, and for too few samples.
+    `validation_share`: share of the samples, at the end, that is held out if none are given for validation. `say` prints a line."""
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
         needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
@@ -187,8 +187,8 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, padded by PADDING. An id that is not predicted is replaced by -101 - id. `what`: name
-    of the sample in error messages. Raises BadInput if it is no sequence of 2 to max_length + 1 ids of the vocabulary."""
+    """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted is replaced by -101 - id. `what`: the
+    sample's name in error messages. Raises BadInput unless it is a sequence of 2 to max_length + 1 ids of the vocabulary."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]
     for name, column in columns.items():
@@ -213,7 +213,8 @@ _ITERABLE = "give the object that iter() was called with"
 
 
 def _columns(sample: Any, what: str) -> dict[str, Any]:
-    """Return a sample's columns by name; a plain sequence is the column input_ids. Raises BadInput for missing and for other columns."""
+    """Return column name -> column of a sample; a sequence alone is the column input_ids. Raises BadInput for missing and unknown
+    columns."""
     if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
         return {_IDS: sample}
     names = list(sample.keys())
@@ -257,15 +258,15 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return the ids, with -101 - id in place of each id whose label is PADDING. Raises BadInput for a label that is neither PADDING nor
-    its id, and for PADDING alone."""
+    """Return the ids; an id with the label PADDING is replaced by -101 - id. Raises BadInput for a label that is neither PADDING nor the
+    id at its position, and if all labels are PADDING."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):
         at = int(wrong[0])
         got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
-    if left_out[1:].all():  # the first id is never predicted: no id is before it
+    if left_out[1:].all():  # the first id is never predicted, because no id precedes it
         raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 

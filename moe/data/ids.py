@@ -1,10 +1,10 @@
-"""Token ids from another program, read in place: Megatron's `.bin` with its `.idx`, and nanoGPT's `.bin`.
+"""Reads token ids that another program has written, without copying them: Megatron's `.bin` with `.idx`, and nanoGPT's `.bin`.
 
-    Megatron   NAME.bin   ids, one document after another         NAME.idx   magic, dtype, each sequence's length and place, documents
-    nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin: both sides are given
+    Megatron   NAME.bin   ids, document after document            NAME.idx   magic, dtype, each sequence's length and offset, documents
+    nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin has both sides
 
-The texts of the ids are unknown here. The recipe gives the vocabulary (data.vocab_size), and texts are shown and entered as numbers. Every
-id is compared with the vocabulary once; the result is cached by the files' hash. Formats: Megatron-LM,
+The texts of the ids are unknown. The recipe gives the size of the vocabulary (data.vocab_size); prompts and generated text are numbers. The
+smallest and largest id are checked; they are cached under the files' hash. Formats: Megatron-LM,
 megatron/core/datasets/indexed_dataset.py; nanoGPT, data/*/prepare.py.
 """
 
@@ -31,14 +31,15 @@ from parallel.store.files import replace_file, user_path
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of documents + 1
-_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # by Megatron's number of the dtype; 6 and 7 are floats
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's code of the dtype -> dtype; codes 6 and 7 are floats
 _AT_ONCE = 1 << 24
 
 Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files and their ids: all in `train`, or split into both sides if `validation` is given. `ends`: indices at which documents end."""
+    """Files and their ids. `train`: all ids, or only the training ids if `validation` is not None. `ends`: indices at which documents
+    end."""
 
     files: tuple[Path, ...]
     train: Stream
@@ -114,7 +115,7 @@ def _megatron(ids: Path, index: Path) -> _Found:
         got = f"version {version} and dtype {code}"
         raise BadInput(f"data file {index}", got=got, needed="version 1 and a dtype of integers", fix="write it with Megatron-LM's tools")
     size = _HEADER.size + 12 * sequences + 8 * documents
-    if len(content) not in (size, size + sequences):  # one more byte for each sequence, its mode, is optional
+    if len(content) not in (size, size + sequences):  # optionally one more byte for each sequence (its mode)
         raise damaged(index, f"{len(content):,} bytes for {sequences:,} sequences and {documents:,} document ends, which take {size:,}")
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size).astype(np.int64)
     places = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
@@ -141,7 +142,8 @@ def _range(streams: list[Stream]) -> tuple[int, int]:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """Return (train, validation). Validation is about the last share of the ids: it begins after a document if a document ends nearby."""
+    """Return (train, validation): about the last `validation_share` of the ids is for validation. The cut is at the end of a document if
+    one is near."""
     at = round(len(found.train) * (1 - validation_share))
     reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
     near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]

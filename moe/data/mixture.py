@@ -1,11 +1,11 @@
-"""Several sources with weights. The global index of a sequence, its number in the order of the whole run, alone decides its source.
+"""Several sources with weights. A sequence's source depends only on its global index, which is its number in the order of the run.
 
     index       0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
     a block     A A A A A A B B B C  shuffled               each source has its exact share of every block
     index g     the n-th sequence of A                      n = block * (A's share) + A's sequences before g in the block
 
 So any number of ranks reads the same sequences, and a resumed run continues exactly. Each source has its own epochs, shuffled as if it were
-alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
+the only source. A source has at least one of the 10,000 sequences of a block; shares are rounded by largest remainders (Hamilton's method).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 10_000
 
 
 def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int, ...]:
-    """Return whole numbers in proportion to the weights, by largest remainders. Their sum is `whole`, and each is at least `least`."""
+    """Return integers in proportion to the weights, rounded by largest remainders. Their sum is `whole`; each is at least `least`."""
     exact = np.array(weights, dtype=np.float64) / np.sum(weights) * whole
     found = np.maximum(np.floor(exact).astype(np.int64), least)
     while found.sum() > whole:  # minimum shares made the sum too large: take from the largest share
@@ -35,18 +35,18 @@ def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int
 
 @dataclass(frozen=True)
 class MixedTrain:
-    """Training sequences of several sources in the order of one seed, without end. `weights` may have any sum."""
+    """Endless training sequences of several sources, in an order that the seed decides. `weights` may have any sum."""
 
     parts: tuple[TrainSet, ...]
     weights: tuple[float, ...]
     seed: int
 
     def located(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
-        """Return, for global indices [n], (index of each sequence's source [n], its index in that source's own order [n])."""
+        """Return (index of the source [n], index in the source's order [n]) for the sequences with these global indices [n]."""
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # keyed by epochs -1, -2, ..., so that no block has the shuffle of a source's epoch
+        for block in np.unique(blocks):  # epochs -1, -2, ...: so no block is shuffled like an epoch of a source
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1
@@ -58,19 +58,19 @@ class MixedTrain:
         return gathered([part.sequences(places[source == i], columns) for i, part in enumerate(self.parts)], source)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0."""
         return self.sequences(shard.places(step), shard.columns)
 
 
 @dataclass(frozen=True)
 class MixedValidation:
-    """Held-out sequences of several sources, in the same shares, one source after another."""
+    """Held-out sequences of several sources, in proportion to the weights, source after source."""
 
     parts: tuple[ValidationSet, ...]
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of the sequences, and the mean bytes a token over the sequences of all ranks."""
+        """Return one rank's part of the sequences, and the mean number of bytes a token over all ranks' sequences."""
         counts = shares(self.weights, shard.num_sequences)
         chosen = [np.arange(n, dtype=np.int64) * part.windows.num_windows // max(n, 1) for part, n in zip(self.parts, counts, strict=True)]
         text_bytes, tokens = map(

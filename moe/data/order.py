@@ -2,11 +2,11 @@
 
     tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
     windows   |----0----|                          neighbours share one token, so each token is predicted once an epoch
-                      |----1----|                  (the last tokens that fill no window are not)
+                      |----1----|                  (except the last tokens, which do not fill a window)
     step s    global indices s*G .. (s+1)*G - 1, of which a rank reads its TokenShard
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 
-The permutation is computed for a single index, without computing it for all. It is a Feistel network (Luby and Rackoff 1988) over the
+The permutation's value at one index is computed without its other values. It is a Feistel network (Luby and Rackoff 1988) over the
 smallest near-square grid that holds all windows. If it reaches a cell past the last window, it is applied again (cycle walking; Black and
 Rogaway 2002). It uses integers only, so every machine computes the same.
 """
@@ -31,14 +31,14 @@ ROUNDS = 8
 
 
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> Ints:
-    """Return the images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
-    `of`: name of the shuffled objects; another name gives another shuffle."""
+    """Return the images [n] of `places` [n] under a random permutation of 0 .. size - 1, which seed, epoch and `of` decide. `of`: name of
+    the shuffled objects."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
-    # The grid has at most `rows` more cells than `size`. Each walk follows one cycle of the grid's permutation and starts at a valid cell,
-    # so it comes to a valid cell again, and two walks cannot end in the same cell.
+    # The grid has at most `rows` more cells than `size`. Each walk follows a cycle of the grid's permutation from a valid cell (below
+    # `size`), so it reaches a valid cell again, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
     return found.astype(np.int64)
@@ -63,7 +63,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Sequences(Protocol):
-    """Sequences of max_length + 1 tokens, which are read by number: windows of a text, or a program's samples."""
+    """Sequences of max_length + 1 tokens, which are read by index: windows of a text, chats, or a program's samples."""
 
     @property
     def max_length(self) -> int: ...
@@ -76,9 +76,9 @@ class Sequences(Protocol):
 
 @dataclass(frozen=True)
 class Windows:
-    """Stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
-    `name`: train or validation. `as_key`: returns the model.max_length whose windows have a given length in tokens, for error messages.
-    `num_ids`: size of the vocabulary; reading a larger id raises BadInput."""
+    """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they are fewer than one window. `name`:
+    train or validation. `as_key(length)`: returns the model.max_length that gives windows of `length` tokens, for error messages.
+    `num_ids`: size of the vocabulary; reading another id raises BadInput."""
 
     tokens: npt.NDArray[np.integer]
     max_length: int
@@ -114,13 +114,13 @@ class Windows:
             place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
             where = self.name if file is None else file.filename
             needed = f"ids from 0 to {self.num_ids - 1}, the ids of the tokenizer"
-            fix = "start again: the file is then checked. If the error comes back, make the file anew (token cache: remove the folder)"
+            fix = "start again: the file is then checked. If the error recurs, make the file again (token cache: remove the folder)"
             raise BadInput(f"token {place} in {where}", got=f"the id {wrong}", needed=needed, fix=fix)
         return found
 
 
 def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
-    """Return the memory map that these tokens are a view of; None if they are in memory."""
+    """Return the memory map of which these tokens are a view; None if they are in memory."""
     at: Any = tokens
     while at is not None and not isinstance(at, np.memmap):
         at = getattr(at, "base", None)
@@ -128,17 +128,17 @@ def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
 
 
 def _check_whole(file: np.memmap[Any, Any]) -> None:
-    """Raise BadInput for a file that was truncated after it was mapped: a read beyond its end would kill the process by SIGBUS."""
+    """Raise BadInput for a file that was truncated after it was mapped: reading beyond its end would kill the process with SIGBUS."""
     mapped: Any = file.base
     if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
-        fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
+        fix = "do not change it while a run reads it, and start again; token files of the cache are then made again"
         got = f"{mapped.size():,} bytes: it was cut while it was read"
         raise BadInput(f"data file {file.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
 
 
 @dataclass(frozen=True)
 class TrainSet:
-    """Training sequences in the order of one seed, without end: epoch after epoch, each shuffled anew."""
+    """Endless training sequences: epoch after epoch, each shuffled anew by the seed."""
 
     windows: Sequences
     seed: int
@@ -149,7 +149,7 @@ class TrainSet:
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> Ints:
-        """Return the index of the window at each of these global indices of the endless order: [n] -> [n]."""
+        """Return the window that each of these global indices reads: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):  # two epochs if one ends inside the batch
@@ -162,14 +162,14 @@ class TrainSet:
         return self.windows.read(self.order(global_indices), columns)
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step`, int64 [sequences, columns] of the shard. The first step is 0."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0."""
         return self.sequences(shard.places(step), shard.columns)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's part of the validation sequences, int64 [n, tokens + 1], and the mean number of bytes of text per predicted token over all
-    ranks: bits per byte = loss in nats / ln 2 / bytes_per_token."""
+    """One rank's part of the validation sequences, int64 of shape `shard.shape`. bytes_per_token: mean number of bytes of text per
+    predicted token, over all ranks; bits per byte = loss in nats / ln 2 / bytes_per_token."""
 
     sequences: Ints
     bytes_per_token: float
@@ -177,26 +177,26 @@ class Held:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Held-out sequences: the same in every evaluation, spread evenly over the validation text. `bytes_per_id`: bytes of text of each id;
-    None: each id counts as one byte."""
+    """Held-out sequences, the same in every evaluation, spread evenly over the validation text. `bytes_per_id`: number of bytes of text of
+    each id; None: each id counts as one byte."""
 
     windows: Sequences
     bytes_per_id: Ints | None
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of the shard's `num_sequences` windows. If the text has fewer windows, they repeat about equally often."""
+        """Return one rank's part of `shard.num_sequences` windows. If the text has fewer windows, each is repeated about equally often."""
         chosen = shard.spread(self.windows.num_windows)
         mine = self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns)
         text_bytes, tokens = self.predicted(chosen)
         return Held(mine, text_bytes / tokens)
 
     def predicted(self, chosen: Ints) -> tuple[int, int]:
-        """Return (bytes of text, number) of the predicted tokens in these windows. Every rank counts all windows, so all have the same."""
+        """Return (bytes of text, number of tokens) of the predicted tokens in these windows. Every rank counts the windows of all ranks."""
         if self.bytes_per_id is None:
             return (len(chosen) * self.windows.max_length,) * 2
         text_bytes = tokens = 0
         for part in np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []:
             ids = self.windows.read(part)[:, 1:]
-            ids = ids[ids >= 0]  # below 0: padding, and ids that are read alone (moe/data/given.py)
+            ids = ids[ids >= 0]  # below 0: padding, and ids that are not predicted (moe/data/given.py)
             text_bytes, tokens = text_bytes + int(self.bytes_per_id[ids].sum()), tokens + len(ids)
         return text_bytes, tokens

@@ -1,11 +1,11 @@
-"""Files of a user's text that were skipped, or read as plain text although they are another format: names, reasons and sizes.
+"""Remarks on files of a user's text that were skipped, or read as plain text although they have another format.
 
     data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)
     data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
 
-A run prints such remarks at each start, in at most ten lines: first a file for each reason. `data_files.txt` in its folder lists all files.
-A folder of which more bytes are skipped than read is refused, unless the recipe asks for its text alone (data.source): its texts are likely
-in a format that is not read, and training would use only a README.
+A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
+all files. A folder is refused if more of its bytes are skipped than read, unless the recipe sets data.source text: its texts are likely in
+a format that is not read, and training would use only a README.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNREADABLE = "this user may not read it"
 LINKED = "a link to a folder, which is not followed"
 LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _LINES = 10
-_SHOWN = 4  # kinds of files that a line lists
+_SHOWN = 4  # number of kinds of files that a line lists
 # kind of file -> the markup that becomes text if such a file is read as plain text
 _RAW = {
     **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; JSONL or Parquet has a column for the text"),
@@ -44,7 +44,7 @@ _ADVICE = {
 
 
 class Remark(NamedTuple):
-    """A remark on the file `name`, a path in the user's folder. `what` was done: SKIPPED or AS_TEXT. `why`: the reason."""
+    """A remark on the file `name`, a path in the user's folder. `what`: SKIPPED or AS_TEXT. `why`: the reason."""
 
     name: str
     what: str
@@ -52,13 +52,14 @@ class Remark(NamedTuple):
 
 
 def raw(name: str) -> str | None:
-    """Describe the markup that becomes text if a file of this name is read as text; None for plain text, judged by the name alone."""
+    """Return words on the markup that becomes text if a file of this name is read as text; None for plain text. Only the name is
+    checked."""
     return _RAW.get(PurePosixPath(name).suffix.lower())
 
 
 def decoded(content: bytes) -> tuple[str | None, str]:
-    """Return UTF-8 text without a byte order mark and with unchanged line endings, or None and the reason. A NUL byte means binary, as in
-    git: text never needs one, and token 0 must stay free to separate documents."""
+    """Decode UTF-8: return (text without a byte order mark and with unchanged line endings, ""), or (None, the reason). A file with a NUL
+    byte counts as binary, as in git, because token 0 separates documents."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None, "not UTF-8, likely UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
     if b"\0" in content:
@@ -70,7 +71,7 @@ def decoded(content: bytes) -> tuple[str | None, str]:
 
 
 def _of_windows(content: bytes) -> bool:
-    """Return whether the bytes read as Western European text: no control characters, and most of it ASCII."""
+    """Return whether the bytes are likely Western European text in Windows-1252: no control characters, and mostly ASCII."""
     try:
         text = content.decode("cp1252")
     except UnicodeDecodeError:
@@ -79,13 +80,13 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with `label` and `left_out` of the folder in use. The index may be from a time when the same text was
-    in another folder, next to other files."""
+    """Return the index of token files with this `label` and these remarks on files that were left out. The stored ones may be from another
+    folder with the same text, which had other files."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
 def remarks(index: dict[str, Any]) -> list[Remark]:
-    """Return the remarks in the index of opened data, with paths that begin with the user's data.path."""
+    """Return the remarks in the index of opened data. Their paths begin with the user's data.path."""
     if "sources" in index:
         return [remark for each in index["sources"] for remark in remarks(each)]
     label = str(index.get("corpus", {}).get("label", ""))
@@ -94,7 +95,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """Return at most ten lines with remarks. If there are more, the last line says how many, and names the file `listing` with all."""
+    """Return remarks as at most ten lines. If there are more remarks, the last line has their number and names the file `listing`."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)
@@ -126,7 +127,7 @@ def _one_of_each_first(found: Iterable[Remark]) -> list[Remark]:
 
 @dataclass
 class Kinds:
-    """`read`, `skipped`: kind of file (`.txt`) -> the size in bytes of each file of that kind that was read, or skipped."""
+    """Files that were read or skipped: kind of file, such as `.txt` -> size in bytes of each file of this kind."""
 
     read: dict[str, list[int]] = field(default_factory=dict)
     skipped: dict[str, list[int]] = field(default_factory=dict)
@@ -142,12 +143,13 @@ class Kinds:
 
     @property
     def advice(self) -> Fix | None:
-        """Return the advice on the kind of file with the most skipped bytes, among the kinds in _ADVICE; None without such files."""
+        """Return the advice for the kind of file in _ADVICE with the most skipped bytes; None if no such file was skipped."""
         return next((_ADVICE[kind] for kind in _largest_first(self.skipped) if kind in _ADVICE), None)
 
 
 def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
-    """Raise BadInput for a folder whose texts are likely in a format that is not read. `text_alone`: the recipe asks for its plain text."""
+    """Raise BadInput for a folder if more bytes of it were skipped than read. `text_alone`: the recipe sets data.source, so only skipped
+    files with an _ADVICE count."""
     more = sum(map(sum, kinds.skipped.values())) > sum(map(sum, kinds.read.values()))
     if more and (kinds.advice or not text_alone):
         text = Set("data.source", "text", said="text to read the text in it and leave the rest")

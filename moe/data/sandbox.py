@@ -1,4 +1,4 @@
-"""Jinja for chat templates, in a process of its own: the sandbox and the settings of transformers' apply_chat_template.
+"""Renders chat templates in a separate process, with the Jinja sandbox and settings of transformers' apply_chat_template.
 
 A template is a program that comes with a downloaded model. For each text, its process may use CPU_SECONDS of processor time and
 MEMORY_BYTES of memory, and the kernel enforces both. Requests and answers are lines of JSON:
@@ -6,7 +6,7 @@ MEMORY_BYTES of memory, and the kernel enforces both. Requests and answers are l
     {"source": the template, "date": ISO or null, "seconds": CPU_SECONDS}     {}                              or {"error": a line}
     {"messages": [...], other variables of the template}                      {"text": ..., "spans": [...]}   or {"error": a line}
 
-This file is the program of that process, too, so it imports no other module of the project.
+This file is also the program of that process, so it imports no other module of the project.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark the as
 
 
 class Sandbox:
-    """The process of one template, from the first request to the end of this object."""
+    """A process for one template. It starts with this object and ends with it. The first request must give the template."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-P", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="ascii")
-        self._lock = threading.Lock()  # an answer belongs to the last request
+        self._lock = threading.Lock()  # held from a request to its answer, so that threads do not mix up answers
         weakref.finalize(self, _end, self._process)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request; {"error": a line} also if the process ended."""
+        """Send a request and return its answer. If the process has ended, the answer is {"error": a line}."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
-            with contextlib.suppress(BrokenPipeError):  # it ended at an earlier request
+            with contextlib.suppress(BrokenPipeError):  # the process has ended at an earlier request
                 print(json.dumps(request), file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         if answer:
@@ -61,7 +61,7 @@ class Sandbox:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()  # does nothing in a fork, whose child it is not
+    process.kill()  # has no effect in a fork of this process, because the sandbox is not the fork's child
     process.wait()
 
 
@@ -81,7 +81,7 @@ def _serve() -> None:
                 template = _compiled(request["source"], datetime.fromisoformat(date) if date else None)
             else:
                 answer["text"], answer["spans"] = _rendered(template, request)
-        except Exception as error:  # a template is a program of its own
+        except Exception as error:  # a template is a program, which may raise anything
             answer = {"error": _line(error)}
         print(json.dumps(answer), flush=True)
 
@@ -92,7 +92,7 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _compiled(source: str, date: datetime | None) -> Template:
-    """Compile a template. `date`: the result of strftime_now; None: now. Raises many kinds of Exception for a wrong template."""
+    """Compile a template. `date`: the time that strftime_now formats; None: now. Raises many kinds of Exception for a wrong template."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], undefined=_Missing
     )
@@ -115,7 +115,7 @@ def _rendered(template: Template, variables: dict[str, Any]) -> tuple[str, list[
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without marks, and the parts between them."""
+    """Return the text without the marks _BEGIN and _END, and (start, end) of each part between them."""
     parts, spans, length, start = list[str](), list[tuple[int, int]](), 0, 0
     for part in re.split(f"([{_BEGIN}{_END}])", text):
         if part == _BEGIN:
@@ -129,7 +129,7 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class _Missing(Undefined):
-    """A name without a value: as text it is empty, but a special token would be lost in silence."""
+    """A variable without a value, which is rendered as "". For a special token this raises an error, because the token would be lost."""
 
     def __str__(self) -> str:
         if (self._undefined_name or "").endswith("_token"):

@@ -1,15 +1,15 @@
-"""Span corruption (T5: Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): inputs of an encoder and targets of a decoder, from a text.
+"""Span corruption (T5: Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): makes encoder inputs and decoder targets from a text.
 
     text       a b c d e f g h i j          the hidden tokens c d and h form two spans
-    inputs     a b X e f g Y i j .          each span is one sentinel, X the first; the end (.) is the tokenizer's separator
-    targets    X c d Y h .                  each sentinel, and the tokens it hides
-    a row      inputs | START | targets     the encoder reads inputs, the decoder START and the targets but the last; it writes the targets
+    inputs     a b X e f g Y i j .          a sentinel (X, Y) replaces each span; the end (.) is the tokenizer's separator
+    targets    X c d Y h .                  each sentinel, then the tokens that it replaces
+    a row      inputs | START | targets     the encoder reads inputs; the decoder reads START and targets, and predicts the targets
 
-The number of spans and the lengths of inputs and targets follow from the text's length alone (moe/recipe/shapes.py). Where spans begin is
-drawn anew for every sequence: all ways to cut the hidden tokens into spans, and the visible tokens into the stretches before them, are
-equally likely. The draw is a function of the seed and of the sequence's index in the order, so a resumed run and any number of ranks see
-the same. Sentinels are the vocabulary's last ids, the last one first. As text they are spelled as T5's tokenizer spells them:
-"def <extra_id_0>(self):" is the ids of "def ", the first sentinel, and the ids of "(self):".
+The number of spans and the lengths of inputs and targets depend only on the text's length (moe/recipe/shapes.py). The boundaries of spans
+are drawn anew for every sequence: all ways to cut the hidden tokens into spans, and the visible tokens into the parts before them, are
+equally likely. The draw is a function of the seed and of the sequence's index in the order, so a resumed run and any number of ranks get
+the same spans. Sentinels are the last ids of the vocabulary; the first sentinel is the last id. In text they are written as T5's tokenizer
+does: "def <extra_id_0>(self):" becomes the ids of "def ", the first sentinel, and the ids of "(self):".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPELLED = re.compile(r"<extra_id_([0-9]{1,9})>")
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Converts texts to inputs and targets, both of which end with the id `end`. `vocab_size`: of the model, including sentinels."""
+    """Converts texts to inputs and targets, both of which end with the id `end`. `vocab_size`: the model's, including sentinels."""
 
     spans: Spans
     vocab_size: int
@@ -42,7 +42,8 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Convert texts [n, text] to rows [n, inputs + 1 + targets] int64. `places`: global indices, which seed the random spans."""
+        """Convert texts [n, spans.text] to rows [n, spans.inputs + 1 + spans.targets] int64. `places`: the texts' global indices, which
+        seed the random spans."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 
@@ -60,7 +61,7 @@ class SpanCorruption:
         return np.concatenate([*inputs, end, np.array([START]), *targets, end])
 
     def _cut(self, tokens: int, draw: int) -> list[int]:
-        """Cut `tokens` into as many parts as there are spans, and return their lengths, each at least 1. `draw` keys the random cuts."""
+        """Cut `tokens` into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: seed of the cuts."""
         count = self.spans.num_spans
         if count == 1:
             return [tokens]
@@ -70,13 +71,13 @@ class SpanCorruption:
 
 @dataclass(frozen=True)
 class CorruptedTrain:
-    """Training sequences of `inner`, with other spans hidden each time a sequence recurs."""
+    """Training sequences of `inner` with hidden spans, which differ each time a sequence recurs."""
 
     inner: TrainSet | MixedTrain
     objective: SpanCorruption
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of step `step`, int64 rows [sequences, inputs + 1 + targets]. The first step is 0."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0."""
         places = shard.places(step)
         texts = self.inner.sequences(places)[:, :-1]  # without the last token, which is the first of the next window
         return self.objective.rows(texts, places)[:, shard.columns]
@@ -84,19 +85,19 @@ class CorruptedTrain:
 
 @dataclass(frozen=True)
 class CorruptedValidation:
-    """Held-out sequences of `inner`, with the same spans hidden in every evaluation."""
+    """Held-out sequences of `inner` with hidden spans, which are the same in every evaluation."""
 
     inner: ValidationSet | MixedValidation
     objective: SpanCorruption
 
     @property
     def windows(self) -> Sequences:
-        """Return the sequences of a single source before spans are hidden."""
+        """The sequences of a single source, before spans are hidden."""
         assert isinstance(self.inner, ValidationSet)
         return self.inner.windows
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's rows, and the bytes of hidden text per target token, sentinels included."""
+        """Return one rank's rows, and the number of bytes of hidden text per target token (sentinels are target tokens too)."""
         s = self.objective.spans
         read = self.inner.held(replace(shard, length=s.text, positions=tuple(range(s.text)), source=0))
         rows = self.objective.rows(read.sequences[:, :-1], shard.sequences, side=_VALIDATION)
@@ -104,13 +105,13 @@ class CorruptedValidation:
 
 
 def strange(texts: Sequence[str], num_sentinels: int) -> str | None:
-    """Return the first sentinel of these texts that a model with `num_sentinels` lacks, or None."""
+    """Return the first sentinel in these texts that a model with `num_sentinels` sentinels does not have, or None."""
     return next((found[0] for text in texts for found in _SPELLED.finditer(text) if int(found[1]) >= num_sentinels), None)
 
 
 @final
 class WithSentinels(Tokenizer):
-    """The tokenizer `inner` with sentinels, which are the last `num_sentinels` of `vocab_size` ids, the last id first."""
+    """The tokenizer `inner` with sentinels, which are the last `num_sentinels` of `vocab_size` ids; sentinel 0 is the last id."""
 
     def __init__(self, inner: Tokenizer, *, vocab_size: int, num_sentinels: int) -> None:
         unused = vocab_size - num_sentinels - inner.vocab_size
@@ -120,7 +121,7 @@ class WithSentinels(Tokenizer):
         self.separator = max(inner.separator, START)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[Ints]:
-        """Return the ids of each piece. The spelling of an unknown sentinel is plain text."""
+        """Return the ids of each piece. A sentinel that the model does not have is read as plain text."""
         return [np.concatenate([np.zeros(0, np.int64), *map(self._encode, self._cut(part))]) for part in parts]
 
     def _cut(self, part: str) -> list[str | int]:

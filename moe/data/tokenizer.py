@@ -1,8 +1,8 @@
-"""Lossless conversion between text and token ids: plain bytes, or byte-level BPE trained on the training text alone.
+"""Converts text to token ids and back without loss: bytes, or byte-level BPE that is trained on the training text alone.
 
     bytes   id = byte                    256 ids, nothing to train
     bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
-    given   a model's own tokenizer.json (moe/convert/huggingface/): its own ids, with its end-of-text id between texts
+    given   the tokenizer.json of an imported model (moe/convert/huggingface/), with its end-of-text id between texts
     ids     no text: token ids from another program (moe/data/ids.py)
 
 In the first two, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain a
@@ -28,13 +28,13 @@ from parallel.fixes import Set
 SEPARATOR_TEXT = "\0"
 PIECE_CHARACTERS = 1 << 20
 
-# Characters that no token may hold: the separator, and half surrogates, which JSON can spell but UTF-8 cannot encode.
+# Characters that no token may have: the separator, and surrogates, which JSON can spell but UTF-8 cannot encode.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces that end with a line, because a long text encoded whole takes gigabytes. Characters that no token may hold
-    become U+FFFD."""
+    """Split a text into pieces, at ends of lines if possible: encoding a long text at once takes gigabytes. Characters in _NOT_TEXT become
+    U+FFFD."""
     text = _NOT_TEXT.sub("\ufffd", text)
     start = 0
     while start < len(text):
@@ -46,14 +46,14 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class Tokenizer(ABC):
-    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents. `chat`: all of it is
-    optional: {"template": a chat template, "tool_use": one for chats with tools, "tokens": name -> text of special tokens, "ends": ids that
-    end an assistant's message}."""
+    """Base class: ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` separates documents. `chat` is
+    None or a dict with any of {"template": a chat template, "tool_use": a template for chats with tools, "tokens": name -> text of special
+    tokens, "ends": ids that end an assistant's message}."""
 
     name: str
     separator = SEPARATOR
     chat: dict[str, Any] | None = None
-    example = "def "  # the prompt of the sample text that a run writes at its end
+    example = "def "  # prompt for the sample text that a run generates at its end
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -64,33 +64,33 @@ class Tokenizer(ABC):
 
     @property
     def bytes_per_id(self) -> npt.NDArray[np.int64]:
-        """Return the number of bytes of text of each id, [vocab_size], for bits per byte. A separator counts as one byte."""
+        """Number of bytes of text of each id, [vocab_size], for bits per byte. A separator counts as one byte."""
         return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
 
     @abstractmethod
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids of each of many `pieces`, encoded in one call."""
+        """Return the ids of each text in `parts`, int64 [n]. Each part must come from `pieces`."""
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that `load` needs, as plain JSON values. Checkpoints keep it."""
+        """Return everything that `load` needs to make this tokenizer again, as JSON values. Checkpoints store it."""
         about = {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
         return about | ({"chat": self.chat} if self.chat else {})
 
     @property
     def ends(self) -> frozenset[int]:
-        """Return the ids at which a text ends."""
+        """The ids that end a generated text."""
         return frozenset([self.separator])
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids of a text, [number of tokens] int64."""
+        """Return the ids of a text, int64 [n]."""
         return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
 
     def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the ids of a text [n], and the characters [start, end) of the text that each stands for, [n, 2]."""
+        """Return the ids of a text, int64 [n], and the range [start, end) of characters that each id represents, int64 [n, 2]."""
         raise BadInput("data.tokenizer", got=self.name, needed="a tokenizer of text", fix=Set("data.tokenizer", "bytes"))
 
     def beginning(self, prompt: str) -> list[int]:
-        """Return the ids to continue from: the prompt's, or the separator for an empty prompt."""
+        """Return the ids that generation continues: the prompt's, or the separator for an empty prompt."""
         return self.encode(prompt).tolist() or [self.separator]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -119,7 +119,7 @@ class Bytes(Tokenizer):
 
     @staticmethod
     def for_others() -> dict[str, Any]:
-        """Return the same tokenizer as a tokenizer.json: byte-level BPE without merges, and the separator as a special token."""
+        """Return an equal tokenizer.json for other programs: byte-level BPE without merges, with the separator as a special token."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -133,7 +133,7 @@ class Bytes(Tokenizer):
 
 
 class _OfLibrary(Tokenizer):
-    """A tokenizer of the `tokenizers` library, from its JSON. `spelled`: returns a token's bytes; KeyError if it has none."""
+    """A tokenizer of the `tokenizers` library, made from its JSON. `spelled`: returns a token's bytes, or raises KeyError."""
 
     def __init__(self, model: dict[str, Any], spelled: Callable[[str], bytes]) -> None:
         self._library, self._model = _library(model), model
@@ -141,7 +141,7 @@ class _OfLibrary(Tokenizer):
         largest = max(vocabulary.values(), default=-1)
         if largest > _MOST_IDS:
             raise _bad_description(f"the id {largest}")
-        held = [b""] * (largest + 1)  # b"" for ids without a token, which no text is encoded to
+        held = [b""] * (largest + 1)  # b"" for ids without a token, which encoding never returns
         try:
             for token, i in vocabulary.items():
                 held[i] = spelled(token)
@@ -160,7 +160,7 @@ class _OfLibrary(Tokenizer):
     def _encoded(self, encode: Callable[[], Any]) -> Any:
         try:
             return encode()
-        except BaseException as error:  # a panic in Rust, for example by a pattern with an endless search, is no Exception
+        except BaseException as error:  # a panic in Rust, for example by a regular expression without end, is no Exception
             if not _from_library(error):
                 raise
             raise _bad_description(f"one that cannot encode this text ({error})") from None
@@ -171,7 +171,7 @@ class _OfLibrary(Tokenizer):
 
 @final
 class Bpe(_OfLibrary):
-    """Byte-level BPE that was trained here."""
+    """Byte-level BPE that this project has trained."""
 
     name = "bpe"
 
@@ -198,7 +198,7 @@ class Given(_OfLibrary):
         self.separator, self.chat = separator, chat
 
     def beginning(self, prompt: str) -> list[int]:
-        """Return the prompt's ids, after the tokenizer's prefix (BOS) if the prompt does not spell it."""
+        """Return the prompt's ids, preceded by the tokenizer's prefix (BOS) unless the prompt begins with it."""
         ids: list[int] = self.encode(prompt).tolist()
         before = self._before_a_text()
         return ids if before and ids[: len(before)] == before else [*before, *ids] or [self.separator]
@@ -213,7 +213,7 @@ _MOST_GROWTH = 16
 
 
 def _library(model: dict[str, Any]) -> Any:
-    """Load the library's tokenizer from this JSON. Raises BadInput for invalid JSON, and for one that makes texts much longer."""
+    """Load the library's tokenizer from its JSON. Raises BadInput for invalid JSON, and for a tokenizer that makes texts much longer."""
     from tokenizers import Tokenizer as Library
 
     try:
@@ -230,7 +230,7 @@ def _library(model: dict[str, Any]) -> Any:
 
 
 def _growth(normalizer: Any) -> float:
-    """Return the factor by which a normalizer can make a text longer; the factors of successive replacements multiply."""
+    """Return the largest factor by which a normalizer makes a text longer; factors of successive replacements are multiplied."""
     if not isinstance(normalizer, dict):
         return 1.0
     found = math.prod(_growth(each) for each in normalizer.get("normalizers") or ())
@@ -241,13 +241,13 @@ def _growth(normalizer: Any) -> float:
 
 
 def _from_library(error: BaseException) -> bool:
-    """Return whether the library raised this error: an Exception, or a panic in Rust, whose class cannot be imported."""
+    """Return whether the library raised this error: an Exception, or a panic in Rust, which has a class that cannot be imported."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function from a token of a tokenizer.json to the token's bytes. Raises BadInput if tokens have neither of two forms:
-    GPT-2's characters for bytes, or SentencePiece's text, with <0xE2> for a byte that no other token holds."""
+    """Return a function that converts a token of a tokenizer.json to its bytes. Raises BadInput unless tokens have one of two forms:
+    GPT-2's characters for bytes, or SentencePiece's text, in which <0xE2> is the token of one byte."""
     if any('"ByteLevel"' in json.dumps(model.get(part)) for part in ("pre_tokenizer", "decoder")):
         return _of_characters
     if isinstance(model.get("model"), dict) and model["model"].get("byte_fallback"):
@@ -260,7 +260,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @final
 class Ids(Tokenizer):
-    """Ids from another program, whose texts are unknown: they are shown and entered as numbers. No id separates documents."""
+    """Tokenizer for ids of unknown texts, from another program: text is the ids as numbers. No id separates documents."""
 
     name = "ids"
     separator, example = -1, "0"
@@ -273,7 +273,7 @@ class Ids(Tokenizer):
         return np.ones(self.vocab_size, dtype=np.int64)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids that each piece of text names, separated by spaces. Raises BadInput for other text."""
+        """Return the ids in each piece of text, which are numbers with spaces between them. Raises BadInput for other text."""
         words = [part.split() for part in parts]
         wrong = next((word for held in words for word in held if not word.isdecimal() or int(word) >= self.vocab_size), None)
         if wrong is not None or not any(words):
@@ -290,7 +290,7 @@ class Ids(Tokenizer):
 
 
 def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
-    """Raise BadInput if the tokenizer has another id between documents than the model expects: `separator`, or SEPARATOR for None."""
+    """Raise BadInput if the tokenizer's separator of documents is not the id that the model expects: `separator` (None: SEPARATOR)."""
     if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
         return
     needed, fix = f"{tokenizer.separator}, which separates the documents of this tokenizer", Set("it", tokenizer.separator)
@@ -298,8 +298,8 @@ def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
-    """Learn `vocab_size` ids from texts, the separator and the 256 bytes included; fewer if the text has no more pairs to merge. The same
-    texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids."""
+    """Train BPE with `vocab_size` ids, including the separator and the 256 bytes; fewer if the text has no more pairs to merge. Equal texts
+    give equal tokenizers in every process: the most frequent pair is merged, and of equally frequent pairs the one with the lowest ids."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -313,7 +313,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 
 def load(description: Any) -> Tokenizer:
-    """Return the tokenizer that `Tokenizer.describe` described. Raises BadInput for another `description`."""
+    """Make a tokenizer from its `description`, the result of `Tokenizer.describe`. Raises BadInput for anything else."""
     held = description if isinstance(description, dict) else {"kind": description}
     made = _loaded(held)
     made.chat = _chat(held.get("chat"))
@@ -336,7 +336,7 @@ def _loaded(held: dict[str, Any]) -> Tokenizer:
 
 
 def _chat(held: Any) -> dict[str, Any] | None:
-    """Return a description's `Tokenizer.chat`. Raises BadInput for values of other types."""
+    """Check and return the value of `Tokenizer.chat` in a description. Raises BadInput for values of wrong types."""
     if held is None:
         return None
     tokens, ends = (held.get("tokens", {}), held.get("ends", [])) if isinstance(held, dict) else (None, None)

@@ -1,12 +1,12 @@
-"""Token files: text tokenized once, kept in the user's cache folder, and read through memory maps by every process.
+"""Token files: text is tokenized once, stored in the user's cache folder, and memory-mapped by every process.
 
     <cache>/<key>/  train.bin  validation.bin    little-endian uint16 (uint32 for a vocabulary larger than 65,536)
                     tokenizer.json  index.json   sizes, SHA-256 of each file and of the corpus, counts
 
 The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced, then
-renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock makes a
-second builder wait for the files of the first. The kernel frees the lock when its holder dies, and correctness does not depend on it. At
-every start contents are compared with their SHA-256; files beyond ALWAYS_READ_BYTES only if sizes or times have changed.
+renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock only saves
+work: a second builder waits for the files of the first. The kernel frees the lock if its holder dies. At every start contents are compared
+with their SHA-256; larger files than ALWAYS_READ_BYTES only if their sizes or times have changed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.store.files import of_contents, replace_file, sync, write_synced
 
-FORMAT = 2  # version of token files and of corpus reading: another number gives another key
+FORMAT = 2  # version of token files and of the reading of a corpus; part of the key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
-# A file that changed less than this before its stamp was taken might change once more within the same clock tick, with an equal stamp.
+# Hashes are cached only for files that have not changed for this time: a younger file might change again without a new time in its stamp.
 SETTLED_NS = 2_000_000_000
 
 Log = Callable[[str], object]
@@ -50,7 +50,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Opened token files: two read-only memory maps, their tokenizer and their index. `key` identifies the text and its settings."""
+    """Opened token files: two read-only memory maps, their tokenizer and their index. `key`: hash of the text and its settings."""
 
     folder: Path
     train: npt.NDArray[np.integer]
@@ -61,7 +61,7 @@ class TokenFiles:
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME or ~/.cache, then moe-parallel/data. A relative XDG_CACHE_HOME is ignored, as its specification demands."""
+    """Return $XDG_CACHE_HOME/moe-parallel/data, or ~/.cache/moe-parallel/data if that variable is not set or relative (as XDG demands)."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (named if named.is_absolute() else Path.home() / ".cache") / "moe-parallel" / "data"
@@ -72,8 +72,9 @@ def cache_folder() -> Path:
 def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
-    """Open the token files of a corpus, which are built first if missing or damaged. Raises BadInput for bad text and an unusable cache.
-    `given`: description of a tokenizer that must be used. Files that the recipe's own tokenizer made are then used only if it is equal."""
+    """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
+    cache. `given`: description of the tokenizer to use; None: the recipe's. Files of the recipe's tokenizer are reused if it equals
+    `given`."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -119,12 +120,12 @@ def usable(cache: Path) -> Iterator[None]:
 
 
 def corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """Return the hash of all files' names and contents. For large files it is cached by their sizes and times."""
+    """Return the hash of all files' names and contents. For large corpora it is cached under the files' sizes and times."""
     return _by_stamp(corpus, cache, lambda: content_hash(corpus))
 
 
 def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
-    """Return `hashed()`, a SHA-256 of these files. For large files it is cached by sizes and times, so restarts need not read them."""
+    """Return `hashed()`, a SHA-256 of these files. For large files it is cached under sizes and times, so restarts need not read them."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
         return hashed()
@@ -156,8 +157,9 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
 
 
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files and check sizes and contents (SHA-256); contents of large files only if their times have changed, or with `verify`.
-    Raises FileNotFoundError without the folder, Damaged if the files do not match their index, OSError if the system cannot read them."""
+    """Open token files, and check their sizes and contents (SHA-256). The contents of large files are checked only if their times have
+    changed, or with `verify`. Raises FileNotFoundError for a missing folder, Damaged for files that do not match their index, and OSError
+    for files that the system cannot read."""
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
@@ -229,7 +231,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
 
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write tokenizer.json and both token files. Returns the entries of index.json about them."""
+    """Write tokenizer.json and both token files. Return their entries for index.json."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
@@ -245,7 +247,7 @@ def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tok
 
 
 class _Writer:
-    """One growing token file, with its hash and counts."""
+    """Writer of one token file, which also computes its hash and counts."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.file, self.dtype, self.sha256 = path.open("wb"), dtype, hashlib.sha256()
@@ -265,13 +267,13 @@ class _Writer:
 
 
 def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer: Tokenizer, *, dtype: str) -> dict[str, dict[str, Any]]:
-    """Write train.bin and validation.bin, with a separator before each document and after the last. Returns side -> counts (tokens,
-    text_bytes, documents) and sha256."""
+    """Write train.bin and validation.bin, with a separator before each document and after the last. Return side -> {"tokens", "text_bytes",
+    "documents", "sha256"}."""
     with contextlib.ExitStack() as stack:
         writers = {side: _Writer(folder / f"{side}.bin", dtype) for side in SIDES}
         for writer in writers.values():
             stack.callback(writer.file.close)
-        waiting: list[tuple[Side, str, bool]] = []  # pieces to encode in one call, which uses a core for each of them
+        waiting: list[tuple[Side, str, bool]] = []  # pieces to encode in one call, which runs them in parallel on all cores
 
         def flush() -> None:
             encoded = tokenizer.encode_pieces([part for _, part, _ in waiting])
@@ -297,9 +299,9 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. If another process was first, its files stay, unless they are damaged."""
+    """Rename a finished folder to its final name. If another process has already built the files, they stay, unless they are damaged."""
     for _ in range(3):
-        with contextlib.suppress(OSError):  # the folder exists already; other errors are raised by the last line
+        with contextlib.suppress(OSError):  # the folder exists; any other error is raised by the last line, which tries again
             os.rename(temporary, folder)
             sync(folder.parent)
             return
@@ -317,21 +319,21 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _made_beside(folder: Path, suffix: str) -> Path:
-    """Make a new folder next to `folder`, with the default mode, since users may share the cache."""
+    """Make a new folder next to `folder`, with the default permissions, because users may share the cache."""
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{suffix}")
     made.mkdir()
     return made
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete the temporary folders of killed builders. Call it with the lock held, when no builder is alive."""
+    """Delete the temporary folders of killed builders. Only the holder of the lock may call it, so that no other builder is alive."""
     for left in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def locked_alone(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock on a file. Yields False if the file system has no locks: then only the rename keeps builders apart."""
+    """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks, so that two builders may both work."""
     with path.open("a") as file:
         locked = True
         try:

@@ -2,7 +2,7 @@
 
 A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). With
 tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are read only in
-`forward`, because engines that gather weights hook it.
+`forward`, because engines gather weights by hooks on `forward`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ExpertChunk = Network | slice | None  # some held experts: their network or, wit
 
 
 class Routed(NamedTuple):
-    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]."""
+    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]: given in place of counts if the input is tokens."""
 
     gate_TK: Tensor
     plan: Plan
@@ -70,7 +70,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.activation = biases, Activation(ffn, swiglu)
-        self.rank, self.scale = 0, 1.0  # LoRA's, set by `adapt`; rank 0: no adapters
+        self.rank, self.scale = 0, 1.0  # rank and scale of LoRA's adapters, set by `adapt`; rank 0: no adapters
         self.num_experts, self.d_model, self.d_ff, self.num_tiles = num_experts, d_model, d_ff, tiles
         self.kernels_name, self.products = kernels, (policy := PRODUCTS[products])
         self.kernels: ModuleType | ByProduct = choose(kernels)
@@ -167,7 +167,7 @@ class Experts(nn.Module):
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
         if network.adapters:
-            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # 15 times the product (moe/kernels/grouped.py)
+            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # see `blocks` in moe/kernels/grouped.py
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):
             out: Tensor = kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)

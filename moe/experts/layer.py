@@ -70,7 +70,8 @@ NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if MoELayer.repo
 
 
 class MoELayer(nn.Module):
-    """The MoE layer with index `layer` in the model, `nth` among its MoE layers. `shared`: a network for every token, or None."""
+    """The MoE layer with index `layer` among all layers of the model, and `nth` among its MoE layers. `shared`: a network for every token,
+    or None."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class MoELayer(nn.Module):
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
-        self.spread: Spread | None = None  # not None if ranks share tokens or groups
+        self.spread: Spread | None = None  # set if ranks divide tokens or share groups of tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
@@ -174,7 +175,8 @@ class MoELayer(nn.Module):
 
 
 def _without_free(routing: Routing, num_experts: int) -> Routing:
-    """Return the routing for the dispatcher, of `num_experts` experts with networks. Choices of free experts count as dropped."""
+    """Return the routing without free experts, for the dispatcher. Choices of free experts count as dropped. `num_experts`: number of
+    experts with networks."""
     kept_TK, probs_TE = routing.kept_TK & (routing.expert_TK < num_experts), routing.probs_TE[:, :num_experts]
     return replace(routing, expert_TK=routing.expert_TK.clamp(max=num_experts - 1), kept_TK=kept_TK, probs_TE=probs_TE)
 
@@ -193,7 +195,7 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
 
 @dataclass(frozen=True)
 class _Counted:
-    """What balance losses read of a routing. `gate_TE`: None without an importance loss."""
+    """The fields of a routing that balance losses read. `gate_TE`: None without an importance loss."""
 
     probs_TE: Tensor
     expert_TK: Tensor
@@ -238,7 +240,7 @@ def _report(layer: int, routing: Routing, losses: dict[str, Tensor]) -> LayerRep
     load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
     kept = routing.kept_TK.sum()
     probs_TE = routing.probs_TE.detach()
-    log_probs_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
+    log_probs_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # takes a third of torch.special.entr's time
     entropy = mean_over_tokens((probs_TE * log_probs_TE).sum(-1).neg(), valid_T=valid_T)
     means = [*(loss.detach() for loss in losses.values()), entropy]
     return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

@@ -6,8 +6,8 @@
                 sequence (tensor.sequence_parallel)
     channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
 
-Runs differ by at most one token, so any number of sequences and any length can be shared. So expert parallelism can use this axis too
-(MoE parallel folding, arXiv 2504.14960). If a group has tokens on several ranks, they decide together (moe/router/slices.py).
+A run is a contiguous chunk. Runs differ by at most one token, so any number of tokens can be divided. Expert parallelism can use this axis
+too (MoE parallel folding, arXiv 2504.14960). If a group has tokens on several ranks, they decide together (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Groups:
 
 
 class Spread:
-    """The tokens of one layer over ranks. `exchange`: over the ranks of tp, `axis`, which share tokens. `sp`, `both` (sp * tp): axes over
-    which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: over the ranks of tp, `axis`, which divide the tokens. `sp`, `both`
+    (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
     """
 
     def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:
@@ -85,10 +85,11 @@ class Spread:
         self._shards: dict[tuple[int, int], Shards] = {}
 
     def groups(self, batch: int, length: int) -> Groups:
-        """Return the groups of `batch` sequences, of which `length` tokens each are held outside of the layer."""
+        """Return the groups of `batch` sequences. `length`: tokens of each sequence that this rank holds outside of the layer."""
         size = group_size(self.spec)
         each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
-        apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0  # ranks of tp have different groups
+        # True if the ranks of tp have whole groups, each its own
+        apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0
         if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)
         ways, key = 1 if apart else self.axis.size, (batch, length)

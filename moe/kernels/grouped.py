@@ -7,8 +7,8 @@ One batched product computes a block: neighbouring experts with similar numbers 
 a quarter of the rows (in 16 bits half of them, or 64 rows per expert). A block's hidden rows fit into the CPU's cache.
 
 Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
-the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient before the gate. Padding rows have biases, but no
-gradient and no result reads them.
+the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient without the factor gate. Biases are added to padding
+rows too, but no gradient and no result reads these rows.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None)
-    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # one for each expert in a block
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # first padded row of each expert
     held = [count for b in cut for count in counts[b.first : b.last]]
     ends, device = list(accumulate(held)), source_R.device
     shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
@@ -217,7 +217,7 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # <dX, X> = <dY, Y> by Euler's theorem: a relu network f has f(c x) = c f(x), c > 0
+                grad_gate_Q[b.padded] = _dot(back, x)  # = <dY, Y>, because f(c x) = c f(x) for relu, c > 0 (Euler's theorem)
             if pending is None:
                 _weight_gradients(grads, a, grad_h, grad_g, grad_y, x, gate, b)
             else:
@@ -241,7 +241,7 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, with zeros for experts without rows: None instead would not run a weight's gradient hooks."""
+    """Allocate the weights' gradients, with zeros for experts without rows. With None, autograd would not run a weight's hooks."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -291,7 +291,8 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """Write the block's results into `out`: added to their source rows, times their gates, or without gates copied to the block's rows."""
+    """Write the block's results into `out`. With gates, add each result times its gate to its source row. Without, copy the results to the
+    block's rows."""
     if gate_Q is not None:
         out.index_add_(0, rows.source_Q[b.padded], y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1)))
     elif rows.place_R is None:

@@ -33,7 +33,8 @@ _ALIGNED_BYTES = 16
 
 
 class _Product(torch.autograd.Function):
-    """Multiply rows sorted by expert by their expert's matrix, cast to their dtype. `ends_E` int32: the end of each expert's rows."""
+    """Multiply rows, sorted by expert, by their expert's matrix, which is cast to the rows' dtype. `ends_E` int32: the end of each expert's
+    rows."""
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Te
         out: Tensor = _Product.apply(rows, weight_EIO, ends_E)
         if bias_EO is None:
             return out
-        expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)  # E for rows beyond all counts
+        expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)  # index E for rows beyond the counts
         return out + F.pad(bias_EO, (0, 0, 0, 1)).to(out.dtype)[expert_R]
 
     return network.compute(rows_RD.contiguous(), multiply, dropped_RF=dropped_RF)
@@ -94,6 +95,6 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Permute, grouped_ffn and combine. Rows that the plan has too many stay undefined, and `combine` does not read them."""
+    """Permute, grouped_ffn and combine. Rows beyond the plan's counts have undefined results, which `combine` does not read."""
     combined: Tensor = combine(_compute(permute(x_TD, plan), network, plan.counts_E, dropped_RF), gate_TK, plan)
     return combined

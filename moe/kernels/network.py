@@ -29,7 +29,7 @@ Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I]
 @dataclass(frozen=True)
 class Network:
     """Feed-forward networks of E experts: `w1`, `w3` [E, D, F] and `w2` [E, F, D]; `w3` is None without a gated activation.
-    `b1`, `b3` [E, F] are added after w1 and w3. `adapters`: LoRA's two matrices of each matrix, by its name; only `ByProduct` reads them.
+    `b1`, `b3` [E, F] are added after w1 and w3. `adapters`: name of a matrix -> its two LoRA matrices; only `ByProduct` reads them.
     """
 
     w1: Tensor
@@ -73,12 +73,12 @@ class Network:
 
 
 def numbers(counts: Counts) -> list[int]:
-    """Return the counts as a list. The host waits for a GPU's."""
+    """Return the counts as a list. If they are on a GPU, the host waits for them."""
     return counts if isinstance(counts, list) else counts.tolist()
 
 
 def of_counted(compute: Callable[..., Tensor], rows_RD: Tensor, network: Network, counts: list[int], dropped_RF: Tensor | None) -> Tensor:
-    """Return compute(rows, network, counts, dropped_RF) for the rows that `counts` counts, which come first; further rows get zeros."""
+    """Return compute(rows, network, counts, dropped_RF) for the first sum(counts) rows, and zeros for all further rows."""
     further = len(rows_RD) - sum(counts)
     if further:
         rows_RD, dropped_RF = rows_RD[:-further], None if dropped_RF is None else dropped_RF[:-further]
@@ -87,7 +87,8 @@ def of_counted(compute: Callable[..., Tensor], rows_RD: Tensor, network: Network
 
 
 def resized(rows: Tensor, counts: list[int], new: list[int]) -> Tensor:
-    """Return rows sorted by expert, counts[e] of expert e, with new[e] of each: zeros are appended, or the last rows are left out."""
+    """Change the number of rows of each expert from counts[e] to new[e]: append zeros, or leave out the last rows. rows: sorted by
+    expert."""
     return torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(rows.split(counts), new, strict=True)])
 
 

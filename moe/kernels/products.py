@@ -1,7 +1,7 @@
 """How the experts' matrix products are computed: one object for each policy, listed in PRODUCTS.
 
     plain          operands in the compute dtype, inside the kernels' fused operations
-    any other      its own `product`, one after another, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
+    any other      calls of its `product`, not fused, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
 
 A policy decides which operands of which products are quantised. A new policy is a class here, an entry of PRODUCTS, a name in the recipe
 (moe/recipe/sections, Experts.products), and a plain function in moe/verify/plain/layer.py. Recipes are checked before torch is loaded,
@@ -28,7 +28,8 @@ class Products:
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-        """Multiply rows sorted by expert, `counts` of each, by their expert's matrix: [R, O] in the rows' dtype, with gradients."""
+        """Multiply rows, sorted by expert, by their expert's matrix. counts: number of rows of each expert. Return [R, O] in the rows'
+        dtype, with gradients."""
         raise NotImplementedError
 
 

@@ -81,7 +81,7 @@ def combine(rows_RD: Tensor, gate_TK: Tensor | None, plan: Plan) -> Tensor:
     Without gates, sum the rows.
     """
     wide_RD = rows_RD.to(torch.promote_types(rows_RD.dtype, torch.float32))
-    row_TKD = torch.cat((wide_RD, wide_RD.new_zeros(1, wide_RD.shape[1])))[plan.row_TK]  # row -1 is zero
+    row_TKD = torch.cat((wide_RD, wide_RD.new_zeros(1, wide_RD.shape[1])))[plan.row_TK]  # row -1: zeros
     return (row_TKD if gate_TK is None else row_TKD * gate_TK.unsqueeze(2)).sum(1).to(rows_RD.dtype)
 
 

@@ -30,8 +30,8 @@ class Plan:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
-    On a GPU, `choice_R` may go on with zeros, up to T K, so that the host need not know the number of rows. Rows may also be slots, some
-    of them empty (moe/experts/dispatch/padded.py). A row that `row_TK` does not have copies any token, and no result depends on it.
+    On a GPU, zeros may follow in `choice_R`, up to length T K, so that the host need not know the number of rows. Rows may also be slots,
+    some of them empty (moe/experts/dispatch/padded.py). A row whose index is not in `row_TK` copies any token, and no result depends on it.
     """
 
     choice_R: Tensor
@@ -44,12 +44,12 @@ class Plan:
         return self.choice_R // self.row_TK.shape[1]
 
     def cut(self, rows: int) -> Plan:
-        """Return the plan without what follows its `rows` rows in choice_R."""
+        """Return the plan with only the first `rows` entries of `choice_R`."""
         return self if rows == len(self.choice_R) else replace(self, choice_R=self.choice_R[:rows])
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
-    """Return source[index // choices]: with `choices` K, the token's row for each flat choice t * K + k in the index."""
+    """Return source[index // choices]. With `choices` = K, the index has flat choices t * K + k, and the result has row t for each."""
     return source.index_select(0, index_R if choices == 1 else index_R // choices)
 
 
@@ -138,7 +138,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # activation checkpointing allows one reading
+        saved = ctx.saved_tensors  # read once, because activation checkpointing allows no second read
         if not saved:
             return ctx.moves.gather(grad_TD, ctx.plan.choice_R, ctx.plan.row_TK.shape[1]), None, None, None
         return *ctx.moves.combine_backward(grad_TD, *saved, ctx.plan), None, None

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run: the parent process, the launchers, and the code that each rank runs."""
+"""Starts the ranks of a run: the parent process, the launchers, and the program of a rank."""

@@ -14,14 +14,14 @@ from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 
-# flags with a value: (the kind of value that an error message asks for, an example)
+# flag with a value -> (the needed value, in words for an error message; an example)
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
     "--from-step": ("the step of a checkpoint", "--from-step 400"),
     "--allow-change": ("a key of the recipe", "--allow-change model.num_heads"),
     "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
-    "--elastic": ("the least number of processes", "--elastic 1"),
+    "--elastic": ("the smallest number of processes", "--elastic 1"),
 }
 # flags without a value
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
@@ -56,7 +56,7 @@ class Arguments:
             raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed=needed, fix=fix)
 
     def words(self) -> list[str]:
-        """Return the command line that `parse` reads back as these arguments."""
+        """Return the command line that `parse` turns into these arguments again."""
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
         words += [f"--allow-change={key}" for key in self.allow_changes]

@@ -3,9 +3,9 @@
     4 processes    dp 4  ep 4    1 micro-batch of 2 sequences          lost: 2 ranks
     2 processes    dp 2  ep 2    2 micro-batches of 2 sequences        the same 8 sequences a step, in the same order
 
-A micro-batch never holds more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
-divisor of the recipe's ep that divides the remaining ranks. The global batch does not change, so losses are equal up to rounding. If the
-router depends on the micro-batch, only numbers of processes are allowed that keep the number of sequences in a micro-batch.
+A micro-batch never has more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
+divisor of the recipe's ep with which the run is possible. The global batch does not change, so losses are equal up to rounding. If routing
+depends on the sequences of a micro-batch, their number must not change, which excludes some numbers of processes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # origin that the run's recipe.yaml names for the values changed here
-_TRIES = 8  # number of values of pipeline.microbatches that are tried, from the smallest, for each number of processes
+ORIGIN = "--elastic"  # origin, in the run's recipe.yaml, of the values that are changed here
+_TRIES = 8  # for each number of processes, this number of values of pipeline.microbatches is tried, smallest first
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the planned run, in which degrees.dp is a number: "auto" is replaced by the dp of `processes` processes.
+    """Return the planned run: the run in which degrees.dp "auto" is replaced by its number on `processes` processes.
     Raises BadInput if degrees.dp is "auto" and `processes` is None."""
     if run.degrees.dp != "auto":
         return run
     if processes is None:
-        needed = "the dp of all processes: micro-batches are cut for it, however many processes are left"
+        needed = "a number, the dp of all processes: it decides the size of micro-batches, also with fewer processes"
         raise BadInput("degrees.dp", got="auto with --elastic", needed=needed, fix="--degrees.dp N")
     return _with_degrees(run, dp=max(1, processes // _ranks_each(run)))
 
@@ -41,7 +41,7 @@ def size(run: Run) -> int:
 
 
 def for_world(run: Run, world: int, *, least: int) -> Run:
-    """Return the planned `run` changed for `world` processes: dp, ep and micro-batches. `least`: MIN of --elastic.
+    """Return the planned `run`, with dp, ep and micro-batches for `world` processes. `least`: MIN of --elastic.
     Raises BadInput if `world` is below `least`, or if the run cannot be divided among `world` processes."""
     found = None if world < least else run if world == size(run) else _fitted(run, world)
     if found is not None:
@@ -66,7 +66,7 @@ def smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return `smaller(run, ...)`. If it is empty, raise BadInput, which lists the numbers of processes that a lower `least` would allow."""
+    """Return `smaller(run, ...)`. If it is empty, raise BadInput with the numbers of processes that a smaller `least` would allow."""
     found = smaller(run, below=below, least=least)
     if found:
         return found
@@ -77,7 +77,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def layout(run: Run) -> str:
-    """Return "dp 2 ep 2, 2 micro-batches of 2 sequences": the values of a resolved run that --elastic changes, as text."""
+    """Format the values of a resolved run that --elastic changes: "dp 2 ep 2, 2 micro-batches of 2 sequences"."""
     d, m = run.degrees, run.pipeline.microbatches
     ep = f" ep {d.ep}" if run.model.layers_with_experts() else ""
     held = run.train.global_batch // (int(d.dp) * m)
@@ -116,7 +116,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 
 def _same_size(run: Run) -> bool:
-    """Return whether routing or the balancing loss depends on the number of sequences in a micro-batch, which must then stay the same."""
+    """Return whether the number of sequences in a micro-batch must not change, because routing or the balancing loss depends on it."""
     spec = run.router
     if not run.model.layers_with_experts():
         return False
@@ -144,5 +144,5 @@ def _why(run: Run) -> str:
 
 
 def listed(worlds: list[int]) -> str:
-    """Return numbers of processes as text: at most 16, then how many more there are."""
+    """Format numbers of processes: the first 16, then the number of further ones."""
     return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} fewer" if len(worlds) > 16 else "") if worlds else "none"

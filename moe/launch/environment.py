@@ -1,6 +1,6 @@
-"""The environment that `moe train` gives its ranks before torch is imported: port, cores, devices, open files, folder of extensions.
+"""Environment variables and limits that `moe train` sets for its ranks: port, cores, devices, open files, folder of compiled extensions.
 
-All values come from files and package metadata, because importing torch to ask would take two seconds.
+torch is not imported to find the values, because that would take two seconds: they come from files and package metadata.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from parallel.errors import BadInput, counted
 from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables that the launcher of a surrounding job has set. They are removed, so that a rank reads its number from its own launcher.
+# Variables of an outer launcher, in whose job `moe train` runs. They are removed, so that a rank gets its number from its own launcher.
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 
 # Variables that torch's libraries read when they are loaded. `python -m tests.measured environment` measures their effect on speed.
 BEFORE_TORCH = {
-    # oneDNN's caches of compiled matrix products: with the default of 1,024 shapes, memory grows for hundreds of steps, because an expert
-    # has another number of rows, and its product another shape, in nearly every step.
+    # Sizes of oneDNN's caches of compiled matrix products. With the default of 1,024 shapes, memory grows for hundreds of steps, because
+    # the
+    # number of an expert's rows, and so the shape of its product, changes in nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 it occupies a core that the other
-    # thread needs on a busy machine. With 0 every thread must be woken up, which is slower on an idle machine.
+    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 it occupies a core that another
+    # thread may need on a busy machine. With 0 it must always be woken up, which is slower on an idle machine.
     "GOMP_SPINCOUNT": "10000",
     # Suppresses the lines that torch's profiler (`moe train --profile`) prints at its start and end.
     "KINETO_LOG_LEVEL": "9",
-    # CUDA memory in segments that grow: experts have another number of rows in each step, so blocks of fixed size would be fragmented.
+    # CUDA memory is allocated in segments that grow: experts' numbers of rows change in each step, which would fragment fixed segments.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-# A variable of BEFORE_TORCH is not set if the user has set this one, which it would override.
+# variable of BEFORE_TORCH -> a variable that it would override: if the user has set that one, the first is not set
 _INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
-# Open files that a rank may need: a constant for libraries, and connections to each other rank. Measured: 33 with 2 ranks, 63 with 4.
+# Open files that a rank may need: a constant for libraries, and some for connections to each other rank. Measured: 33 with 2 ranks, 63
+# with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return the environment of a launcher: threads for each of `nproc` ranks, DeepSpeed's accelerator, the folder of compiled extensions.
-    nproc None: ranks start on other machines, so that nothing depends on this machine's cores and devices."""
+    """Return the environment for a launcher of `nproc` ranks: threads of each, DeepSpeed's accelerator, the folder of compiled extensions.
+    nproc None: ranks start on other machines, so nothing may depend on this machine's cores and devices."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)
@@ -63,7 +65,7 @@ def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict
 
 
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of BEFORE_TORCH that the user has not set. Ranks call this too, because another launcher may have started them."""
+    """Set the variables of BEFORE_TORCH that the user has not set. Ranks call this too, because they may have no parent `moe train`."""
     for name, value in BEFORE_TORCH.items():
         if _INSTEAD.get(name, name) not in environment:
             environment.setdefault(name, value)
@@ -82,7 +84,7 @@ def allow_open_files(world: int) -> None:
 
 
 def import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return {variable: value} with which ranks import this project, not a `parallel.py` or `moe.py` in the working folder.
+    """Return the variables that make ranks import this project, and not a `parallel.py` or `moe.py` in the working folder.
     The folder of a checkout is put into PYTHONPATH. The folder of an installed package is not: PYTHONPATH comes before the standard
     library, so other packages in that folder could hide modules of the library."""
     safe = {"PYTHONSAFEPATH": "1"}
@@ -94,27 +96,27 @@ def import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Return whether torch may find a GPU. True in doubt, because False would force training to the CPU."""
+    """Return whether torch may find a GPU. If uncertain, return True, because False would force training to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    if environment.get("DS_ACCELERATOR") == "cpu":  # as parallel/process/process.py decides
+    if environment.get("DS_ACCELERATOR") == "cpu":  # the same rule as in parallel/process/process.py
         return False
     drivers = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
     return any(Path(p).exists() for p in drivers) or sys.platform == "win32"
 
 
 def devices(environment: Mapping[str, str], nproc: int, *, launcher: str = "deepspeed") -> str | None:
-    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed's launcher; None for torchrun, or if it is not set.
-    Raises BadInput for too few, and for names if DeepSpeed's launcher gets them."""
+    """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed's launcher; None for torchrun, or if the variable is
+    not set. Raises BadInput for fewer GPUs, and if DeepSpeed's launcher would get names instead of numbers."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
     ids = list(dict.fromkeys(part.strip() for part in visible.split(",") if part.strip()))
-    ids = ids[:1] if visible.startswith("MIG-") else ids  # CUDA shows a process the first MIG device only
+    ids = ids[:1] if visible.startswith("MIG-") else ids  # a process can use only the first MIG device
     if len(ids) < nproc:
         needed = f"at most the {counted(len(ids), 'GPU')} of CUDA_VISIBLE_DEVICES={visible}"
         raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {len(ids)}")
-    if launcher == "torchrun":  # a rank takes the device of its number (parallel/process/process.py)
+    if launcher == "torchrun":  # each rank selects its device itself (parallel/process/process.py)
         return None
     if not all(part.isdecimal() for part in ids):
         raise BadInput("CUDA_VISIBLE_DEVICES", got=visible, needed="numbers, for DeepSpeed's launcher", fix="--launcher torchrun")
@@ -122,7 +124,7 @@ def devices(environment: Mapping[str, str], nproc: int, *, launcher: str = "deep
 
 
 def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """Return {"CUDA_VISIBLE_DEVICES": the GPUs of `nproc` ranks, without the GPU of rank `gone`}; {} if `gone` is None or without GPUs."""
+    """Return {"CUDA_VISIBLE_DEVICES": the GPUs of `nproc` ranks except rank `gone`'s}; {} if `gone` is None or there are no GPUs."""
     if gone is None or not has_gpu(environment):
         return {}
     visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
@@ -137,8 +139,8 @@ def free_port() -> int:
 
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
-    """Return MASTER_PORT, or a free port if it is not set. If another program uses MASTER_PORT, print that and return a free port.
-    local: whether rank 0 is on this machine; only then its use is checked. Raises BadInput for a MASTER_PORT that is no port."""
+    """Return MASTER_PORT, or a free port if it is not set. If another program uses MASTER_PORT, print that and return a free port. local:
+    whether rank 0 is on this machine; only then is it checked whether the port is in use. Raises BadInput if MASTER_PORT is not a port."""
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()

@@ -1,4 +1,4 @@
-"""All exit codes of the command and its ranks.
+"""The exit codes of `moe` and its ranks.
 
 A shell reports 128 + n for signal n. `STOPPED` is sysexits' EX_TEMPFAIL, which batch systems understand as "try again".
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 DONE = 0
 FAILED = 1  # an error, or a layout or measurement that failed its check
 BAD_INPUT = 2  # wrong input; an error message of one line says what to change
-STOPPED = 75  # a signal came, and the checkpoint is saved: the same command resumes
+STOPPED = 75  # stopped by a signal; a checkpoint is saved, so the same command resumes
 INTERRUPTED = 130  # Ctrl-C before anything was saved
 TERMINATED = 143  # SIGTERM before anything was saved
 

@@ -1,9 +1,9 @@
-"""The machines of a hostfile, reached without DeepSpeed's launcher: checks them and signals their ranks, by pdsh and ssh.
+"""Checks the machines of a hostfile, and sends signals to the ranks on them, by pdsh and ssh, without DeepSpeed's launcher.
 
     moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
-DeepSpeed's launcher would kill remote processes by their program's name, which also hits other runs of the user, and would kill ranks that
-save for longer than half a minute. So ranks are signalled from here. They are found by the token of their launch.
+DeepSpeed's launcher would kill remote processes by the name of their program, also in other runs of the user, and would kill ranks that
+need more than half a minute to save. So this module sends the signals. It finds the ranks by the token of their launch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from parallel.store.files import read_text
 _LIMIT_S = 60  # limit of a remote command, including the start of Python
 _POLL_S = 0.05
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-# a host's name: without characters that a shell, ssh or pdsh would read as a command, an option, a list of hosts or another protocol
+# a host's name, without characters that mean a command, an option, a list of hosts or another protocol to a shell, ssh or pdsh
 _HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
 
 
@@ -64,21 +64,21 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines of a launch: their names, the number of ranks (slots) on each, and the token of the launch.
-    Methods with `no_more` give up as soon as no_more() returns True, because the user has sent a signal."""
+    """The machines of a launch: their names, the number of ranks (slots) on each, and the token of the launch. Methods with an argument
+    `no_more` give up when no_more() returns True, which means that the user has sent a signal."""
 
     names: tuple[str, ...]
     token: str
     slots: tuple[int, ...]
 
     def ranks_on(self, number: int) -> range:
-        """Return the ranks on machine `number`: ranks are counted through the machines in their order."""
+        """Return the ranks on machine `number`. Ranks are numbered from the first machine to the last."""
         before = sum(self.slots[:number])
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
-        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and the machine sees this run's status `folder`.
-        Returns False if it gave up, otherwise True."""
+        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and the machine sees `folder`, this run's status
+        folder. Return False if `no_more` ended the check, otherwise True."""
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
                 fix = f"install it (Debian, Ubuntu: apt install {'openssh-client' if program == 'ssh' else program})"
@@ -98,24 +98,24 @@ class Hosts:
         return True
 
     def send(self, signum: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
-        """Send a signal to all ranks of the launch. Returns (numbers of the ranks that got it, names of machines that did not answer)."""
+        """Send a signal to all ranks of the launch. Return (numbers of the ranks that got it, names of machines that did not answer)."""
         answers, _ = self._all("send", self.token, str(signum), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
 
     def end(self) -> list[str]:
-        """Kill all processes of the launch on all machines. Returns a line of text for each machine that did not confirm this."""
+        """Kill all processes of the launch on all machines. Return a line of text for each machine that did not confirm it."""
         answers, errors = self._all("end", self.token)
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """Run `python -m moe.launch.hosts WORDS` on all machines. Returns ({machine: answer}, {machine: error message})."""
+        """Run `python -m moe.launch.hosts WORDS` on all machines. Return ({machine: answer}, {machine: error message})."""
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]
         said: list[str] = []
-        # output goes to files: a pipe stays open as long as an ssh process survives pdsh, so that reading it would not end
+        # output goes to files: a pipe would stay open while an ssh process survives pdsh, so reading it would not end
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=problems, start_new_session=True)
@@ -139,8 +139,8 @@ def quoted(word: str) -> str:
 
 
 def answered(names: Sequence[str], text: str) -> dict[str, str]:
-    """Parse lines of pdsh's output, such as `worker-1: 1 here` (label: index into `names`, answer). Return {machine: answer}.
-    The label is not used, because pdsh cuts names at the first dot."""
+    """Parse lines `LABEL: INDEX ANSWER` of pdsh's output, such as `worker-1: 1 here`. Return {machine: answer}. INDEX, an index into
+    `names`, identifies the machine; the label does not, because pdsh cuts it at the first dot."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         number, _, said = line.partition(": ")[2].partition(" ")
@@ -157,7 +157,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Carry out `Hosts.check`, `send` or `end` on this machine, and print its answer. words: this machine's number, command, arguments."""
+    """Do this machine's part of `Hosts.check`, `send` or `end`, and print the answer. words: this machine's number, command, arguments."""
     match words[1:]:
         case ["check", folder, word]:
             try:

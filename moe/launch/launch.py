@@ -1,4 +1,4 @@
-"""The program of every rank, for all launchers (deepspeed, torchrun, srun) and for plain python:
+"""The program of a rank, for all launchers (deepspeed, torchrun, srun) and without one:
 
 torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 """
@@ -36,33 +36,33 @@ from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.process.extensions import use_extensions_dir
 from parallel.store.lock import is_held
 
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher, and Open MPI
 _SAID = ".moe-said-"  # prefix of files in the temporary folder: one for each error message that a rank on this machine has printed
 _KEPT_S = 600.0  # seconds after which these files are removed
 
 
 @dataclass
 class RankRun:
-    """A rank's recipe and the folder of its status file, both filled in when the recipe has been read.
-    place: a list of one folder, the run's, if `moe train` reads status files there; otherwise empty."""
+    """A rank's recipe, and the folder for its status file. Both are set after the recipe is read. place: a list with the run's folder, if a
+    parent `moe train` reads status files there; otherwise empty."""
 
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank from its arguments. Returns its exit code."""
+    """Run a rank with the arguments `argv`, by default the command line's. Return its exit code."""
     return run_as_rank(lambda rank_run: _from_words(argv, rank_run))
 
 
 def script(work: Callable[[], object]) -> NoReturn:
-    """Run a user's own training code in a script, and end Python as `moe train` does: script(lambda: train(run, callbacks=[Best()])).
-    Errors that the user can fix are printed once, as one line. All ranks exit together, with the codes in moe/launch/exit_codes.py."""
+    """Run a user's training code, and then exit Python as `moe train` does: script(lambda: train(run, callbacks=[Best()])). Errors that the
+    user can fix are printed by one rank, in one line. All ranks exit, with the codes in moe/launch/exit_codes.py."""
     sys.exit(run_as_rank(lambda rank_run: carried_out(work)))
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed, and written to the status file that the parent reads."""
+    """Run `work` as one rank, and return its exit code. An exception is printed, and is written to the status file for the parent."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -84,7 +84,7 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
         run, origins = _for_present_world(run, origins, given.elastic)
     name = run_name(given.recipe)
     out = given.out or Path("runs") / name
-    if Path(given.recipe).parent == out / "base":  # `moe train hf:DIR`, which has converted the model into the run's folder
+    if Path(given.recipe).parent == out / "base":  # started by `moe train hf:DIR`, which has converted the model to this folder
         name = out.resolve().name
     rank_run.run = run
     rank_run.place += [out] if is_held(out) else []
@@ -102,11 +102,11 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Ended as ended:  # the message names rank and collective, so no stack trace is printed
         error, of_all = str(ended), True
-        if ended.prints and TOKEN not in os.environ:  # with TOKEN, `moe train` is the parent and prints the message
+        if ended.prints and TOKEN not in os.environ:  # if TOKEN is set, the parent `moe train` prints the message
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # only before training: during training, Ctrl-C makes the trainer save and stop
+    except KeyboardInterrupt:  # raised only before training: later, Ctrl-C makes the trainer save and stop
         code, error = INTERRUPTED, "interrupted"
-    except BaseException as failure:  # the parent must find any exception in the status file
+    except BaseException as failure:  # any exception must be in the status file for the parent
         error = None if rank_run.run is None else _did_not_fit(failure, rank_run.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -120,18 +120,18 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
-    """Return whether this rank prints the BadInput that it raised. If several ranks raise the same one, only one of them prints it."""
-    if TOKEN in os.environ:  # `moe train`, the parent, prints the other ranks' messages that differ from rank 0's
+    """Return whether this rank prints the BadInput that it raised. If several ranks raise the same error, only one prints it."""
+    if TOKEN in os.environ:  # the parent `moe train` prints messages of other ranks that rank 0 does not have
         return rank == 0
     if bad.prints is not None:
         return bad.prints
     launched = os.environ.get("SLURM_NTASKS", "1") != "1" or any(name in os.environ for name in _LAUNCHERS)
-    return not launched or _first_here(str(bad))  # a rank without a launcher was started by hand, in a terminal of its own
+    return not launched or _first_here(str(bad))  # a rank without a launcher was started by hand, in a separate terminal
 
 
 def _first_here(line: str) -> bool:
-    """Return whether this is the first rank of the launcher on this machine that prints this line.
-    The first rank creates an empty file, named by a hash of the line and the launcher; the other ranks find this file."""
+    """Return whether this is the first of the launcher's ranks on this machine to print this line. The first rank creates an empty file,
+    with a hash of the line and the launcher as its name; other ranks find that file."""
     began = Path(f"/proc/{os.getppid()}/stat")
     with contextlib.suppress(OSError):
         parent = f"{os.getppid()} {began.read_text().rpartition(')')[2].split()[19]}"
@@ -150,9 +150,9 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """Signal handler until training begins: prints that nothing is lost, and ends the rank with STOPPED. place: as in RankRun.
-    process: id of the rank's process. In another process, a forked child that inherited the handler, the signal has its default effect.
-    before_training: a mark by which moe/train/start/place.py recognises this handler, which it must not restore after training."""
+    """Signal handler before training begins: prints that nothing is lost, and ends the rank with STOPPED. place: as in RankRun. process:
+    id of the rank's process; in a forked child, which inherits the handler, the signal has its default effect. before_training: lets
+    moe/train/start/place.py recognise this handler, which it must not restore after training."""
 
     place: list[Path]
     rank: int
@@ -161,7 +161,7 @@ class _TooEarly:
 
     def __call__(self, number: int, _: object) -> None:
         if number == signal.SIGINT or os.getpid() != self.process:
-            ctypes.CDLL(None).signal(number, 0)  # SIG_DFL; C's function, because signal.signal only works in the main thread
+            ctypes.CDLL(None).signal(number, 0)  # 0 is SIG_DFL; C's function, because Python's works only in the main thread
             os.kill(os.getpid(), number)
         if self.place:
             status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
@@ -172,11 +172,11 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Within the context, `_TooEarly` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers.
-    The process ends without an exception, because an exception within an import could leave a library in a broken state."""
+    """Within the context, `_TooEarly` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers. The handler
+    ends the process without an exception, because an exception during an import could leave a library in a broken state."""
     stop = _TooEarly(place, rank, os.getpid())
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # signal.signal raises it outside of the main thread: then no handler is installed
+    with contextlib.suppress(ValueError):  # raised outside of the main thread; then no handler is installed
         for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
@@ -191,8 +191,8 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _called_immediately(stop: _TooEarly) -> Iterator[None]:
-    """Within the context, also call the handler from a second thread. Python itself calls it only when the main thread returns from C code,
-    which may wait there for minutes for missing ranks."""
+    """Within the context, a second thread calls the handler immediately. Python itself calls it only when the main thread returns from C
+    code, in which it may wait for missing ranks for minutes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -200,8 +200,8 @@ def _called_immediately(stop: _TooEarly) -> Iterator[None]:
     os.set_blocking(writable, False)
     active = [True]
 
-    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child gets -1: it inherits the pipe, so
-    # its own signals would end this process.
+    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child inherits the pipe, so its own signals
+    # would end this process; it is set to -1 in the child.
     def write_to(fd: int) -> None:
         if active:
             with contextlib.suppress(ValueError):  # raised if the fork is made outside of the main thread
@@ -233,12 +233,12 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         other = "start with another --out and without --fresh" if given.fresh else "start without --max-restarts"
         fix = f"{other}, or let moe train --restarts start it again"
         raise BadInput(
-            flag, got=f"it with torchrun --max-restarts {restarts}", needed="a start that does no harm if torchrun repeats it", fix=fix
+            flag, got=f"it with torchrun --max-restarts {restarts}", needed="flags with which torchrun can restart the run safely", fix=fix
         )
 
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe changed for the number of processes that are running, key -> origin). Raises BadInput for fewer than `least`."""
+    """Return (the recipe, changed for the present number of processes; key -> origin). Raises BadInput for fewer than `least` processes."""
     from parallel.process import process
 
     world = process.read_environment()
@@ -253,7 +253,7 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
-    from parallel.process import process  # imports torch, which takes seconds: a wrong recipe is refused before
+    from parallel.process import process  # here, because it imports torch, which takes seconds, and a wrong recipe is refused before
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
@@ -273,8 +273,8 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
 
 def carried_out(work: Callable[[], object]) -> int:
-    """Run `work`, which trains; then destroy the process groups and return the exit code. If an error here was caused by another rank's
-    error, the other rank's error is raised."""
+    """Run `work`, which trains; then destroy the process groups and return the exit code. If an error here is only the consequence of
+    another rank's error, raise that error instead."""
     from moe.train.loop.trainer import Stopped
     from parallel.process import process
     from parallel.watch import watchdog
@@ -284,7 +284,7 @@ def carried_out(work: Callable[[], object]) -> int:
     except Stopped:
         return STOPPED
     except Exception as failure:
-        _ignore_signals()  # torchrun sends SIGTERM as soon as a rank has died, which must not count as the user's signal
+        _ignore_signals()  # torchrun sends SIGTERM when a rank has died, which must not be taken for the user's signal
         ended = watchdog.ended_by(failure)
         if ended is not None:
             raise ended from None
@@ -292,7 +292,7 @@ def carried_out(work: Callable[[], object]) -> int:
             failure.prints = watchdog.prints_line()
         raise
     finally:
-        _ignore_signals()  # launchers send SIGTERM when the first rank has ended; the others must still write their status files
+        _ignore_signals()  # launchers send SIGTERM when the first rank has ended, but all ranks must still write their status files
         process.stop()
     return DONE
 
@@ -303,7 +303,7 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return a function (message, whether this rank prints it), which the watchdog calls before it kills this process in a hang."""
+    """Return a function of (message, whether this rank prints it), which the watchdog calls before it kills this process in a hang."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:

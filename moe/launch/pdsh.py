@@ -1,10 +1,10 @@
-"""Program that starts ranks on the machines of a hostfile by DeepSpeed's runner, with corrected arguments, output and environment.
+"""Program that starts the ranks on the machines of a hostfile with DeepSpeed's runner, but corrects its arguments, output and environment.
 
     moe train -> python -m moe.launch.pdsh FOLDER [the runner's arguments] -> pdsh -> ssh -> deepspeed.launcher.launch -> ranks
 
-Corrected: each word of the remote shell command is quoted; the working folder is not searched for modules; DeepSpeed's log does not precede
-the run's output; variables that ranks need are passed on. Each machine writes the exit code of its launcher to FOLDER
-(moe/launch/status.py), because pdsh reports only when all machines have ended.
+Corrections: each word of the remote shell command is quoted; the working folder is not searched for modules; DeepSpeed's log is not printed
+before the run's output; variables that ranks need are passed on. Each machine writes its launcher's exit code to FOLDER
+(moe/launch/status.py), because pdsh returns only after all machines have ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCE
 
 
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are passed on to other machines. PARENT is left out: a process id of this machine means nothing there."""
+    """Return the variables that are passed on to other machines. PARENT is left out, because a process id is valid only on this machine."""
     return {name: value for name, value in environment.items() if name.startswith(PASSED) and name != PARENT}
 
 
@@ -83,7 +83,7 @@ def main() -> int:
             return [quoted(word) for word in self.args.user_args]
 
         def add_export(self, key: str, var: str) -> None:
-            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right one
+            if key != "PYTHONPATH":  # the runner's value begins with the working folder; `own` has the right value
                 self.exports[key] = quoted(var)
 
         def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
@@ -98,7 +98,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # stdin ends when `moe train` dies. pdsh does not read it, so pdsh is killed then
+    if STDIN in os.environ:  # stdin ends when `moe train` dies; pdsh does not read stdin, so it is killed then
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

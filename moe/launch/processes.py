@@ -1,9 +1,9 @@
-"""Finds the processes of a launch, signals them, notices their ends, and kills them.
+"""Finds the processes of a launch, sends them signals, notices when they end, and kills them.
 
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
-Launchers lose signals and exit codes, so ranks are looked up directly. All processes of a launch have the same TOKEN in their environment,
-also after their parent has died. A rank is a process with the variable RANK if its parent has none.
+Launchers lose signals and exit codes, so `moe train` finds the ranks itself. All processes of a launch have the same value of TOKEN in
+their environment, even if their parent has died. A process is a rank if it has the variable RANK and its parent does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.process.libc import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
-STDIN = "MOE_LAUNCH_STDIN"  # set if stdin of this process is a pipe from `moe train`, which may be on another machine
+STDIN = "MOE_LAUNCH_STDIN"  # set if this process's stdin is a pipe from `moe train`, possibly on another machine
 _NAMED = "moe rank "
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set by `moe train`, torchrun and DeepSpeed's launcher
 
@@ -36,8 +36,8 @@ def own_launch() -> str:
 
 
 def die_with_parent() -> None:
-    """On Linux, have this rank killed when its launcher or the `moe train` above it dies. Until training begins, Ctrl-C ends it without a
-    traceback. Does nothing for a rank without a launcher, which may outlive the shell that started it (nohup)."""
+    """On Linux, arrange that this rank is killed when its launcher or the `moe train` above it dies. Also make Ctrl-C end it without a
+    traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it (nohup)."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -66,7 +66,7 @@ def _die_with(pid: int) -> None:
 
 
 def die_with_input(end: Callable[[], None]) -> None:
-    """Call `end` when stdin is closed: `moe train`, which holds its other end, has died or is disconnected."""
+    """Call `end` when stdin is closed, which means that `moe train`, at the other end of the pipe, has died or is disconnected."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -80,8 +80,9 @@ def die_with_input(end: Callable[[], None]) -> None:
 @dataclass
 class Rank:
     """The process of one rank, as `moe train` observes it.
-    pid: 0 on another machine, where it cannot be observed. ended_at: time (time.monotonic) at which its end was noticed. code: exit code
-    (negative: a signal), None if it runs or if its launcher had already collected the code (waitpid). handle: its pidfd."""
+    pid: process id; 0 if the process is on another machine, where it cannot be observed. ended_at: time (time.monotonic) at which its end
+    was noticed. code: exit code (negative: a signal); None if it runs, or if its launcher had already collected the code (waitpid).
+    handle: its pidfd."""
 
     rank: int
     pid: int
@@ -103,7 +104,7 @@ class Rank:
 
 
 def wait(ranks: list[Rank], wait_s: float) -> None:
-    """Wait until a rank ends, at most `wait_s` seconds. Its exit code must be read soon, before its launcher collects it (waitpid)."""
+    """Wait until a rank ends, at most `wait_s` seconds, and then read its exit code quickly, before its launcher collects it (waitpid)."""
     for rank in ranks:
         if rank.pid and rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # the rank has ended, or the kernel has no pidfd
@@ -127,7 +128,7 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Write a forked rank's number into its process's name. Others cannot read its RANK: /proc shows the variables of its parent."""
+    """Write a forked rank's number into the name of its process, for `find_ranks`: in /proc, a fork has its parent's variables."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 
@@ -140,7 +141,7 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks in `family`, {pid: environment}, in order of rank: processes with the variable RANK if their parent has none."""
+    """Return the ranks in `family`, {pid: environment}, in order of rank. They have the variable RANK, and their parents do not."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -151,7 +152,7 @@ def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
 
 
 def send(ranks: list[Rank], number: int) -> int:
-    """Send the signal `number` to all ranks that are alive. Returns the number of ranks that got it."""
+    """Send the signal `number` to all ranks that are alive. Return the number of ranks that got it."""
     sent = 0
     for rank in ranks:
         rank.look()
@@ -163,8 +164,9 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """Kill all processes with one of these `tokens` or in the launcher's `session`, except process `spared`. SIGKILL is repeated until none
-    is alive, at most `wait_s` seconds. Returns the ids of processes that are still alive, because they are stuck in the kernel."""
+    """Kill all processes that have one of these `tokens` or are in the launcher's `session`, except process `spared`. SIGKILL is repeated
+    until none is alive, at most `wait_s` seconds. Return the ids of processes that are still alive, because they are stuck in the
+    kernel."""
     until = time.monotonic() + wait_s
     while True:
         if session is not None:
@@ -198,8 +200,8 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Return (state in /proc, exit code) of a process. "Z": it has ended, but its parent has not collected the code yet. "X": it is gone.
-    Any other state: it is alive. The code is None unless the state is "Z"."""
+    """Return (state in /proc, exit code) of a process. "Z": it has ended, but its parent has not collected its exit code. "X": it does not
+    exist. Any other state: it is alive. The exit code is None unless the state is "Z"."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

@@ -1,12 +1,13 @@
-"""Quick restarts: a warm process that has imported the ranks' modules, and forks ranks when they are needed.
+"""Quick restarts: a warm process imports the ranks' modules in advance, and forks ranks for a restart.
 
     moe train --restarts N -> launcher -> ranks                    the first attempt
-                           -> warm process                         from the first checkpoint on; loads torch and the trainer, once
-                           -> warm process -> leader -> ranks      every later attempt, in a tenth of a second instead of ten
+                           -> warm process                         after the first checkpoint; imports torch and the trainer, once
+                           -> warm process -> leader -> ranks      later attempts start in a tenth of a second, instead of ten seconds
 
-A fork has its parent's memory but not its threads, so the warm process has no thread, process group or GPU of its own. If its imports have
-opened a GPU, the launcher starts the next attempt instead. The leader replaces the launcher: ranks are in its session and die with it, and
-it ends when all ranks have ended. Messages are lines of JSON: a request to start, then the process ids, later the exit codes.
+A fork gets its parent's memory but not its threads, so the warm process must not have threads, process groups or an open GPU. If its
+imports have opened a GPU, the launcher starts the next attempt instead. The leader, a fork of the warm process, has the launcher's role:
+ranks are in its session and die with it, and it ends when all ranks have ended. Messages between the warm process or leader and `moe
+train` are lines of JSON: a request to start, then the process ids, later the exit codes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from moe.recipe.load import load
 from parallel.process.libc import die_with
 
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
-# modules that a rank would import when training begins (torch's optimizers import the compiler, rank 0 TensorBoard)
+# modules that a rank imports only when training begins (torch's optimizers import the compiler, and rank 0 imports TensorBoard)
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 
 
 class Forked:
-    """The leader of an attempt, with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its ranks.
-    pids: process ids of the leader and of the ranks. receive: `Ready._receive`."""
+    """The leader process of an attempt, with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its ranks. pids:
+    process ids of the leader, then of the ranks. receive: `Ready._receive`."""
 
     def __init__(self, pids: Sequence[int], receive: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
@@ -49,7 +50,7 @@ class Forked:
     def poll(self, wait_s: float = 0.0) -> int | None:
         while self.returncode is None and (message := self._receive(wait_s)) is not None:
             for rank, code in zip(self.ranks, message.get("codes", ()), strict=False):
-                rank.code = code  # the leader is their parent, so it has all exit codes, also of ranks that `Rank.look` missed
+                rank.code = code  # the leader, as their parent, has all exit codes, even those that `Rank.look` missed
             if "codes" not in message:
                 self.returncode = int(message.get("ended", FAILED))
         return self.returncode
@@ -60,8 +61,8 @@ class Forked:
 
 
 class Ready:
-    """The side of `moe train`: starts the warm process as soon as `wanted()` is True, and sends it requests until `close`.
-    words, environment, nproc: arguments, variables and number of the ranks."""
+    """The warm process, as `moe train` controls it: starts it once `wanted()` returns True, and sends it requests until `close`. words,
+    environment, nproc: arguments, variables and number of the ranks."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
         self._words, self._environment, self._nproc, self._wanted = list(words), environment, nproc, wanted
@@ -70,7 +71,7 @@ class Ready:
         self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
 
     def look(self) -> None:
-        """Start the warm process if `wanted()` is True and it has not been started. Called repeatedly during an attempt."""
+        """Start the warm process if `wanted()` returns True and it was not started before. Called repeatedly during an attempt."""
         if self._process is not None or not self._wanted():
             return
         self._channel, theirs = socket.socketpair()
@@ -80,8 +81,8 @@ class Ready:
         theirs.close()
 
     def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
-        """Let the warm process fork `world` ranks with these arguments and variables. Returns None if the launcher must start them instead.
-        Waits while the warm process imports, because the launcher would take longer, but only until no_more() returns True."""
+        """Make the warm process fork `world` ranks with these arguments and variables. Return None if the launcher must start them instead.
+        If the warm process still imports, wait for it, because the launcher would take longer, but only until no_more() returns True."""
         while self._channel is not None and not self._loaded and not no_more():
             self._loaded = self._receive(_LOOK_S) == {"loaded": True}
             if not self._loaded and self._process is not None and self._process.poll() is not None:
@@ -97,7 +98,7 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """Kill all processes of an attempt, except the warm process. Returns the ids of processes that are still alive."""
+        """Kill all processes of an attempt, except the warm process. Return the ids of processes that are still alive."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 
@@ -109,7 +110,7 @@ class Ready:
         self._channel = None  # _process stays set, so that `look` does not start the warm process again
 
     def _receive(self, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message of the warm process; {} if the process has ended; None if nothing came within `wait_s` seconds."""
+        """Return the next message from the warm process; {} if the process has ended; None if none came within `wait_s` seconds."""
         assert self._channel is not None
         until = time.monotonic() + wait_s
         while b"\n" not in self._unread:
@@ -126,7 +127,8 @@ class Ready:
 
 
 def main() -> int:
-    """Run the warm process: import modules, then fork a leader for each request. Return the exit code, also in leaders and ranks."""
+    """Run the warm process: import modules, then fork a leader for each request. Return the exit code; this returns in leaders and ranks
+    too."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():
@@ -150,11 +152,12 @@ def _load(words: list[str]) -> None:
         importlib.import_module(name)
     run.carrier.load()
     gc.collect()
-    gc.freeze()  # otherwise garbage collection in a forked rank writes to all objects, so that the shared memory is copied
+    gc.freeze()  # otherwise garbage collection in a forked rank would write to all objects, so that their shared pages are copied
 
 
 def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
-    """Run a leader: fork the ranks, and wait until all have ended. Return the exit code of the lowest failed rank; in a rank, its own."""
+    """Run a leader: fork the ranks, and wait until all have ended. Return the exit code of the lowest failed rank; in a rank's process,
+    return that rank's exit code."""
     import torch
 
     if torch.cuda._is_in_bad_fork():  # imports have opened a GPU, which a forked process cannot use
@@ -171,7 +174,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the exit code is not collected yet, so that `moe train` can read it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # does not collect the exit code, so that `moe train` can read it
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)
@@ -187,7 +190,7 @@ def _live(rank: int, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Within the context, discard what this process prints: messages of libraries during their import."""
+    """Within the context, discard all output of this process, such as messages of libraries during their import."""
     nowhere, before = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
     try:
         for stream in (1, 2):

@@ -1,12 +1,12 @@
-"""Restart in place, `moe train --restarts N`: if a rank dies, all ranks are ended and started again from the newest checkpoint.
+"""`moe train --restarts N`: if a rank dies, all ranks are ended and started again from the newest checkpoint.
 
 A run gives up after N restarts in a row without a new checkpoint. A new checkpoint resets the count, so a long run survives any number of
-faults, and a run that never saves ends soon. (torchrun, in contrast, counts all restarts of a run.) The first restart after a checkpoint is
-immediate, the next ones wait 1, 2, 4, ... seconds, a minute at most. Not restarted: bad input (exit code 2), the user's signals, memory
-that ran out, a launcher that starts no rank, and a Python error that recurs with the same message before a new checkpoint.
+faults, and a run that never saves ends soon. (torchrun counts all restarts of a run.) The first restart after a checkpoint is immediate;
+further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted after bad input (exit code 2), a user's signal, or lack of
+memory, if no rank started, or if the same Python error recurs before a new checkpoint.
 
-With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count begins again. The GPU
-of the rank that died first in most of these attempts is then left out.
+With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count restarts at 0. The GPU
+of the rank that died first in most of these attempts is then no longer used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _POLL_S = 0.1
 @dataclass(frozen=True)
 class End:
     """How one attempt of a run ended.
-    code: exit code. lines: lines printed about the end. statuses: rank -> its status file (moe/launch/status.py). began: a rank had
-    started. stuck: a process could not be killed. first: the rank that died first, or for which the others waited; None if unknown."""
+    code: exit code. lines: lines that were printed about the end. statuses: rank -> contents of its status file (moe/launch/status.py).
+    began: whether any rank had started. stuck: whether a process could not be killed. first: the rank that died first, or for which the
+    others waited; None if unknown."""
 
     code: int
     lines: Sequence[str]
@@ -44,10 +45,10 @@ class End:
 
 
 class Restarts:
-    """Decides after each attempt of the run in folder `out` whether it starts again, from which checkpoint, and on how many processes.
+    """Decides after each attempt of the run in folder `out` whether it is restarted, from which checkpoint, and on how many processes.
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
-    processes: number of processes of the next attempt; None: all. gone: rank of the last attempt whose GPU the next one leaves out; None
-    if `processes` has not just changed, or if it is not known which rank died first."""
+    processes: number of processes of the next attempt; None: all. gone: if `processes` has just changed, the rank of the last attempt
+    whose GPU is no longer used; None otherwise, or if it is unknown which rank died first."""
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
@@ -60,21 +61,22 @@ class Restarts:
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
-        self._shrunk_for: tuple[str, ...] = ()  # recurring errors after which the run continued with fewer processes: only once for each
+        self._shrunk_for: tuple[str, ...] = ()  # recurring errors after which the number of processes was reduced: once for each error
         self._first: Counter[int] = Counter()  # rank -> number of attempts since the last checkpoint in which it died first
         self.processes: int | None = None
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt gets --fresh: not after an attempt has set the earlier checkpoints aside, which keeps its own."""
+        """Return whether the next attempt gets --fresh. It does not once an attempt has set the earlier checkpoints aside: the run then
+        continues from its own checkpoints."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """Return --from_step for the next attempt; None after an attempt has saved, because the next one resumes from that checkpoint."""
+        """Return --from_step for the next attempt. None once an attempt has saved, because the next one resumes from that checkpoint."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return {variable: value} that tell the next attempt's ranks the number, reason and start time of the restart; {} at first."""
+        """Return variables for the next attempt's ranks with the number, reason and start time of the restart; {} for the first attempt."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
@@ -83,7 +85,7 @@ class Restarts:
         return newest is not None and newest != self._newest
 
     def after(self, end: End) -> int | None:
-        """Decide after an attempt: return the exit code if the run ends, None if it restarts. With --restarts, print the decision."""
+        """Decide after an attempt. Return the exit code if the run ends, None if it is restarted. With --restarts, print the decision."""
         if end.code != FAILED or not self._limit:
             return end.code
         newest, saved = _newest(self._checkpoints), self.saved()
@@ -132,7 +134,8 @@ class Restarts:
         _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
-        """Wait before the next attempt, and return True. If a signal comes (it is then in `caught`), print a line and return False."""
+        """Wait before the next attempt, and return True. If a signal comes meanwhile (`caught` is not empty), print a line and return
+        False."""
         until = time.monotonic() + self._wait_s
         while not caught and time.monotonic() < until:
             time.sleep(_POLL_S)
@@ -142,7 +145,7 @@ class Restarts:
 
 
 def _newest(checkpoints: Path) -> tuple[str, int] | None:
-    """Return (name, inode) of the newest complete checkpoint, or None. The inode differs if the same step is saved again."""
+    """Return (name, inode) of the newest complete checkpoint, or None. The inode changes if the same step is saved again."""
     try:
         found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
         _, newest = max(found, default=(None, None))

@@ -1,9 +1,9 @@
-"""The parent of a run on several processes: starts the launcher, sends signals on to ranks, judges the end, and leaves no process alive.
+"""The parent process of a run on several ranks: starts the launcher, forwards signals to ranks, judges the end, leaves no process alive.
 
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
-Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0 after a rank was
-killed. So each rank writes a status file, which decides success, and signals go to all ranks directly. Nothing here imports torch.
+Launchers alone do not suffice: `deepspeed` does not forward SIGTERM, ends its ranks one after another, and can exit with 0 after a rank was
+killed. So each rank writes a status file, which decides success, and signals are sent to all ranks directly. Nothing here imports torch.
 moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
 """
 
@@ -39,7 +39,7 @@ from parallel.store.lock import HELD, alone_in
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
-_LEAVE_S = 5.0  # time that other ranks have after a failure to write their status files, before all are killed
+_LEAVE_S = 5.0  # after a rank fails, time in which other ranks can write their status files before all are killed
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
 _STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time to wait for status files of other machines: after a failure, after success
 _SAME_SIGNAL_S = 1.0  # two signals within this time count as one, because `timeout` and shells may send a signal twice
@@ -49,9 +49,9 @@ _SAME_SIGNAL_S = 1.0  # two signals within this time count as one, because `time
 class Launch:
     """Settings of one attempt of a run.
 
-    words: arguments of each of the `world` ranks. environment: the user's variables. nproc: ranks on this machine, or on each machine of
-    `hostfile` (None: its slots). module: the program of a rank. grace_s: see `start`. caught: signals received so far, each with its time
-    (time.monotonic). ready: the warm process for quick restarts.
+    words: arguments of each of the `world` ranks. environment: variables from the user. nproc: number of ranks on this machine, or on each
+    machine of `hostfile` (None: its slots). module: program of a rank. grace_s: see `start`. caught: signals received so far, each with its
+    time (time.monotonic). ready: the warm process for quick restarts.
     """
 
     words: list[str]
@@ -78,11 +78,11 @@ def start(
     restarts: int = 0,
     smaller: Sequence[int] = (),
 ) -> int:
-    """Run `module` with the arguments `given` on `nproc` processes (with a hostfile: on each of its hosts). Returns the exit code.
+    """Run `module` with the arguments `given` on `nproc` processes (with a hostfile: on each of its hosts). Return the exit code.
 
-    grace_s: seconds that ranks have to save after a signal, before all are killed; a second signal kills them immediately. restarts: the
-    most restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue after these, largest first.
-    Raises BadInput before anything starts. Must be called in the main thread, which receives the signals.
+    grace_s: seconds that ranks have to save after a signal, before all are killed; a second signal kills them immediately. restarts:
+    largest number of restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue after these, largest
+    first. Raises BadInput before anything starts. Must be called in the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     allow_open_files(world)
@@ -110,7 +110,7 @@ def start(
 
 
 def _run(launch: Launch) -> End:
-    """Run one attempt. Its status folder exists only meanwhile. Raises BadInput."""
+    """Run one attempt. The status folder is made before it and removed after it. Raises BadInput."""
     token, folder = secrets.token_hex(8), launch.out / status.NAME
     try:
         status.empty(launch.out, token)
@@ -131,13 +131,14 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    killed: set[int] = set()  # ranks that still run after the launcher, so that this process kills them
+    killed: set[int] = set()  # ranks that outlive the launcher, so that this process kills them
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             before = len(caught)
-            succeeded = how == "ended" and process.returncode in (DONE, STOPPED)  # then status files may appear late: after a minute on NFS
+            # then wait longer: on NFS, status files may appear a minute late
+            succeeded = how == "ended" and process.returncode in (DONE, STOPPED)
             wait_s = 0.0 if how == "early" else _ALL_STATUS_S if succeeded else _STATUS_S
             status.wait_for(folder, world, wait_s, no_more=lambda: len(caught) > before)
             statuses, failed = status.read(folder), status.machines(folder, token)
@@ -160,7 +161,8 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Start the ranks by the warm process or the launcher. Return (process that ends after all ranks, ranks that are already known)."""
+    """Start the ranks with the warm process or the launcher. Return (the process that ends after all ranks, ranks that are already
+    known)."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1, launcher=launch.launcher) if here else None
     if visible:
@@ -175,7 +177,8 @@ def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subproc
     command = _command(launch, visible, port=port, folder=folder)
     processes = counted(world, "process")
     print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
-    stdin = subprocess.DEVNULL if here else subprocess.PIPE  # nothing is written; its end tells remote ranks that this process has died
+    # nothing is written to it; if it ends, remote ranks know that this process has died
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE
     return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
 
 
@@ -189,8 +192,8 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """Judge how the attempt ended, and print it. how: result of `_watch`. ended_here: ranks that this process killed.
-    also: lines to print if the run failed. uncertain: lines about processes that may still run."""
+    """Judge how the attempt ended, and print the verdict. how: result of `_watch`. ended_here: ranks that this process killed. also:
+    further lines to print if the run failed. uncertain: lines about processes that may still run."""
     for rank in ranks:
         rank.look()
     number = launch.caught[0][0] if launch.caught else None
@@ -204,7 +207,7 @@ def _end(
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
-    """Return the number of ranks of a launch. With a hostfile, `nproc` (or by default the slots) of each host count. Raises BadInput."""
+    """Return the number of ranks of a launch. With a hostfile, each host has `nproc` ranks, or by default its slots. Raises BadInput."""
     if nproc is not None and nproc < 1:
         raise BadInput("--nproc", got=nproc, needed="at least 1 process", fix="--nproc 1")
     if hostfile is None:
@@ -222,7 +225,7 @@ def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) ->
     if launch.launcher == "torchrun":
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", str(folder / "launcher.json"), *where, "-m", launch.module]
-    # --log_level critical: with "-q" the launcher still prints errors, which repeat messages of the ranks and of this process
+    # --log_level critical: with -q the launcher would still print errors, which repeat messages of the ranks and of this process
     runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(folder)]
     command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
     if hostfile is not None:  # --force_multi: use ssh also for a single host; -N: do not print the host's name before each line
@@ -237,8 +240,8 @@ def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) ->
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice their ends, and send signals on to them.
-    Ranks on other machines are added when they get a signal. Returns "ended"; "killed" if the caller must kill all processes; "early" if a
+    """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice when they end, and forward signals to them.
+    Ranks on other machines are added when they get a signal. Return "ended"; "killed" if the caller must kill all processes; "early" if a
     signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
@@ -246,7 +249,7 @@ def _watch(
     seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
-        asked = tuple(caught)  # a copy: a signal that comes during this iteration is handled in the next one
+        asked = tuple(caught)  # a copy, so that a signal that comes during this iteration is handled in the next
         asked_first = bool(asked) and passed_at < 0
         if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             known = {rank.pid for rank in ranks}
@@ -274,7 +277,7 @@ def _watch(
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
-    """Return whether a rank has failed, and the time in which other ranks could report (`_leave_s`) is over. now: time.monotonic()."""
+    """Return whether a rank failed so long ago that other ranks have had time to report (`_leave_s`). now: time.monotonic()."""
     ended = [(rank, rank.ended_at) for rank in ranks if rank.ended_at is not None]
     statuses = status.read(folder) if ended else {}
     for rank, ended_at in ended:
@@ -286,8 +289,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return the same as `_failed_before` for ranks and launchers on other machines.
-    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen here; this call adds to it."""
+    """Return, for ranks and launchers on other machines, whether one failed so long ago that others have had time to report.
+    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }
@@ -297,13 +300,13 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
 
 
 def _leave_s(failed: Mapping[str, Any], code: int | None = None) -> float:
-    """Return the seconds in which other ranks may write their status files after a rank failed (failed: its status; code: its exit code).
-    The time is short if other ranks cannot add anything: they have the same error, or this rank was killed."""
+    """Return the seconds in which other ranks may write their status files after a rank failed. failed: that rank's status; code: its exit
+    code. The time is short if other ranks cannot add information: they have the same error, or this rank was killed."""
     return _LEAVE_S / 10 if failed.get("of_all") or (not failed and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first. All ranks are then killed."""
+    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first, so that all ranks are to be killed."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
@@ -313,12 +316,13 @@ def _sent(number: int) -> int:
 
 
 def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
-    """Send the first signal on to all ranks. Returns False if not all had started, so that nothing can be saved and all can be killed."""
+    """Forward the first signal to all ranks. Return False if not all ranks had started: then there is nothing to save."""
     number = launch.caught[0][0]
     name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
         found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
-        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # a status file: the rank started and ended
+        # a rank with a status file has started and ended
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
     if len(ranks) < launch.world and not silent:
@@ -332,7 +336,7 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[tuple[int, float]]]:
-    """Yield a list, to which each signal is added with its time. Signals that this process ignores (nohup) stay ignored."""
+    """Yield a list to which each received signal is added with its time. Signals that this process ignores (nohup) stay ignored."""
     caught: list[tuple[int, float]] = []
     numbers = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {s: signal.signal(s, lambda number, _: caught.append((number, time.monotonic()))) for s in numbers}

@@ -1,12 +1,12 @@
-"""The folder in which ranks write how they ended, for `moe train`, their parent: launchers lose exit codes.
+"""The status folder: ranks write how they ended, for their parent `moe train`, because launchers lose exit codes.
 
     <run folder>/.status/<rank>.json                {"exit": code, "pid", "error": message or null, "of_all", "repeats"}
-    <run folder>/.status/started                    the token of the launch, by which machines of a hostfile check that they see this folder
-    <run folder>/.status/launcher.json              exit codes by rank from torchrun, for ranks that could not write
-    <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, if not 0
+    <run folder>/.status/started                    the launch's token, by which machines of a hostfile check that they see this folder
+    <run folder>/.status/launcher.json              exit codes by rank from torchrun, for ranks that wrote no file
+    <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on machine n of a hostfile, if not 0
 
-The parent makes the folder when it has locked the run's folder, and removes it at the end of each launch. Without this parent, ranks write
-nothing.
+The parent makes this folder after it has locked the run's folder, and removes it at the end of each launch. Without a parent `moe train`,
+ranks write nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _POLL_S = 0.1
 
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
-    """Write this rank's status file, as its last action. of_all: the same error ended all ranks. repeats: it would recur after a restart.
-    If the run's folder was renamed or removed, a new one is made, which the parent removes after reading."""
+    """Write this rank's status file, as the rank's last action. of_all: the same error ended all ranks. repeats: the error would recur
+    after a restart. If the run's folder was renamed or removed, a new one is made; the parent removes it after reading."""
     folder = out / NAME
     content = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
@@ -41,8 +41,8 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
 
 
 def empty(out: Path, token: str = "") -> Path:
-    """Make the status folder of the launch `token`, or empty an earlier launch's folder. Return its path. Raises BadInput
-    if the folder cannot be written."""
+    """Make the status folder for the launch `token`, or empty an earlier launch's folder. Return its path. Raises BadInput if it cannot be
+    written."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def empty(out: Path, token: str = "") -> Path:
 
 
 def delete(folder: Path, token: str) -> None:
-    """Remove the status folder of the launch `token`. If the folder at this path belongs to another launch, it is kept."""
+    """Remove the status folder, unless it belongs to another launch than `token`."""
     if _is_of(folder, token):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -69,7 +69,8 @@ def _is_of(folder: Path, token: str) -> bool:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return {rank: content of its status file}. A rank without a file has {"exit": code} if torchrun reported its exit code."""
+    """Return {rank: contents of its status file}. For a rank without a file, the contents are {"exit": code} if torchrun reported the
+    code."""
     status: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError):
         status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
@@ -81,7 +82,7 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def machine(token: str, number: object) -> str:
-    """Return the name of the file of machine `number`. It contains the token, because launchers of an earlier launch may still write."""
+    """Return the name of machine `number`'s file. It contains the token, because an earlier launch's launchers may still write files."""
     return f"machine-{token}-{number}.json"
 
 

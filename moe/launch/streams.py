@@ -1,4 +1,5 @@
-"""Drops output that cannot be written, so that the run continues: Ctrl-C ends tee in `moe train ... | tee log`, or a terminal is closed."""
+"""Discards output that cannot be written, so that the run continues, for example after Ctrl-C has ended tee in `moe train ... | tee log`,
+or a terminal was closed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 
 class Lasting:
-    """Wraps a text stream, so that writing never fails: at the first error its file descriptor is redirected to the null device."""
+    """Wraps a text stream so that writing never fails: after the first error, its file descriptor is redirected to the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -28,9 +28,10 @@ def verdict(
     how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
-    """Return (exit code, lines to print: one for each group of ranks that failed in the same way, in the order of death).
-    statuses: status files; a rank without one has not finished. asked: the signal that was sent to the ranks. how: the launcher "ended" by
-    itself or was "killed"; "early": a signal came before all ranks had started. ended_here: ranks that this process killed."""
+    """Return (exit code, lines to print). There is one line for each group of ranks that failed in the same way, in the order in which they
+    died. statuses: status files; a rank without one did not finish. asked: the signal that was sent to the ranks, or None. how: "ended" if
+    the launcher ended by itself; "killed" if ranks must be killed; "early" if a signal came before all ranks had started. ended_here:
+    ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
@@ -45,7 +46,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    # if ranks were killed without a signal, a rank had started: one on another machine, which ended without a status file
+    # if `killed` without a signal, a rank had started: on another machine, where it ended without a status file
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
@@ -56,7 +57,7 @@ def verdict(
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # for a rank that is not in `ranks`: if this process killed it, it died last; otherwise it died before it was found, so first
+    # a rank that is not in `ranks` died last if this process killed it; otherwise it died before it could be found, so first
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -83,15 +84,16 @@ def verdict(
 
 
 def _was_bad_input(found: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT. found: its status file; without one its exit code counts, or else the launcher's."""
+    """Return whether a rank ended with BAD_INPUT. found: its status file; if it is None, the rank's exit code counts, or the launcher's if
+    that is unknown."""
     if found is not None:
         return found.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
 def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the rank that failed first by itself. If no rank did, return the rank for which the others waited: it was killed here and has
-    no status file. Return None if there is no such rank either."""
+    """Return the first rank that failed by itself. If there is none, return the rank for which the others waited: this process killed it,
+    and it has no status file. Return None if there is no such rank either."""
     own = [rank for rank in ranks if not statuses.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and statuses.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
     waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in statuses.get(rank.rank, {})]
@@ -100,7 +102,7 @@ def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collecti
 
 
 def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
-    """Return whether a signal ended the run before training: it ended some ranks, and the others failed because these were missing."""
+    """Return whether a signal ended the run before training: it ended some ranks, and the others failed only because these were missing."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:
@@ -117,7 +119,7 @@ def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code:
 
 
 def in_words(code: int | None) -> str:
-    """Return an exit code as text: "exit code 1", or "signal SIGKILL (its likely cause)" for -9, 137 or (from DeepSpeed) 247."""
+    """Format an exit code: "exit code 1", or "signal SIGKILL (likely cause)" for -9, 137 or, from DeepSpeed's launcher, 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0

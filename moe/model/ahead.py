@@ -1,11 +1,13 @@
-"""Multi-token prediction, in training only: further tokens are predicted one after another (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction, in training only: each token also predicts tokens after the next one (DeepSeek-V3, arXiv 2412.19437, section
+2.2).
 
-    h0 of token i, before the last norm
+    h0: the model's output for token i, before the last norm
     h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2         embedding and head are the model's
-    h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has a proj, block and norms
+    h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has its own proj, block and
+    norms
 
-The mean loss over input tokens and depths, times `model.ahead_weight`, joins the backward pass at h0. The last pipeline stage has these
-blocks and a copy of the embedding. With shards of the sequences, ranks first gather the ids of whole sequences.
+The mean loss over input tokens and depths, times `model.ahead_weight`, adds its gradient at h0. The last pipeline stage has these blocks
+and a copy of the embedding. If sequences are sharded, ranks first gather the token ids of entire sequences.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, as_inputs
 from moe.recipe import sections
 
-# B batch, L length on this rank, S length of whole sequences, D model
+# B batch, L tokens of a sequence on this rank, S tokens of a sequence, D model
 
 
 class PredictionDepth(nn.Module):
-    """One depth: joins the last depth's hidden states with the embeddings of the tokens predicted there, and applies a block."""
+    """One depth: combines the previous depth's hidden states with the embeddings of the tokens that were predicted there; applies a
+    block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()
@@ -49,8 +52,9 @@ def multi_token_loss(
     summed_loss: Callable[[Tensor, Tensor], Tensor],
     whole_sequences: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the mean of the depths' losses, each a mean over the valid input tokens: fp32 []. `targets_BL`: the next token of each token.
-    `whole_sequences` gathers [B, L] over ranks to [B, S].
+    """Return the mean over depths of the loss, which is a mean over valid input tokens: fp32 []. `targets_BL`: the token after each input
+    token. `look_up`: returns embeddings. `summed_loss(hidden, targets)`: applies the head, and returns the loss, summed over tokens.
+    `whole_sequences`: gathers [B, L] over ranks to [B, S].
     """
     place_L = context.positions(targets_BL.shape[1], device=targets_BL.device)
     total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)

@@ -1,7 +1,7 @@
-"""First values of weights: functions of (seed, global name, index in the whole tensor) only.
+"""Initial weights, as functions of only (seed, global name, index in the unsharded tensor).
 
-So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py). Truncated normal within
-2 sigma, sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
+So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py). The distribution is a
+normal one, truncated at 2 sigma, with sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
 
 class FirstValues:
-    """First values of this rank's shards. `fill(name, out)` writes a parameter's shard, or the box `within` of the shard, into `out`."""
+    """Initial values of this rank's shards. `fill(name, out)` writes a parameter's shard, or the region `within` of the shard, into
+    `out`."""
 
     def __init__(self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int) -> None:
         self.model, self.layouts, self.mesh, self.seed = model, layouts, mesh, seed
@@ -38,7 +39,7 @@ class FirstValues:
 
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
-    """Return the standard deviation of a tensor's first values, by its global name and whole shape.
+    """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape.
     None: a gain, which starts at 1. 0: a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0.
     """
     if name.endswith(("norm.weight", ".expert_scale")):
@@ -46,9 +47,9 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):
         return 0.0
     halves = model.kind == "encoder_decoder"
-    if name == "embedding":  # smaller if it is also the head, but for T5, which divides the head's input by sqrt(D) instead
+    if name == "embedding":  # smaller if it is also the head, except in T5, which divides the head's input by sqrt(D) instead
         return shape[1] ** -0.5 if model.tied_embeddings and not halves else 1.0
-    if name.endswith(".attention.bias.weight"):  # T5's bias: fan_in is the model's width, whatever the number of buckets and heads
+    if name.endswith(".attention.bias.weight"):  # T5's position bias: fan_in is the model's width, not the number of buckets or heads
         return math.sqrt(model.init_scale / model.d_model)
     fan_in = shape[0] if ".experts." in name else shape[1]  # an expert's matrix is [in, out], any other [out, in]
     if halves and name.endswith(".q.weight"):  # T5 does not divide logits by sqrt(head size), so queries start smaller
@@ -57,7 +58,7 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
 
 
 def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
-    """Set every weight to its first value, on `device` if the model was made on the meta device."""
+    """Set every weight to its initial value. Weights on the meta device are made on `device`."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -74,7 +75,7 @@ def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
 
 
 def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
-    """Return the layouts of all parameters, by name, and the mesh, for a model that one process holds whole."""
+    """Return (parameter's name -> layout, mesh) for a model that is not sharded, in one process."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))

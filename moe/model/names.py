@@ -1,7 +1,7 @@
-"""Global names of parameters, used in checkpoints and for first values. They do not depend on tiles or on stacked experts.
+"""Global names of parameters, used in checkpoints and for initial values. They do not depend on tiling or on the stacking of experts.
 
-layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one tensor for each expert, by its global index
-layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: a chunk of it
+layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one name for each expert, with its global index
+layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: the name of the matrix of which it is a part
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
 
 def global_name(name: str) -> str:
-    """Return a module path's global name: `layers.3.moe.experts.w1` gives `layers.3.experts.w1`. A tile has the name of the whole."""
+    """Return a parameter's global name: `layers.3.experts.w1` for `layers.3.moe.experts.w1`. A tile gets the name of its matrix."""
     name = without_tiles(name).replace(".moe.", ".")
     return "embedding" if name == "embedding.weight" else name
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the parameter at this module path is a bias. A stack of experts' biases has several dims."""
+    """Return whether the parameter with this name is a bias. It goes by the name, because a stack of experts' biases has two dims."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     return last in ("b1", "b3", "bias") or last.endswith("_bias")
 
 
 def stack_of(name: str) -> str | None:
-    """Return the global names of a stack's tensors, with `{}` for the expert, or None if the module path is no stack."""
+    """Return the global name of the tensors in a stack of experts, with `{}` for the expert's index; None if `name` is no stack."""
     found = _EXPERT_MATRIX.fullmatch(global_name(name))
     return None if found is None else f"{found[1]}.{{}}.{found[2]}"
 

@@ -1,13 +1,14 @@
-"""A Transformer with pre-norm residual blocks. Every n-th block can have a MoE layer as its feed-forward network.
+"""A Transformer with pre-norm residual blocks. Some blocks may have a MoE layer as their feed-forward network.
 
     tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
 
 An encoder-decoder (T5, arXiv 1910.10683) has the encoder's blocks first. A sequence is the encoder's tokens, then the decoder's:
 
-    x = embedding of the first tokens  -> encoder's blocks -> norm -> s          one position bias for all blocks of a half
-    y = embedding of the others        -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
+    x = embedding of the encoder's tokens  -> encoder's blocks -> norm -> s          encoder and decoder: one position bias each
+    y = embedding of the decoder's tokens  -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
-Between pipeline stages one tensor has both: x or s, then y. Shards of sequences are shards of each half, one after the other.
+Pipeline stages send one tensor, which has x (or s), then y. A shard of sequences is a shard of the encoder's tokens, then one of the
+decoder's.
 
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """
@@ -46,9 +47,9 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: `logits_BLV` fp32 or, with targets, `loss`, the cross-entropy summed over tokens, fp32 [].
-    The other one has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
-    reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass search tuples.
+    """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. The tensor that
+    is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
+    reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors only in tuples.
     """
 
     logits_BLV: Tensor
@@ -59,7 +60,7 @@ class Output(NamedTuple):
 
 
 class StageLayers(NamedTuple):
-    """Consecutive layers: a pipeline stage, or a chunk of one. `begins`: has the embedding. `ends`: has the last norm and the head."""
+    """Consecutive layers that form a pipeline stage. `begins`: it has the embedding. `ends`: it has the last norm and the head."""
 
     layers: range
     begins: bool
@@ -68,18 +69,18 @@ class StageLayers(NamedTuple):
 
 class Block(nn.Module):
     """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
-    `recompute`: activations that the backward pass computes again: `none`, `full` (the block), or `selective` (network or MoE layer).
+    `recompute`: what the backward pass recomputes: `none`, `full` (the block), or `selective` (feed-forward network or MoE layer).
     """
 
     def __init__(self, model: sections.Model, experts: sections.Experts, router: sections.Router, layer: int) -> None:
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.columns: Callable[[int], slice] | None = None  # length of sequences -> the positions that this rank holds between layers
+        self.columns: Callable[[int], slice] | None = None  # length of sequences -> positions that this rank holds between layers
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
-        first = layer == model.half_of(layer).start or not halves  # the first layer of a half shares its position bias with the others
+        first = layer == model.half_of(layer).start or not halves  # the first layer of encoder or decoder has the bias that all share
         self.attention: Attention | LatentAttention
         if model.latent.key_rank is None:
             self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
@@ -104,8 +105,8 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
     ) -> tuple[Tensor, LayerReport | None]:
-        """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer. `bias`: position bias, shared by the blocks of a half.
-        `source_BSD`: the encoder's output.
+        """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer. `bias`: position bias that all blocks of the encoder,
+        or of the decoder, share. `source_BSD`: the encoder's output.
         """
         given = (x_BLD, context, bias, source_BSD)
         return recomputed(self._whole, *given) if self.recompute == "full" else self._whole(*given)
@@ -132,7 +133,8 @@ class Block(nn.Module):
 
 
 class SharedBias(nn.Module):
-    """Stand-in for the first block of a half on a pipeline stage that has only later blocks: the position bias that they share."""
+    """Takes the place of the encoder's or decoder's first block on a pipeline stage that has only later blocks. It has the position bias
+    that they share."""
 
     def __init__(self, first: Block) -> None:
         super().__init__()
@@ -143,9 +145,10 @@ class SharedBias(nn.Module):
 class Transformer(nn.Module):
     """The model. `model(tokens_BL)`, tokens int64, returns an Output with logits; with `targets_BL`, an Output with the loss.
 
-    Targets that are PADDING or marks (moe/recipe/shapes.py) do not count. In an encoder-decoder, logits and targets are of the decoder's
-    tokens: `model(tokens_BL, Context.of(tokens_BL, source=...))`. `model(x, context, targets, part)` runs only the layers `part`: x is
-    tokens if they begin the model, else the output of the layers before them. `keep=("hidden", "routing")`: see moe/model/kept.py.
+    Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
+    Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
+    part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
+    `keep=("hidden", "routing")` keeps values inside the pass (moe/model/kept.py).
     """
 
     def __init__(
@@ -162,11 +165,12 @@ class Transformer(nn.Module):
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         self.dropout, self.first_channel = self.config.dropout, 0  # as in Block
         self.columns: Callable[[int], slice] | None = None
-        self.slices = 1  # number of ranks that each hold a slice of every sequence between layers
+        self.slices = 1  # number of ranks among which sequences are sharded between layers (tensor.sequence_parallel)
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.own_loss: OwnLoss | None = None  # set for training with train.loss: module:name
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
-        self.cross_entropy: CrossEntropy = cross_entropy  # used if all logits are in one piece; a compiled function can replace it
+        # used for logits that are neither sharded nor chunked; a compiled function can replace it
+        self.cross_entropy: CrossEntropy = cross_entropy
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
@@ -176,7 +180,7 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers whole sequences from the ranks' shards
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers sequences from the ranks' shards
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
         self.router_spec = router
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # made here, before `hold` removes layers
@@ -185,7 +189,7 @@ class Transformer(nn.Module):
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, StageLayers]) -> None:
-        """Keep only the layers of `parts`, stage index -> layers of that stage. Call it before first values are set."""
+        """Keep only the layers of `parts`, stage index -> layers of that stage. Call it before weights are initialised."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):
@@ -237,12 +241,12 @@ class Transformer(nn.Module):
         return self.inner_sequences(self.whole_sequences(x_BL))
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
-        """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
+        """Return the encoder's output for the tokens of unsharded texts: [B, S, D], for the argument `source_BSD` of `written`."""
         blocks = list(self.layers[: self.config.decoder_begins])
         return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS))[0]
 
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
-        """Return an Output with the logits of the decoder's tokens, given the encoder's output. `context`: of the decoder's tokens."""
+        """Run the decoder on the encoder's output `source_BSD`. Return an Output with logits. `context`: of the decoder's tokens."""
         blocks = list(self.layers[self.config.decoder_begins :])
         y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, self._bias(blocks), source_BSD)
         return self._end(y_BND, None, context, reports)
@@ -250,8 +254,8 @@ class Transformer(nn.Module):
     def _encode_and_decode(
         self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, part: StageLayers
     ) -> tuple[Tensor, Reports, Context]:
-        """Return (the decoder's hidden states, or on a stage before the last both halves', reports, context of the decoder's tokens).
-        `x_BLD`: tokens, or hidden states of both halves.
+        """Return (hidden states, reports, context of the decoder's tokens). Hidden states are the decoder's; on a stage before the last,
+        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states.
         """
         begins, sentinels = self.config.decoder_begins, self.vocab_size - self.config.spans.num_spans
         if self.config.document_mask:
@@ -276,7 +280,8 @@ class Transformer(nn.Module):
         return x_BSD, reports
 
     def _bias(self, blocks: Sequence[nn.Module]) -> Bias | None:
-        """Return the position bias that these blocks, of the encoder or of the decoder, share (the first block's), or None."""
+        """Return the position bias that these blocks share, which all belong to the encoder or all to the decoder; None if there is
+        none."""
         if not blocks:
             return None
         first = self.layers[self.config.half_of(cast(Block, blocks[0]).layer).start]
@@ -307,7 +312,7 @@ class Transformer(nn.Module):
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix, of_tokens), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
-        """Return x unchanged; its backward pass adds the gradient of the loss of multi-token prediction."""
+        """Return x unchanged, such that its backward pass adds the gradient of the loss of multi-token prediction."""
         summed = partial(self._summed_loss, matrix=matrix)
         loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
@@ -330,7 +335,7 @@ def _through(
 
 
 def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Context) -> Tensor:
-    """Apply dropout, in training, to what this rank holds between layers."""
+    """Apply dropout, in training, to this rank's shard of activations between layers."""
     if not (within.training and within.dropout):
         return x_BLD
     if within.columns is not None:
@@ -340,7 +345,8 @@ def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Co
 
 
 def _in_slices(tokens_BL: Tensor, source: int, slices: int) -> Tensor:
-    """Order tokens so that each of `slices` ranks, which gets an equal part of the row, has a slice of either half."""
+    """Reorder tokens so that, if a row is cut into `slices` equal parts, each part has a slice of the encoder's tokens (the first
+    `source`), then a slice of the decoder's."""
     if slices == 1:
         return tokens_BL
     halves = (half.chunk(slices, dim=1) for half in tokens_BL.tensor_split([source], dim=1))
@@ -352,12 +358,12 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return trained state that is no parameter, by global name, equal on every rank: `layers.3.router.bias`."""
+    """Return global name -> tensor of the model's state other than parameters, equal on every rank: routers' biases."""
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
 
 
 def embedding_as_module(model: Transformer) -> None:
-    """Move the embedding table into its own module, so that an engine can gather it and tiles can cut it."""
+    """Move the embedding table into a module, because engines gather modules and tiling replaces modules."""
     if isinstance(model.embedding, nn.Parameter):
         table = model.embedding
         del model.embedding

@@ -35,7 +35,7 @@ class KeyValueCache:
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.seen = batch, length, 0
         self._kept: dict[Layer, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
-        self._of_source: dict[Attention, Sequence[Tensor]] = {}  # keys and values of each cross layer
+        self._of_source: dict[Attention, Sequence[Tensor]] = {}  # keys and values of each cross-attention layer
         self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
@@ -68,7 +68,7 @@ class KeyValueCache:
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BKSC, v_BKSC = (kept[:, :, places] for kept in self._kept[layer])
-        sees_all = new == 1 and bias is None and context.document_BS is None  # then no mask is needed: `places` are the window
+        sees_all = new == 1 and bias is None and context.document_BS is None  # no mask needed: the token sees all of `places`
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 

@@ -34,9 +34,9 @@ class Context:
     encoder's tokens, for cross attention. `source`: number of leading columns held here that the encoder reads; 0: no encoder.
 
     `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
-    bool [T]: False for padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this pass's sums; None:
-    this pass is the whole batch. `replay`: keeps decisions for a recomputed pass. `tokens_T`: token ids, for hash routing. Routers write
-    their chosen experts to `record_routing`, and take them from `replay_routing`.
+    bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance
+    loss), given the sums over this pass's tokens; None: this pass is the whole batch. `replay`: keeps decisions for a recomputed pass.
+    `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and take them from `replay_routing`.
     """
 
     seed: int
@@ -139,7 +139,7 @@ class Context:
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes some of the tokens, which are `share` of this pass's valid tokens.
         `mine` selects them from a tensor [T].
-        `together(layer, sums)` adds to a layer's sums over tokens those of the ranks that compute the other tokens.
+        `together(layer, sums)` adds the sums of the ranks that compute the other tokens to `sums`, a layer's sums over the selected tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share
         whole_step = None if whole is None else lambda layer, sums: whole(layer, together(layer, sums))
@@ -163,17 +163,20 @@ class Context:
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:
-        """Return `halves` with documents. One begins at each token `separator` that the encoder reads, but for the last, which ends the
-        text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no such sentinel.
+        """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
+        which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
+        such sentinel.
         `sentinels`: least id of a sentinel. `whole`: as in `with_documents`.
         """
         assert self.tokens_T is not None and self.sequence_B is not None
         read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
         marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
-        of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))  # by the sentinel's number, from 1
+        # at index n: the document of sentinel number n, counted from 1; at first the last document everywhere
+        of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))
         of_span_BN = of_span_BN.scatter(1, marks_BS.cumsum(1) * marks_BS, of_read_BS)
-        of_written_BL = of_span_BN.gather(1, marks_BL.cumsum(1).clamp(min=1))  # the tokens before the first sentinel have its document
+        # tokens before the first sentinel get the first sentinel's document
+        of_written_BL = of_span_BN.gather(1, marks_BL.cumsum(1).clamp(min=1))
         read, written = self.halves()
         return replace(read, document_BS=of_read_BS), replace(written, document_BS=of_written_BL, source_document_BS=of_read_BS)
 
@@ -182,7 +185,7 @@ class Context:
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
-        """Return `place_L`, int64 [length], for sequences with `length` tokens held here."""
+        """Return the positions of the `length` tokens of a sequence that are held here, int64 [length]; from 0 on without `place_L`."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:
@@ -200,8 +203,8 @@ class Context:
         return key_of(self.seed, self.step, name)
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
-        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to
-        `first` + width - 1 of each token's numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
+        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to `first` + width - 1 of each token's
+        numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
         numbers = uniform(self.key(name), self.position_T, width, first=first)
         same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
         return same

@@ -70,9 +70,9 @@ def attend(
     mask: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Call torch's attention with `mask`, without a mask causally or (`causal` False) over all keys. Return [B, H, L, C] in q's dtype.
+    """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
-    value 0, visible to all tokens. One more channel holds it, so any kernel can compute it.
+    value 0, visible to all tokens. It is stored in one additional channel, so that any kernel can compute it.
     """
     if sink_H is None:
         return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)

@@ -69,7 +69,7 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
     """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU, one
-    kernel reads tokens of 16 bits as they are.
+    kernel normalises 16-bit tokens without an fp32 copy.
     """
     if x.is_cuda and x.dtype.itemsize == 2 and x.shape[-1] <= WIDEST and kernels_of(x) is not cpu:
         from moe.kernels.triton.norm import norm
@@ -79,7 +79,7 @@ def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
 
 
 def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Return what `normed` returns, by torch's operators on an fp32 copy of x."""
+    """Compute `normed` by torch's operators on an fp32 copy of x."""
     wide, norm = sum_dtype(x.dtype), F.layer_norm if centred else F.rms_norm
     return norm(x.to(wide), gain_D.shape, gain_D.to(wide), eps=eps).to(x.dtype)
 

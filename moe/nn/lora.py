@@ -1,4 +1,4 @@
-"""LoRA: a matrix is frozen, and two narrow matrices added to it are trained (Hu et al., arXiv 2106.09685, section 4.1).
+"""LoRA: a matrix is frozen, and two narrow matrices are trained, whose product is added to it (Hu et al., arXiv 2106.09685, section 4.1).
 
     y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
@@ -124,13 +124,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
     """Return y + scale * narrow matrix, in y's memory."""
-    rows = y.view(-1, y.shape[-1])  # never a copy, which would be lost
+    rows = y.view(-1, y.shape[-1])  # a view, because results written into a copy would be lost
     torch.addmm(rows, narrow.flatten(0, -2), matrix, alpha=scale, out=rows)
     return y
 
 
 def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Return scale times each row times the matrix of its expert, in the rows' dtype: [R, O]; added to `onto`, in its memory."""
+    """Multiply each row by the matrix of its expert and by `scale`. Return [R, O] in the rows' dtype. onto: the result is added to this
+    tensor in place, which is returned; None: a new tensor."""
     out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
     for rows, matrix, into in zip(rows_RI.split(counts), matrices_EIO, out.split(counts), strict=True):
         torch.addmm(into, rows, matrix.to(rows.dtype), beta=0.0 if onto is None else 1.0, alpha=scale, out=into)

@@ -6,7 +6,7 @@ linear    rate / factor                                                         
 ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
 dynamic   ntk with factor * length / trained_length - (factor - 1), at least 1  the same, section 3.3
 llama3    rate, rate / factor, or between them a mixture, linear in the pair's number of rotations in trained_length
-yarn      the same, but linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times m(mscale_all)^2, with
+yarn      as llama3, but linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times m(mscale_all)^2, with
           m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """
 
@@ -102,16 +102,17 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return the weight of each pair's own rate: 1 from `high` rotations in trained_length on, 0 up to `low`, linear between."""
+    """Return the weight of each pair's unscaled rate: 1 for pairs with at least `high` rotations in trained_length, 0 for at most `low`,
+    linear in the number of rotations between them."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the weight of each pair's unscaled frequency: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
+    """Return the weight of each pair's unscaled rate: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
     `low` on, linear in the index between them."""
 
-    def pair_with(rotations: float) -> float:  # a pair's index, as a real number
+    def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations, not rounded
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)
 
     first, last = pair_with(rope.most_turns), pair_with(rope.low)

@@ -31,7 +31,7 @@ class RoutingRecord:
 
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
-        self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
+        self._chosen: dict[str, Tensor] = {}  # router's name -> chosen experts, int32 [B L, K]
         self._largest: dict[str, int] = {}  # largest expert index by the router's name, cached because reading it waits for the GPU
 
     @staticmethod
@@ -74,7 +74,8 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """Return router `name`'s recorded experts int64 [T, K], -1 where it shall choose. Raise BadInput for another router's record."""
+        """Return the recorded experts of router `name`, int64 [T, K]; -1: the router chooses. Raise BadInput for another router's
+        record."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")

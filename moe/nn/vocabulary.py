@@ -28,12 +28,12 @@ from parallel.numerics.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """Return input ids: marks become their ids, PADDING does not change."""
+    """Return input ids: marks (tokens that are read but not predicted, moe/recipe/shapes.py) become their ids, PADDING does not change."""
     return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 
 def as_targets(tokens: Tensor) -> Tensor:
-    """Return target ids: marks become PADDING."""
+    """Return target ids: marks become PADDING, so that they do not count in the loss."""
     return tokens.masked_fill(tokens < PADDING, PADDING)
 
 
@@ -41,14 +41,14 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Others(Protocol):
-    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method is called once for all tiles of this rank.
-    `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
+    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method but `columns` is called once for all tiles of this
+    rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
     """
 
     product: Product | None
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Return the tokens to look up in this rank's rows, given its own tokens: also the tokens of the ranks that hold other rows."""
+        """Return the tokens that this rank must look up in its rows: its own `tokens`, and the tokens of the ranks that hold other rows."""
 
     def columns(self, weight: Tensor) -> Tensor:
         """Return a tile's rows with all columns that the look-up needs, gathered if ranks hold shards of the columns."""
@@ -73,7 +73,8 @@ class Others(Protocol):
 
 
 class Rows(nn.Module):
-    """Rows from index `first` on of a matrix [V, D], read only in `forward`, because engines that gather weights hook it."""
+    """Rows from index `first` on of a matrix [V, D]. The weight is read only in `forward`, because engines gather it by hooks on
+    `forward`."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()

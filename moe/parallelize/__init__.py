@@ -1,1 +1,1 @@
-"""Where model and mesh meet: the only folder that knows both."""
+"""Applies parallelism to the model. Only this folder depends on both the model (moe) and the mesh (parallel)."""

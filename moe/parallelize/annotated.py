@@ -1,11 +1,11 @@
-"""Computes the operators of a dense recipe's graph on shards of tensors, for torch's DTensor (parallel/annotations/annotated.py).
+"""Computes the operators of a dense recipe's operator graph on shards of tensors, with torch's DTensor (parallel/annotations/annotated.py).
 
-    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, also of no tensor.kind
+    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          annotations may shard in ways that no tensor.kind does
     ranks = Annotated(program, device_mesh(mesh), compute_of(run))
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
-    ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
+    ranks(values | tokens and targets)["loss"]                                       loss of each token, [sequences, length]
 
-Weights, loss and gradients are those of the Transformer in fp32. A graph does not say which rows an expert gets, so it has no MoE layers.
+Weights, loss and gradients equal the Transformer's in fp32. MoE layers are refused, because a graph does not say which rows an expert gets.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from parallel.errors import BadInput
 from parallel.fixes import Fix, Remove, Set, written
 from parallel.sequence.softmax import repeated
 
-# keys of `model` that a graph does not describe -> the only value for which it is complete
+# keys of `model` that a graph cannot describe -> the only value that is accepted
 _PLAIN: dict[str, str | float | bool | None] = {"positions": "rotary", "qk_norm": "none", "clip_qkv": None, "logit_cap": None, "ahead": 0}
 _PLAIN |= {"qkv_bias": False, "out_bias": False, "attention_sinks": False, "document_mask": False, "dropout": 0}
 
 
 def compute_of(run: Run) -> Compute:
-    """Return the function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
+    """Return a function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
     m = run.model
     windows = any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers))
     latent, kinds = m.latent.key_rank, "use a layout that is a kind of the project"
@@ -70,7 +70,7 @@ def compute_of(run: Run) -> Compute:
 
 
 def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
-    """Return a model's parameters by their names in its graph, with the graph's dims: weights of products are transposed, inputs first."""
+    """Return name -> parameter, in the shape that the operator graph gives it: weights of products are transposed to [in, out]."""
     found = {}
     for name, parameter in model.named_parameters():
         size = tuple(graph.dims[letter].size for letter in graph.parameters[name])

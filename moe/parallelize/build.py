@@ -1,5 +1,5 @@
-"""Builds a recipe's model as a rank holds it, in this order: model on the meta device, LoRA adapters, tiles and recomputation, plan, only
-the layers of this rank's stages, only its shards, with the exchanges between ranks, first values, compilation.
+"""Builds this rank's shards of a recipe's model, in this order: model on the meta device, LoRA adapters, recomputation and tiles, layouts,
+the rank's pipeline stages, its shards and the exchanges between ranks, initial values, compilation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARY = ("embedding", "head")
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
-    """Return (this rank's shards of the model, on the meta device, with exchanges between ranks; its plan; held parameters' layouts)."""
+    """Return (this rank's shards of the model on the meta device, with exchanges between ranks; the plan; the shards' layouts)."""
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
@@ -46,7 +46,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # makes process groups, also for other stages' parameters
+        data_axis(layout, mesh)  # makes process groups, which is collective, so also for parameters of other stages
     axes_of_tokens(run, mesh)
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
@@ -56,14 +56,15 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
 
 
 def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
-    """Return the model as this rank holds it, and every parameter's layout by module name. Collective. `table`: the routers' table of a
-    checkpoint, instead of the recipe's file. Raises BadInput if the compute dtype is `auto`, or if the table does not fit.
+    """Return (this rank's shards of the model, parameter's name -> layout). Collective. `table`: a checkpoint's table of experts for hash
+    routers; None: the recipe's file is read. Raises BadInput if the compute dtype is `auto`, or if the table does not fit.
     """
     if run.precision.compute not in DTYPES:
-        fix = "settle it first, as train() does, or set bf16"
-        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype here", fix=fix)
+        fix = "call settle_precision first, as train() does, or set bf16"
+        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype", fix=fix)
     model, _, layouts = laid_out(run, mesh)
-    for num_experts in set(model.expert_counts.values()):  # not in laid_out, which must not run a user's code: `moe show --plan` calls it
+    # not in laid_out: `moe show --plan` calls it, and must not run a user's code
+    for num_experts in set(model.expert_counts.values()):
         check_own(run.router, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.carrier.cut
@@ -90,7 +91,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
     else:
         hash_table.check(table, run, where="the checkpoint")
     assert table is not None
-    made: dict[int, torch.Tensor] = {}  # id of a table -> its tensor, because layers can share a table
+    made: dict[int, torch.Tensor] = {}  # id() of a table -> its tensor, because layers can share a table
     for layer in moe_layers(model):
         rows = hash_table.of_layer(table, layer.layer)
         if id(rows) not in made:
@@ -99,7 +100,7 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:
-    """Return the layouts of all parameters of the recipe's model, also of other pipeline stages."""
+    """Return parameter's name -> layout for the entire model, including other pipeline stages."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)

@@ -1,11 +1,11 @@
-"""`train.compile`: the operations between matrix products as one kernel each, made by torch's compiler (Inductor).
+"""`train.compile`: torch's compiler (Inductor) fuses the operations between matrix products into one kernel each.
 
     x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
          ====                                                 ====                     ==========                            ====
 
-Each underlined function becomes one kernel forward and one backward. Products and attention, in brackets, remain libraries' kernels, to
-which collectives, engines' hooks and deferred gradients are attached. Not compiled: rotary positions, experts, norms of sharded
-channels, a loss in tiles or chunks, and passes without gradients, whose lengths change.
+Each underlined function becomes one forward and one backward kernel. Products and attention, in brackets, are not compiled, because
+collectives, hooks of engines and deferred gradients are attached to them. Also not compiled: rotary positions (turn), experts, norms of
+sharded channels, a loss in tiles or chunks, and passes without gradients, because their lengths change.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moe.nn.vocabulary import cross_entropy
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-_SIZES = 64  # most combinations of sizes and dtypes for which a function is compiled; torch's default is 8
+_SIZES = 64  # largest number of combinations of sizes and dtypes for which a function is compiled; torch's default is 8
 
 
 class Compiled:
-    """A function of tensors, compiled for each size with which it is called while gradients are enabled.
-    The first such call imports the compiler. It raises BadInput if this machine cannot compile.
+    """A function of tensors, which is compiled for each new size of its arguments. Without gradients, the plain function is called.
+    A call raises BadInput if this machine cannot compile.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -48,7 +48,7 @@ class Compiled:
     @cached_property
     def _fast(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # compile in this process, because a pool of compiler processes would take more memory and time for these few kernels
+        # in this process: for these few kernels, a pool of compiler processes would take more memory and time
         return torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
 
 

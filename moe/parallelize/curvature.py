@@ -1,9 +1,9 @@
-"""The matrices of a model that K-FAC handles, and the hooks through which it gets their input rows and gradients.
+"""Finds the matrices of a model that K-FAC updates, and sets the hooks that give K-FAC their input rows and output gradients.
 
-    plain linears   attention's and cross attention's four, feed-forward networks, shared and residual experts: a hook on each module
-    experts         each expert's matrices on the rows routed to it: in a step that updates factors, products are not fused
+    plain linears   q, k, v, out of attention and cross attention; feed-forward, shared and residual networks: a hook on each module
+    experts         matrices of each expert, with the rows that are routed to it: in a step that updates factors, products are not fused
 
-Embedding, vocabulary projection, router, gates and norms take AdamW's steps.
+AdamW updates embedding, vocabulary projection, router, gates and norms.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from parallel.mesh.gradients import sum_gradients, sum_over_holders
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Mesh
 
-# R rows, E experts held, I and O a matrix's in and out
+# R rows, E experts of this rank, I and O sizes of a matrix (in, out)
 
-_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # matrix -> the first matrix that reads the same input rows
-_CROSS_READS = {"v": "k"}  # the same of cross attention, in which k and v read the encoder's output
+_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # matrix -> the first matrix with the same input rows
+_CROSS_READS = {"v": "k"}  # for cross attention, in which k and v read the encoder's output
 _GATES = ("shared_gate", "coefficient")  # linears with one or two outputs a token, in fp32, which K-FAC leaves to AdamW
 
 
 def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
-    """Return K-FAC over trained linears, which pass it their inputs and gradients by hooks. `experts`: also over the experts' matrices."""
+    """Return a Kfac for the trained linears, and set hooks that give it their inputs and gradients. `experts`: also for experts'
+    matrices."""
     linears: dict[str, Linear] = {}
     plain: list[tuple[str, Plain]] = []
     stacks: list[tuple[str, Experts]] = []
@@ -59,13 +60,13 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """All-reduce `sums` over the ranks that have other tokens, then over pipeline ranks with the same stage, in the same order on each."""
+    """All-reduce `sums` over the ranks that have other tokens, then over the pipeline ranks that hold the same stage."""
     sum_gradients(sums, layouts, mesh)
     sum_over_holders(sums, layouts, mesh)
 
 
 def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
-    """Return (index of this rank among the ranks that `_total` sums over, their number)."""
+    """Return (index of this rank among the ranks over which `_total` sums, their number)."""
     place, count = 0, 1
     for axis in map(mesh.axis, layout.summed_over()):
         place, count = place * axis.size + axis.index, count * axis.size
@@ -79,7 +80,7 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen(ByProduct):
-    """Kernels that, in passes which K-FAC records, compute expert networks product by product and report each product to it."""
+    """Kernels that, in passes that K-FAC records, compute experts' networks product by product and pass each product to K-FAC."""
 
     def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
         def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -92,7 +93,7 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """Return whether K-FAC records this forward pass: the same for a recomputed pass, which must repeat the same operations."""
+        """Whether K-FAC records this forward pass. It is the same in a recomputed pass, which must repeat the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

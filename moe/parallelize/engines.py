@@ -1,7 +1,7 @@
-"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built.
+"""Starts the engine of a recipe's sharding and optimizer around a model.
 
-The replicas of DP (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their own indices in the step, so noise, capacity
-groups and losses equal those on one device.
+The replicas of sharding.kind dp (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their indices in the step, so
+noise, capacity groups and losses are the same as on one device.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from parallel.tensor.style import fits
 if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
 
-# patterns of the paths of modules whose parameters are gathered together; each tile is gathered by itself
+# path patterns of modules; FSDP gathers the parameters of such a module together, but each tile separately
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
-# patterns of the paths of parameters that the model never casts to its compute dtype; all of them are small
+# path patterns of parameters, all small, that the model never casts to its compute dtype
 READ_IN_FP32 = (
     "**norm.weight",
     "**.attention.bias.weight",
@@ -66,12 +66,12 @@ READ_IN_FP32 = (
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
-    """Compile DeepSpeed's async_io, if states are on a disk: once on a machine, before `build`. Collective. Raises BadInput."""
+    """If states are on a disk, compile DeepSpeed's async_io, once on each machine. Call it before `build`. Collective. Raises BadInput."""
     if offload_of(run.sharding.offload).on_disk:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # saves memory, and costs time that is small compared with the disk's
+        give_freed_memory_back()  # to the system: saves memory, and takes little time compared with the disk
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -96,7 +96,8 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
-    """Return each replica's arguments, for its part of the sequences, on its device. `args`: input ids [B, L], context, target ids."""
+    """Return each replica's arguments: its part of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
+    `together`: each replica's sum over all replicas."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
@@ -124,7 +125,8 @@ def _shares(args: tuple[Any, ...], count: int) -> list[float]:
 
 
 def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
-    """Join outputs on `device`: losses are summed, and layer reports combined as if one replica had run the micro-batch."""
+    """Combine the replicas' outputs on `device`: losses are summed, and reports of layers are merged, as if one replica had run the
+    micro-batch."""
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):
@@ -137,12 +139,12 @@ def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.devic
 
 
 def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
-    """Start the engine of the recipe's data parallelism. `rule`: a user's own optimizer, instead of the recipe's. Collective."""
+    """Start the recipe's data-parallel engine. `rule`: a user's optimizer; None: the recipe's. Collective."""
     optimizer, kind = rule or optimizer_of(run.optimizer), run.carrier
     setup, k = setup_of(run, model, layouts, mesh), run.optimizer.kfac
     for module in model.modules() if kind.frees_weights else ():
         if isinstance(module, Linear):
-            module.recast = True  # otherwise a product keeps its gathered weight until the backward pass
+            module.recast = True  # otherwise autograd stores the cast of a gathered weight until the backward pass
     if run.optimizer.kind != "kfac":
         return kind.start(model, setup, optimizer)
     assert isinstance(optimizer, AdamW)
@@ -151,7 +153,7 @@ def start_engine(run: Run, model: Transformer, layouts: dict[str, Layout], mesh:
 
 
 def optimizer_of(settings: sections.Optimizer) -> Rule:
-    """Return the rule (kind and settings) of the optimizer that a recipe names; for K-FAC, the rule of its AdamW part."""
+    """Return the rule (kind and settings) of the recipe's optimizer; for K-FAC, the rule of its AdamW part."""
     s, betas = settings, (settings.beta1, settings.beta2)
     if is_plugin(s.kind):
         return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
@@ -169,16 +171,16 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse a user's optimizer if no checkpoint can hold its state, or if its step on a shard would differ from its step on the whole.
-    `layouts`: of the whole model, so that every rank finds the same mistake. Raises BadInput for the first parameter.
+    """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, or if its update of a shard differs from the shard of
+    its update of the parameter. `layouts`: of the entire model, so that every rank finds the same mistake.
     """
     kind = run.carrier
-    unlike = mesh.axis("pp").size > 1  # whether ranks hold different parameters or different shards
+    unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
         apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
-        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts, each of which the optimizer updates as a matrix of its own
+        stacked = {0} if num_dims > 2 else set()  # dim of stacked experts: the optimizer must update each expert as a separate matrix
         if kind.steps == "shards" or layout.tile is not None:
             apart |= set(range(num_dims))
         unlike = unlike or bool(apart)
@@ -186,15 +188,15 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             experts = mixed == [0] and bool(stacked)
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
-            fix = Words("step each expert by itself") if experts else all_of(whole)
+            fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
-            fixes = fix | "leave that parameter to an optimizer that goes by elements"
+            fixes = fix | "use an elementwise optimizer for that parameter"
             raise BadInput(rule.key, got=got, needed=f"equal steps: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
         fixes = all_of(whole) | "clip by optimizer.clip_norm instead"
-        raise BadInput(rule.key, got=got, needed="updates of each parameter by itself: ranks hold different ones", fix=fixes)
+        raise BadInput(rule.key, got=got, needed="updates of each parameter alone: ranks hold different parameters", fix=fixes)
 
 
 _TABLES = ("embedding", "head")
@@ -202,7 +204,7 @@ _GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few out
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """Return the orientation of a parameter's matrices for Muon, or None for tables of the vocabulary, gates, norms and biases."""
+    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"
@@ -214,9 +216,10 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = lambda name: ()) -> list[Unit]:
-    """Return the units that FSDP gathers, in forward order: embedding, blocks, the experts and other networks in a block, head.
-    Each tile is a unit. A unit's parameters are sharded over the same ranks (`ranks_of` a parameter). Units are gathered in the compute
-    dtype, except the embedding, whose gradient sums over tokens in fp32. Parameters that are read in fp32 are in no unit.
+    """Return the units (groups of parameters that FSDP gathers together) in forward order: embedding, blocks, experts and other networks of
+    MoE layers, head. Each tile is a unit. A unit's parameters are sharded over the same ranks, which `ranks_of(parameter)` returns. Units
+    are gathered in the compute dtype, except the embedding, whose gradient is summed over tokens in fp32. Parameters in READ_IN_FP32 are
+    in no unit.
     """
     from parallel.data.fsdp import Unit
 
@@ -231,7 +234,7 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
     narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
     units = []
     for path, names in _of_equal_ranks(owned, ranks_of):
-        if not names:  # also a layer of another rank, held for its position bias alone
+        if not names:  # for example a layer that is here only for its position bias
             continue
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
         tied = table and model.config.tied_embeddings
@@ -242,7 +245,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, parameters) of each unit, without parameters sharded over other ranks than its first one. These follow, by layer."""
+    """Yield (path, parameters) of each unit. Parameters that are sharded over other ranks than the unit's first parameter form further
+    units, one for each of their modules."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

@@ -1,4 +1,4 @@
-"""The project's plan: the layout of each parameter on the mesh, and how rows reach the experts. print(plan) shows it as a table."""
+"""The plan of a recipe: the style in which each parameter is sharded, and how rows reach the experts. print(plan) shows it as a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how ranks of tp hold tokens outside of a MoE layer -> (axes of sp, axis that shares the tokens, its exchange)
+# how tp ranks hold tokens outside of MoE layers -> (axes of sequence parallelism, axis that shares the tokens, exchange over that axis)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),
@@ -48,8 +48,8 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 @dataclass(frozen=True)
 class SpreadExperts:
-    """The style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks that hold them.
-    `held`: how ranks of tp hold tokens (a key of SHARED). Each of these ranks routes some of the tokens.
+    """Style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks of their experts.
+    `held`: how tp ranks hold tokens outside of MoE layers (a key of SHARED). Each tp rank routes a part of the tokens.
     """
 
     dispatch: sections.Dispatch
@@ -62,7 +62,8 @@ class SpreadExperts:
     def fill(self, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
         of_sp, name, exchange = SHARED[self.held]
-        shared, sp, both = mesh.axis(name), mesh.axis("sp"), mesh.axis(*of_sp, name)  # made before, by `axes_of_tokens`
+        # `axes_of_tokens` has made the process groups of these axes
+        shared, sp, both = mesh.axis(name), mesh.axis("sp"), mesh.axis(*of_sp, name)
         layers = [cast(MoELayer, model.get_submodule(path.rpartition(".")[0])) for path in self.experts.modules(layouts)]
         first, experts = layers[0], max(layer.experts.num_experts for layer in layers)
         sizes = Sizes(first.experts.d_model, experts, first.router.spec.num_choices, first.experts.kernels)
@@ -74,7 +75,7 @@ class SpreadExperts:
             layer.dispatcher = opened.layer(axis.label)
 
 
-OF_HEADS = Copied(alike=())  # norms of queries and keys: ranks have different heads, so gradients of copies are summed
+OF_HEADS = Copied(alike=())  # norms of queries and keys: tp ranks have different heads, so the copies' gradients are summed
 
 
 def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
@@ -84,8 +85,9 @@ def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
-    """Return (pattern of parameters, style) for 1D: weights are split by `columns` or `rows`. `sliced`: with tensor.sequence_parallel.
-    `key_heads`: the axis over which keys and values are sharded, which is smaller than tp if there are fewer key-value heads than ranks.
+    """Return the rows (path pattern of parameters, style) of 1D. `columns`, `rows`: styles of the weights. `sliced`: whether the recipe has
+    tensor.sequence_parallel. `key_heads`: axis over which keys and values are sharded; it is smaller than tp if there are fewer key-value
+    heads than ranks.
     """
     column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
@@ -115,8 +117,8 @@ def _line(
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Return (pattern of parameters, style) for a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all other matrices.
-    `heads`: the axis over which heads are sharded.
+    """Return the rows (path pattern of parameters, style) of a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all
+    other matrices; `vocabulary`: of embedding and head. `heads`: axis over which heads are sharded.
     """
     of_attention = (
         *_weights(OF_HEADS, "*_norm"),
@@ -137,7 +139,7 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
     )
 
 
-# tensor.kind -> its styles, by patterns of parameters; "sliced": with tensor.sequence_parallel
+# tensor.kind -> (path pattern of parameters, style); "sliced": with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
     "1d": _line(Column, Row, sliced=False, key_heads="tp_row_heads"),
@@ -148,13 +150,14 @@ TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "2.5d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
     "3d": _grid(Cube("first"), Cube("first", copied=True), Cube("second"), VocabularyCube(), heads="tp_row"),
 }
-# how the ranks of tp hold tokens (a key of SHARED), if not as copies
+# tensor.kind -> how tp ranks hold tokens outside of MoE layers (a key of SHARED); other kinds: "copies"
 HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(GRIDS, "channels")
 
 
 def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int = 1) -> Plan:
-    """Return the plan: patterns of parameters, each with a style. `tensor`: a key of TENSOR. `chunks`: tensor.overlap_chunks.
-    All other parameters are copied. In a MoE layer, each token is on one rank of tp, so gradients of copies there differ and are summed.
+    """Return the plan: path patterns of parameters, each with a style. `tensor`: a key of TENSOR. `chunks`: tensor.overlap_chunks.
+    Parameters without a pattern are copied. In a MoE layer, each token is routed on one tp rank, so gradients of copies differ there and
+    are summed.
     """
     return Plan(
         (
@@ -181,12 +184,12 @@ def plan_for(run: sections.Run) -> Plan:
 
 
 def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:
-    """Make the groups of ranks that share the tokens of MoE layers, also on stages without these layers."""
+    """Make the groups of ranks that share the tokens of MoE layers. Collective, so also called on pipeline stages without such layers."""
     if run.model.layers_with_experts():
         of_sp, name, _ = SHARED[HELD.get(_kind(run), "copies")]
         mesh.axis(*of_sp, name)
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:
-    """Return layouts of the whole model by module name, before anything is cut. They do not depend on the dispatcher."""
+    """Return parameter's name -> layout for a model that is not sharded yet. Layouts do not depend on the dispatcher."""
     return style.lay_out(model, plan or plan_of(sections.Dispatch()), tiled_dim=tiled_dim)

@@ -1,6 +1,6 @@
-"""Sets the parts of layers that exchange tokens in sequence parallelism: attention's cores, and the routers' groups.
+"""Sets up sequence parallelism: attention's cores, which exchange tokens between ranks, and the positions that routers need.
 
-The sp axis is sp_ring x sp_heads: a ring of groups, in each of which neighbours trade heads for tokens. Either may be 1.
+The sp axis is sp_ring x sp_heads: a ring of groups, in each of which ranks exchange heads for tokens (Ulysses). Either size may be 1.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from parallel.tensor.sliced import own_columns
 
 @dataclass(frozen=True)
 class Exchanging:
-    """An attention core (moe/nn/core.py) for tokens on several ranks.
-    `keep`: the name by which its output is kept for a recomputed pass; None: it is computed again. `scale`: factor of the logits; None: the
-    method's own, 1 / sqrt(C).
+    """An attention core (moe/nn/core.py) for sequences that are sharded over ranks.
+    `keep`: name under which its output is stored for a recomputed pass; None: the pass computes it again. `scale`: factor on the logits;
+    None: 1 / sqrt(C).
     """
 
     method: Method | Ulysses
@@ -46,15 +46,15 @@ class Exchanging:
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
-    """Return the shard of a batch that this rank reads, in the recipe's order of positions."""
+    """Return the part of a batch of `num_sequences` that this rank reads, with the recipe's order of positions."""
     over = ("dp", "tp_depth", "tp_row") if run.tp_grid().sequences > 1 else ("dp",)
     m, order = run.model, run.sequence.position_order
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Set the exchanges of sequence parallelism in the layers held here, and of document ids for tensor.kind 3d."""
-    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # 3d: ranks have other sequences in attention than between layers
+    """Set the exchanges of sequence parallelism in this rank's layers; for tensor.kind 3d, also the exchange of document ids."""
+    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # a rank has other sequences in attention than between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn
     if run.tensor.sequence_parallel and run.degrees.tp > 1:
@@ -63,10 +63,10 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         return
     sp = mesh.axis("sp")
     of_halves = orders_of(mesh, run.sequence.position_order, run.model.read_length, source=run.model.source_length)
-    orders = dict(zip(sorted({0, run.model.decoder_begins}), of_halves, strict=True))  # by the half's first layer
+    orders = dict(zip(sorted({0, run.model.decoder_begins}), of_halves, strict=True))  # first layer of encoder or decoder -> order
 
     def places(layer: int) -> tuple[tuple[int, ...], ...]:
-        """Return each rank's positions in the half of the model that has this layer."""
+        """Return each rank's positions in the sequences that this layer reads: the encoder's or the decoder's."""
         order = orders[run.model.half_of(layer).start]
         return tuple(order.positions(rank) for rank in range(sp.size))
 
@@ -83,7 +83,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
 
 
 def _exchange(run: Run, mesh: Mesh, order: Order, attention: Attention | LatentAttention, label: str) -> None:
-    """Give an attention layer a core that sends between ranks. In cross attention `order` is of the queries."""
+    """Give an attention layer a core that communicates between ranks. In cross attention, `order` is the order of the queries."""
     kind = run.sequence.named
     make = kind.make if order.causal else kind.open_make or kind.make
     method = make(mesh.axis("sp_ring", label=label), replace(order, inner=1), attention.window)

@@ -1,4 +1,4 @@
-"""A recipe's plan on one rank, as a table (`moe show RECIPE --plan`): each parameter, its style, and the shard that the rank holds."""
+"""`moe show RECIPE --plan`: a table of one rank's parameters, with the style in which each is sharded, and the rank's shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Return a dict for each parameter on a rank: name, style, cut dims -> axes, shapes, copies, and its bytes before ZeRO or FSDP."""
+    """Return a dict for each parameter on `rank`: name, style, sharded dims -> axes, shapes, axes of copies, bytes before ZeRO or FSDP."""
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize

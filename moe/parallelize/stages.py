@@ -1,4 +1,4 @@
-"""A recipe's pipeline: its schedule, the layers of each stage, and the ranks of the pp axis that hold a parameter."""
+"""A recipe's pipeline stages: the layers of each stage, and the pp ranks that hold each parameter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from parallel.pipeline.schedule import Schedule, stage_complete_at
 
 
 def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:
-    """Return the part of the model that each stage computes. Raises BadInput if the layers cannot be cut this way."""
+    """Return the layers of each stage. Raises BadInput if the layers cannot be divided into the schedule's stages."""
     layers, last = layers_of(run, schedule), schedule.num_stages - 1
     return tuple(StageLayers(run_of, begins=stage == 0, ends=stage == last) for stage, run_of in enumerate(layers))
 
 
 def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """Keep only this rank's stages of a model on the meta device. Return the kept parameters' layouts, with all pp ranks that hold them."""
+    """Keep only this rank's stages of a model on the meta device. Return the layouts of the kept parameters; a layout also gets the pp
+    ranks that hold the parameter (`holders`), if they are several."""
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
     here = mesh.axis("pp").index
@@ -40,8 +41,8 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
-    """Return the indices of stages that read a parameter: one, two for an embedding that the last stage reads, too, or several for the
-    position bias that the layers of an encoder or decoder share."""
+    """Return the indices of the stages that read a parameter: one; two for an embedding that the last stage also reads; or several for the
+    position bias that all layers of the encoder or decoder share."""
     words, shared, begins = name.split("."), model.config.ends_read_embedding, model.config.decoder_begins
 
     def reads(part: StageLayers) -> bool:
@@ -60,7 +61,7 @@ def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[st
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Return stage index -> names of the parameters held here that only this stage reads, in the model's order."""
+    """Return stage index -> names of this rank's parameters that only this stage reads, in the model's order."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
@@ -70,8 +71,8 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
 
 
 def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
-    """Return the object that starts data-parallel sums of a stage's gradients as soon as they are complete. A parameter of several stages
-    is complete with the last of them on this rank."""
+    """Return a watcher that starts the data-parallel sums of a stage's gradients as soon as they are complete. A parameter that several
+    stages of this rank read is complete after the last of them."""
     model, schedule, rank = engine.module, runtime.schedule, runtime.axis.index
     assert isinstance(model, Transformer)
     parts, names = parts_of(run, schedule), dict[int, list[str]]()
@@ -83,7 +84,7 @@ def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedRed
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:
-    """Return the object that runs this rank's part of the pipeline schedule. Collective, because it makes process groups."""
+    """Return the runtime that executes this rank's part of the pipeline schedule. Collective, because it makes process groups."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
@@ -96,13 +97,13 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # in 16 bits, because other products keep a cast weight for each micro-batch in flight
+        splittable(model)  # in 16 bits too, because other products would store a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of activations that one rank sends to the next stage, for its tokens [B, L] of a micro-batch: [B, L, D],
-    with a smaller L if tp has slices of the sequences between layers, or a smaller D if it has channels.
+    """Return the shape [B, L, D] of the activations that a rank sends to the next stage. `tokens_BL`: shape of its tokens in a micro-batch.
+    L is divided by tp with tensor.sequence_parallel, and D by the columns of a tp grid.
     """
     batch, length = tokens_BL
     columns = run.tp_grid().columns

@@ -1,4 +1,4 @@
-"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and their costs for the simulator.
+"""A recipe's pipeline without tensors: its schedule, the layers of each stage, and the stages' costs for the simulator.
 
     schedule_of(run)          actions of one step, or of several steps between which the pipeline is not drained
     layers_of(run, schedule)  layers of each stage: cut by FLOPs, or as pipeline.layers says
@@ -6,9 +6,9 @@
     Device.cost(stages)       seconds of each action: FLOPs / speed, bytes / bandwidth
 
 For each forward product, the backward pass has two: the gradient of the weights (action W) and the gradient of the input. Attention
-between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again with the
-input's gradient. An embedding lookup is no product: it adds parameters to the first stage but no FLOPs. Not counted as time: norms, the
-optimizer's step, memory bandwidth.
+between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again just before
+the input's gradient. An embedding lookup adds parameters to the first stage but no FLOPs. The times of norms, of the optimizer's step and
+of memory accesses are left out.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
 
 
 def energy_plan(run: Run) -> ClockedSchedule:
-    """Read the recipe's energy plan (clock rates of each action, by `moe energy`). Raises BadInput if its schedule is another one, and if
-    the recipe has no stages or its schedule does not drain the pipeline between steps."""
+    """Read the recipe's energy plan: the clock rate of each action, written by `moe energy`. Raises BadInput if the plan is for another
+    schedule, or if the recipe has no stages or does not drain the pipeline between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         alone = run.degrees.pp == 1
         other = Set("degrees.pp", 2) if alone else Set("pipeline.schedule", ADVISED)
-        needed = "stages, and a schedule that drains the pipeline: a plan is of one step"
+        needed = "stages, and a schedule that drains the pipeline, because an energy plan is for one step"
         got = f"it with {'degrees.pp=1' if alone else p.schedule}"
         raise BadInput(what, got=got, needed=needed, fix=Set("it", None) | other)
     assert p.energy_plan is not None
@@ -97,7 +97,7 @@ def _named(run: Run, batches: int) -> Schedule:
 def _checked(
     name: str, ranks: int, microbatches: int, chunks: int | None, batches: int, vertical_sync: bool | None, pipelines: int | None
 ) -> Schedule:
-    """Build and check a schedule. Cached, because a run asks for it several times, and a planner for each plan that it shows."""
+    """Build and check a schedule. Cached, because a run needs it several times, and the planner for each plan that it shows."""
     size = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "batches": batches}
     return check(make_schedule(name, **size, vertical_sync=vertical_sync, pipelines=pipelines))  # type: ignore[arg-type]
 
@@ -108,7 +108,7 @@ def _from_file(run: Run) -> Schedule:
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
     for what, given, number in both:
         if given != number:
-            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order")
+            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order file")
     if schedule.num_updates > 1:
         got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
         fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
@@ -117,7 +117,7 @@ def _from_file(run: Run) -> Schedule:
 
 
 def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None) -> tuple[range, ...]:
-    """Return the layers of each stage. Raises BadInput for a pipeline.layers that does not fit, and without it for more stages than layers.
+    """Return the layers of each stage. Raises BadInput if pipeline.layers does not fit, or if it is not set and stages outnumber layers.
     smaller: the fix to propose if there are too many stages; None: lower degrees.pp."""
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
     fewer = fix_of(smaller or Set("degrees.pp", fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))))
@@ -150,8 +150,8 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Return the number of layers of each stage, by FLOPs. With one stage more than layers, the last has the head alone. With two more, the
-    first has the embedding alone, too."""
+    """Return a pipeline.layers to propose: a cut by FLOPs. If there is one stage more than layers, the last stage has only the head. If
+    there are two more, the first also has only the embedding. None if there are even more stages."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -159,7 +159,8 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """Return a line about the stages, with the fraction of time in which ranks are idle, simulated by FLOPs without messages."""
+    """Return a line about the stages: layers, micro-batches, and the idle fraction of the ranks' time. It is simulated from FLOPs alone,
+    without messages."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
     layers = layers_of(run, schedule)
@@ -177,9 +178,9 @@ def splits_backward(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """Cost of one micro-batch on one stage. parameters: their number. forward, backward: FLOPs of the passes, with recomputation. weights:
-    FLOPs of `backward` for the gradients of weights (action W). held: bytes of activations kept until the backward pass. crossing: bytes of
-    the output, which is sent to the next stage; its gradient has as many."""
+    """A stage, and the costs of one micro-batch on it. parameters: their number. forward, backward: FLOPs of the passes, recomputation
+    included. weights: the FLOPs in `backward` for gradients of weights (action W). held: bytes of activations kept until the backward pass.
+    crossing: bytes of the output that is sent to the next stage, and also of the output's gradient."""
 
     layers: range
     parameters: int
@@ -227,7 +228,7 @@ def micro_batch(run: Run, microbatches: int) -> int:
 def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
     """Return the stages with these layers, with the costs of micro-batches of `sequences` sequences."""
     network, last = network_of(run), len(layers) - 1
-    plan = Plan(  # one device holds each stage
+    plan = Plan(  # each stage is on one device
         pp=len(layers),
         ep=run.degrees.ep if isinstance(run.degrees.ep, int) else 1,
         microbatch=sequences,

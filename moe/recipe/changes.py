@@ -1,4 +1,4 @@
-"""Compares the recipe of a resumed run with its checkpoint's: which changed keys are refused, and what the others alter (`Key.alters`)."""
+"""Compares the recipe of a resumed run with its checkpoint's: which changed keys are refused, and what other changes do (`Key.alters`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel.fixes import typed, written
 
 # keys on which the order of samples depends
 ORDER = ("train.global_batch", "train.seed", "model.max_length", "data.packing")
-# keys of the router that only a capacity limit reads; evaluation has that limit only with router.eval_capacity_factor
+# router keys that matter only under a capacity limit, which evaluation has only if router.eval_capacity_factor is set
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
 
 
@@ -29,7 +29,7 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with different values in the two recipes. For the value "preset" of a router key, the preset's value counts."""
+    """Return every key with different values in the two recipes. A router key with the value "preset" has its preset's value."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
@@ -38,7 +38,7 @@ def function_changes(before: Run, after: Run) -> list[Change]:
     """Return every changed key that leaves the parameters' shapes as they are, but changes the function that the model computes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
-    by_model = before.experts.ffn is None and after.experts.ffn is None  # experts follow model.ffn, and that change is listed itself
+    by_model = before.experts.ffn is None and after.experts.ffn is None  # a change of model.ffn is already listed
     return [c for c in found if not (c.key == "experts.ffn" and by_model) and not (c.key == "router.bias_rate" and c.before is None)]
 
 
@@ -47,10 +47,11 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """Return key -> value for the keys that this run reads and that change the model's function."""
+    """Return key -> value for the keys that have an effect in this run and on which the model's function depends. Equivalent values are
+    replaced by one: for example, a norm_eps that is the norm's default by None."""
     values = _values(run)
-    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate does not matter, and a new bias is 0
-    values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares its contents
+    values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate affects training alone
+    values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares tables
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
     values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps
@@ -79,8 +80,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
             fix = "start over with --fresh or another --out; moe convert turns one model into another"
             raise BadInput(f"--allow-change {key}", got="a key that decides the parameters' shapes", needed="the checkpoint's", fix=fix)
         if kind != "function":
-            what = "a key that needs no permission: its change is printed, and made" if kind != "name" else "a name for other keys"
-            fix = "remove it" if kind != "name" else "name the keys themselves: the refusal lists them"
+            what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a name for other keys"
+            fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"
             raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
 
 
@@ -97,7 +98,7 @@ def check_function(
         raise BadInput(", ".join(c.key for c in refused), got=got, needed=f"{old}, with which {where} was trained", fix=fix)
 
 
-_MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer that keeps the same states
+_MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer with the same states: K-FAC's checkpoints have only AdamW's moments
 
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
@@ -114,7 +115,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:
-    """Return lines of text on changed keys, one for all keys with the same effect. begun: the run has already trained on samples."""
+    """Return lines of text on changed keys, one line for each kind of effect. begun: the run has already trained on samples."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}
     for change in changes(before, after):

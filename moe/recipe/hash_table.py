@@ -22,7 +22,7 @@ from parallel.store.files import read_text, user_path
 STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
 KEY = "router.hash_table"
 _FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
-Table = list[Any] | dict[str, list[Any]]  # one entry for each token id: a list for all layers, or a list for each layer
+Table = list[Any] | dict[str, list[Any]]  # a list with one entry for each token id, for all layers or for each layer
 
 
 def wanted(run: Run) -> str | None:

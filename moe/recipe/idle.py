@@ -1,5 +1,5 @@
-"""Refuses values that a user sets but that have no effect: keys of experts in a dense model, of text with token ids, of AdamW with another
-optimizer, or a warm-up longer than the run.
+"""Refuses values that a user sets but that have no effect: keys of experts in a dense model, keys of text if the data are token ids, keys
+of AdamW with another optimizer, or a warm-up longer than the run.
 
     0 default < 1 parent recipe < 2 the recipe's own file < 3 command line        levels of a value, by its origin
 
@@ -29,7 +29,7 @@ _IsSet = Callable[[str, object, object], bool]
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. origins: key -> origin of its value.
-    A file with nearly every key was written by a run, also with values that have no effect. Its values get the level of a parent."""
+    A file that sets nearly every key was written by an earlier run, which also lists values without effect: they get a parent's level."""
     by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
     levels = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 
@@ -76,7 +76,7 @@ def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> No
     if not condition.startswith("model.moe_every"):
         raise _refusal(run, key, condition)
     more = sum(other == condition for _, other in idle) - 1
-    got = "a value" + (f", and {more} more of experts," if more else "") + " in a dense model"
+    got = "a value" + (f", and {more} more key{'s' * (more > 1)} of experts," if more else "") + " in a dense model"
     fix = Set("model.moe_every", 2) | "remove them" if more else Remove(key)
     raise BadInput(key, got=got, needed="layers with experts, which alone read it", fix=fix)
 
@@ -91,7 +91,7 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
 
 
 def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
-    """Raise BadInput for keys that only text has, if the data are token ids, and for validation_share if a folder has a validation file."""
+    """Raise BadInput if the data are token ids and a key is set that is read only for text, or validation_share with a val.bin."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return

@@ -82,7 +82,7 @@ def field_at(path: Sequence[Any]) -> Any:
 
 @cache
 def facts(key: str) -> Key:
-    """Return a key's `Key` together with those of its sections: `alters` of the innermost that has one, and all conditions."""
+    """Return a key's `Key`, merged with the `Key`s of the sections that contain it: all conditions, and the innermost `alters`."""
     path = key.split(".")
     sections = [section for n in range(1, len(path)) if (section := section_of(field_at(path[:n]))) is not None]
     held = [*(section.all_keys for section in sections), facts_of(field_of(key))]
@@ -91,7 +91,7 @@ def facts(key: str) -> Key:
 
 
 def keys_of(alters: Alters) -> list[str]:
-    """Return the keys whose change alters this part of a resumed run, such as "function"."""
+    """Return the keys with this value of `Key.alters`, such as "function"."""
     return [key for key in known_keys() if facts(key).alters == alters]
 
 
@@ -131,7 +131,10 @@ def _holds(run: Run, key: str, names: Sequence[str]) -> bool:
 # --- moe show --keys SECTION -----------------------------------------------------------------------------------------------
 
 _WIDTH = 110
-_RESUMED: dict[str | None, str] = {"shape": "fixed for a run", "function": "a resumed run changes it with --allow-change alone"}
+_RESUMED: dict[str | None, str] = {
+    "shape": "cannot be changed when a run is resumed",
+    "function": "a resumed run needs --allow-change for it",
+}
 _INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "      "}
 
 
@@ -156,6 +159,6 @@ def _lines(key: str, value: Any) -> list[str]:
     notes = [f"one of {', '.join(kinds)}"] if kinds else []
     notes += [field.description] if field.description else []
     own = facts_of(field)
-    notes += [f"read with {in_words(condition)} alone" for condition in (*own.of, *own.off_without)]
+    notes += [f"read only with {in_words(condition)}" for condition in (*own.of, *own.off_without)]
     notes += [_RESUMED[alters]] if (alters := facts(key).alters) in _RESUMED else []
     return [f"{key}: {json.dumps(value)}", *(line for text in notes for line in textwrap.wrap(text, _WIDTH, **_INDENT))]

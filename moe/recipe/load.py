@@ -59,7 +59,7 @@ def of_transformers(folder: Path) -> bool:
 
 def download_of(name: str) -> tuple[str, str] | None:
     """Return (the command that downloads the model `name` from the Hugging Face hub, "hf:" with the folder that it creates).
-    Returns None if `name` is a folder of this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
+    Returns None if `name` is a folder on this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return None
@@ -70,7 +70,7 @@ def download_of(name: str) -> tuple[str, str] | None:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
+    """Return the path of a recipe, given a shipped recipe's name or a path. Raises BadInput, with the shipped names, if there is none."""
     given = user_path(name, what="recipe")
     for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
@@ -98,7 +98,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
             got = f"{path.name}, which extends itself"
-            raise BadInput("extends", got=got, needed="one parent, without a circle", fix="remove one `extends:`")
+            raise BadInput("extends", got=got, needed="parents that do not lead back to it", fix="remove one `extends:`")
         values = _read_yaml(path)
         parent = values.pop("extends", None)
         chain.append((path, values))
@@ -180,7 +180,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
-    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first, because `_drop_router` drops values
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first: `_drop_router` removes router values
     for dotted, text in given:
         if dotted not in known_keys():
             raise _unknown_key(tuple(dotted.split(".")), text, typed=True)
@@ -227,12 +227,12 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """Return the part of `loc`, the location of an error from pydantic, that is the path of a key. The rest is a place inside its value."""
+    """Return the part of `loc`, the location of an error from pydantic, that is the path of a key. The rest is a location in its value."""
     return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 
 def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> BadInput:
-    """Return the error for a key that does not exist. typed: the key was given on the command line, for which the fix is then written."""
+    """Return the error for a key that does not exist. typed: the key is from the command line, so the fix names flags."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     inner, given = _first_leaf(value)
     named = dotted + inner

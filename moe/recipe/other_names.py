@@ -244,11 +244,11 @@ FLAGS: dict[str, str] = {
     "--dry_run": "dry",
     "--prompt": "start=text text=text input=text message=text",
 }
-# flags above that moe train does not have -> their verb
+# flags in FLAGS that moe train does not have -> a verb of moe that has them
 VERB_OF = dict.fromkeys(("--tokens", "--samples", "--prompt", "--prompt_file", "--temperature"), "generate") | {
     "--world": "rehearse", "--sequences": "eval", "--microbatches": "simulate", "--dtype": "convert", "--to": "convert"
 }  # fmt: skip
-# flags of moe train that users write into a recipe
+# flags of moe train that users write into a recipe by mistake
 OWN_FLAGS = ("nproc", "out", "launcher", "hostfile", "restarts", "cluster", "profile", "init_from", "from_step")
 # reason why no key is needed -> names in other tools that need no key here
 NEEDLESS: dict[str, str] = {
@@ -269,13 +269,14 @@ NEEDLESS: dict[str, str] = {
     "reduce_bucket_size allgather_bucket_size ddp_bucket_cap_mb ddp_find_unused_parameters",
     "routers, softmax and sums of gradients are in fp32": "moe_router_dtype attention_softmax_in_fp32 "
     "accumulate_allreduce_grads_in_fp32 mixed_precision_reduce",
-    "the launcher tells each rank its number and the address": "local_rank node_rank machine_rank master_addr master_port "
+    "the launcher gives each rank its number and the address of rank 0": "local_rank node_rank machine_rank master_addr master_port "
     "main_process_ip main_process_port rdzv_endpoint rdzv_backend ddp_backend",
-    "token ids are read from a mapped file, packed into whole sequences": "dataloader_num_workers num_workers dataloader_pin_memory "
+    "token ids are read from a memory-mapped file, packed into full sequences": "dataloader_num_workers num_workers dataloader_pin_memory "
     "dataloader_drop_last group_by_length",
     "--init_from takes weights alone, without the optimizer's states": "no_load_optim no_load_rng finetune load_model_only reset_optimizer",
     "moe generate draws tokens; --temperature 0 takes the likeliest": "do_sample",
-    "with data.source chat only the assistant is predicted": "assistant_only_loss completion_only_loss train_on_inputs train_on_prompt",
+    "with data.source chat only the assistant's messages are predicted": "assistant_only_loss completion_only_loss train_on_inputs "
+    "train_on_prompt",
     "adapters are plain LoRA": "use_dora use_rslora lora_dropout lora_bias init_lora_weights",
     "moe report RUN draws the curves": "plot_loss",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",

@@ -1,7 +1,7 @@
-"""The meaning here of another tool's name for a key or flag, by the tables of other_names.py.
+"""Finds the key or flag of moe that another tool's name means, with the tables of other_names.py.
 
-An unknown name is looked up there first, and compared with similar names of keys only then: `hidden_size` is similar to head_size but means
-d_model. A name that is nearly one of the tables (n_embed for n_embd) is taken for it.
+An unknown name is first looked up in these tables, and only then compared with similar names of keys: `hidden_size` is similar to head_size
+but means d_model. A name that differs little from one in the tables (n_embed for n_embd) is read as that name.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from moe.recipe.section import takes_number
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-_SIMILAR = 0.85  # difflib's ratio from which a name is taken for one in the tables
+_SIMILAR = 0.85  # smallest similarity (difflib's ratio) at which a name is read as one in the tables
 _FALSE = ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True)
 class Meant:
-    """The meaning of a name of another tool; one of the four fields is set.
-    keys: keys of a recipe with their values. unit: the key of the same meaning and its unit, in words. flag: a flag of `moe`.
-    needless: why no key is needed."""
+    """The meaning of another tool's name; one of the four fields is set.
+    keys: keys of a recipe with their values. unit: the corresponding key, whose unit differs, and that unit in words.
+    flag: a flag of `moe`. needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None
@@ -71,14 +71,14 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
         unknown = names and isinstance(ours, str) and ours not in (*names, "[]")
         return Meant(unit=f"{here}, one of {', '.join(names)}") if unknown else Meant({here: ours})
     if kind == "switch":
-        return Meant(needless="it is so without it") if str(value).lower() in _FALSE else Meant(_pairs(here))
+        return Meant(needless="it is off without a key") if str(value).lower() in _FALSE else Meant(_pairs(here))
     if kind == "others":
         return Meant({key: in_our_words(key, value) if of == "{}" else of for key, of in _pairs(here).items()})
     return {"unit": Meant(unit=here), "needless": Meant(needless=here), "flag": Meant(flag=here)}.get(kind)
 
 
 def in_our_words(key: str, value: Any) -> Any:
-    """Return a key's value as recipes write it: translated by WORDS, or in lower case; unchanged for keys that WORDS does not have."""
+    """Translate another tool's value of a key to a recipe's value by WORDS, or to lower case; unchanged if WORDS does not have the key."""
     if key not in WORDS or not isinstance(value, str | int):
         return value
     lower = str(value).lower()
@@ -87,8 +87,8 @@ def in_our_words(key: str, value: Any) -> Any:
 
 @cache
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
-    """Return the name in the tables that is meant by `word`: itself, or the most similar one, unless a key or flag here is more similar. ""
-    if no name is similar."""
+    """Return the name in the tables that `word` means: `word` itself, or the most similar name. Return "" if no name is similar, or if a
+    key or flag of moe is more similar."""
     if word in _table() or "." in word:
         return word
     own = {key.rpartition(".")[2] for key in known_keys()} | {flag[2:] for flag in flags}
@@ -98,7 +98,7 @@ def _nearest(word: str, flags: tuple[str, ...]) -> str:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return name in another tool -> its rows in the tables above, each as (kind of table, the row's key, settings, flag or reason)."""
+    """Return name in another tool -> its entries in other_names.py, as (kind of table, the entry's key, settings, flag or reason)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

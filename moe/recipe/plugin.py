@@ -39,7 +39,7 @@ GROUPS = {  # key that accepts plugins -> group of entry points in which package
 
 
 class _ModuleAndName:
-    """Check of the form module:name by pydantic. It is imported in the method, so that a program with only a router needs no pydantic."""
+    """Makes pydantic check the form module:name. Imported in the method, so that a program that uses only a router needs no pydantic."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
@@ -62,7 +62,7 @@ def registered(key: str) -> list[str]:
 
 
 def by_name(key: str, name: str) -> str:
-    """Return module:name of the plugin that an installed package registers under `name` for this key; without one, `name` itself.
+    """Return module:name of the plugin that an installed package registers under `name` for this key; `name` itself if none does.
     Raises BadInput for a name that packages register for different plugins, and for an entry point that is not module:name."""
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
@@ -87,7 +87,7 @@ def check_there(key: str, value: str) -> None:
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """Import and return the plugin module:name that `value` names for a key. arguments: number of arguments of its calls; None: any.
+    """Import and return the plugin `value` (module:name) of a key. arguments: number of arguments with which it is called; None: any.
     Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
     module, _, name = value.partition(":")
     found = _imported(key, value, module)

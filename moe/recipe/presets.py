@@ -1,6 +1,6 @@
 """Published routers by name, with their settings. docs/moe/routing.md explains them, and docs/inside/papers.md has their papers.
 
-The code of some: mesh_tensorflow/transformer/moe.py (switch_mtf), deepspeed/moe/sharded_moe.py, top2gating (deepspeed),
+Source code of some: mesh_tensorflow/transformer/moe.py (switch_mtf), deepspeed/moe/sharded_moe.py, top2gating (deepspeed),
 megatron/core/transformer/moe (megatron), transformers, models/gpt_oss and models/llama4.
 """
 

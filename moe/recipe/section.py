@@ -1,6 +1,6 @@
 """The base class of a recipe's sections, and `key`, which declares one of their keys.
 
-    beta1: float = key(0.9, "of momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
+    beta1: float = key(0.9, "decay rate of the momentum", ge=0, lt=1, alters="training", of="optimizer.kind=adamw|kfac|muon")
 
 The declaration has all properties of the key: type, default, meaning, bounds, what a change alters in a resumed run, and the condition
 under which the key is read. A section may state the last two for all of its keys.
@@ -20,7 +20,7 @@ from moe.recipe.plugin import GROUPS, by_name, is_plugin
 from parallel.errors import harmless
 
 _LARGEST = 2**40
-_OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # refused: 010 is 8 to YAML and C, 10 to Python
+_OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is refused, because YAML 1.1 and C read it as 8
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # reads a single name as a list of one name
 
 
@@ -32,7 +32,7 @@ _Value = TypeVar("_Value")
 class Key:
     """Properties of a key in addition to its type, bounds and description.
 
-    alters: what a change of the key alters in a resumed run. None: what the section states.
+    alters: what a change of the key alters in a resumed run. None: the section's value applies.
         "shape"     parameters' names or shapes: a checkpoint that does not fit is refused
         "function"  the model's output in evaluation, with parameters of the same shapes: refused unless --allow-change permits it
         "training"  how training continues: data, optimizer, losses, dropping, noise, dtypes
@@ -70,7 +70,7 @@ def key(
 
 
 def facts_of(field: FieldInfo) -> Key:
-    """Return the Key of a field; an empty one for a field without `key`."""
+    """Return the Key of a field; an empty Key for a field that was declared without `key`."""
     held: Any = field.json_schema_extra
     return held["key"] if isinstance(held, dict) and "key" in held else Key()
 

@@ -3,8 +3,8 @@
 Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the tokens of an encoder and a decoder from a text:
 
     text       t tokens, of which n = round(0.15 t) are hidden, in s = round(n / 3) spans
-    inputs     t - n tokens, a sentinel in the place of each span, the end          t - n + s + 1
-    targets    a sentinel and the hidden tokens of each span, the end                   n + s + 1
+    inputs     t - n tokens, a sentinel in place of each span, an end token         t - n + s + 1
+    targets    a sentinel and the hidden tokens of each span, an end token              n + s + 1
 
 All texts have the same length, so inputs and targets have fixed lengths and no padding. One more token of text adds at most one token of
 inputs, so there is a text for every length of inputs; the longest one is used, as in T5.
@@ -21,12 +21,12 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's own number for a target that does not count
-_BEGIN = 2**32  # added to the size of a mark if a chat begins with this token; no id is as large
+_BEGIN = 2**32  # subtracted from the mark of a chat's first token; larger than any id
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 
 def marked(ids: Any) -> Any:
-    """Return -101 - id for an array or tensor of token ids: targets that a model reads but need not predict. Its own inverse."""
+    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. It is its own inverse."""
     return PADDING - 1 - ids
 
 
@@ -41,7 +41,7 @@ def begins(tokens: Any) -> Any:
 
 
 def unmarked(tokens: Any) -> Any:
-    """Return the ids of marks of either kind. Other tokens give numbers without a meaning."""
+    """Return the ids of tokens that are marks (of `marked` or `beginning`). For other tokens, the result has no meaning."""
     return marked(tokens) % _BEGIN
 
 
@@ -64,19 +64,19 @@ class Spans(NamedTuple):
 
 
 def spans_of_text(tokens: int) -> Spans:
-    """Return the sizes of span corruption for a text of `tokens` tokens. `tokens`: at least 2."""
+    """Return the numbers of hidden tokens and spans for a text of `tokens` tokens, at least 2."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the largest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens. `tokens`: at least 2."""
+    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens, at least 2."""
     inputs = spans_of_text(tokens).inputs
     return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
-    """Return at most two encoder inputs, in tokens, the nearest first, that `read` divides and whose targets `written` divides."""
+    """Return at most two lengths of encoder inputs, the nearest to `near` first: `read` divides the length, `written` its targets'."""
     multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
     fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
     return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]

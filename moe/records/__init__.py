@@ -1,1 +1,1 @@
-"""The records of a run while it runs: metrics, live progress, summary."""
+"""Records of a run: metrics, live display, summary."""

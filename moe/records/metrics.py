@@ -1,7 +1,7 @@
-"""The metrics file of a run, metrics.jsonl: one line of JSON a step, with NaN written as null. docs/use/records.md lists the fields.
+"""The metrics file of a run, metrics.jsonl: one line of JSON for each step, with null for NaN. docs/use/records.md lists the fields.
 
-The file holds each step once: a run that resumes from step n removes the lines of later steps, and a half-written last line. TensorBoard
-and other trackers (moe/records/tracker.py) get copies of the numbers.
+The file has each step once: a run that resumes from step n removes the lines of later steps, and a half-written last line. TensorBoard and
+other trackers (moe/records/tracker.py) get copies of the numbers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
 class Records:
-    """Writer of a run's metrics.jsonl and trackers. With `out=None` (every rank but 0) all calls write nothing. resume_step=n keeps the
-    lines of steps up to n (0: only lines from before the first step); None starts a new run: the earlier run's lines and summary move to
-    metrics.previous.jsonl and summary.previous.json. say: called with one line about each tracker that fails. trackers: name -> function
-    that opens it, in addition to TensorBoard. Raises BadInput if the folder cannot be written."""
+    """Writer of a run's metrics.jsonl and trackers. With `out=None` (on all ranks except rank 0) it writes nothing. resume_step=n: keep the
+    lines of steps up to n (0: only events before the first step). resume_step=None: start a new run; an earlier run's files are renamed to
+    metrics.previous.jsonl and summary.previous.json. say: called with a line about each tracker that fails. trackers: name -> function that
+    opens it, in addition to TensorBoard. Raises BadInput if the folder cannot be written."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Records:
             else:
                 if self._path.exists() and self._path.stat().st_size:
                     os.replace(self._path, out / PREVIOUS)
-                if (out / SUMMARY).exists():  # otherwise this older summary would be read as the new run's
+                if (out / SUMMARY).exists():  # otherwise it would be read as the new run's summary
                     os.replace(out / SUMMARY, out / PREVIOUS_SUMMARY)
             if self._path.exists():
                 _regular(self._path)
@@ -67,11 +67,12 @@ class Records:
         for name, opened in ({"TensorBoard": board} | dict(trackers or {})).items():
             try:
                 self._boards[name] = opened()
-            except Exception as error:  # a tracker without account, network or a working package must not stop a run
+            except Exception as error:  # a tracker must not stop a run, for example if it has no account or network
                 self._failed(f"{name} is off", error, "has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line. `kind` is "train" and `time` is now unless given. NaN and inf become null and are named in `nonfinite`."""
+        """Append one line. If it has no `kind`, that is "train"; if it has no `time`, the present one is added. NaN and inf become null,
+        and `nonfinite` names their keys."""
         if self._file is None:
             return
         clean = finite({"kind": "train", "time": time.time(), **line})
@@ -79,7 +80,7 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not self._is_there():  # the line is lost, and a checkpoint would be written into another folder: end the run
+            if not self._is_there():  # the run must end: the line is lost, and a checkpoint would be written into another folder
                 raise FileNotFoundError(errno.ENOENT, f"{METRICS} was removed or renamed, or its folder was, while the run went on")
         except OSError as error:
             raise _unwritable(self._path, error) from None
@@ -92,7 +93,7 @@ class Records:
                 self._failed(f"{name} stops here", error, "goes on")
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append a line of kind "event"."""
+        """Append a line of kind "event" with the event's name and fields."""
         self.write({"kind": "event", "event": name, **fields})
 
     def _is_there(self) -> bool:
@@ -120,8 +121,8 @@ class Records:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl, or of the run folder that holds it. A half-written last line is left out. Raises BadInput if the
-    file is missing, or a line before the last is not a JSON object."""
+    """Read the lines of a metrics.jsonl, given its path or the run's folder. A half-written last line is left out. Raises BadInput if the
+    file is missing, or if an earlier line is not one that runs write."""
     path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     try:
         raw = _regular(path).read_bytes().split(b"\n")
@@ -138,7 +139,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to `step`, byte for byte; remove later steps and incomplete lines. Replaces the file atomically."""
+    """Remove the lines of steps after `step`, and incomplete lines; other lines stay unchanged. The file is replaced atomically."""
     if not path.exists():
         return
     old = _regular(path).read_bytes()
@@ -152,7 +153,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
-    """Return the lines of steps after `step`, and earlier lines that have `key`. Others are not parsed, so that long runs resume fast."""
+    """Return the lines of steps after `step`, and earlier lines with `key`. Other lines are not parsed, so that long runs resume fast."""
     named, found = f'"{key}"'.encode(), []
     for text in _content(path).split(b"\n"):
         steps = _STEP.findall(text)
@@ -162,7 +163,7 @@ def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
 
 
 def first_time(path: Path) -> float | None:
-    """Return the `time`, in Unix seconds, of the first line with that key; None if no line has it."""
+    """Return `time` (Unix seconds) of the first line that has this key; None if none has."""
     return next((line["time"] for _, line in _whole(_content(path)) if line.get("time")), None)
 
 
@@ -209,7 +210,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of plain JSON values. NaN and inf become null, and a key `nonfinite` lists their places ("moe.0.z_loss")."""
+    """Return a copy with JSON values. NaN and inf become null, and a key `nonfinite` lists their paths, such as "moe.0.z_loss"."""
     lost: list[str] = []
     clean: dict[str, Any] = _plain(line, "", lost)
     return {**clean, "nonfinite": lost} if lost else clean
@@ -237,7 +238,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _typed(line: dict[str, Any]) -> bool:
-    """Return whether the values that other code computes with have the types that runs write. Other keys may hold anything."""
+    """Return whether the keys with which other code computes have values of the types that runs write. Other keys may have any value."""
     layers, parts, places = (line.get(key) or kind() for key, kind in (("moe", list), ("grad_norm_parts", dict), ("nonfinite", list)))
     return (
         type(line.get("step")) is int
@@ -263,14 +264,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_range(value: Any) -> bool:
-    """Return whether all numbers in `value`, at any depth, are finite, and its integers fit in 64 bits."""
+    """Return whether all numbers in `value`, at any depth, are finite, and all integers fit in 64 bits."""
     if isinstance(value, dict | list):
         return all(map(_in_range, value.values() if isinstance(value, dict) else value))
     return math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < 2**63
 
 
 def _regular(path: Path) -> Path:
-    """Return the path. Raises OSError for a pipe (reading would wait) and for a device (which has no end)."""
+    """Return the path of a regular file. Raises OSError for a pipe, on which reading would wait, and for a device, which has no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(0, "not a regular file", str(path))
     return path
@@ -278,7 +279,7 @@ def _regular(path: Path) -> Path:
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
     if isinstance(error, FileNotFoundError):
-        needed = "it to stay while the run writes there"
+        needed = "a folder that stays in place while the run writes into it"
         fix = "start the run again, with --out if its folder has another name now: it continues from the remaining records"
     else:
         needed, fix = "a folder with room to write", "free space, or --out DIR"

@@ -1,4 +1,4 @@
-"""The live display, drawn from a run's state: a panel for terminals, a line a step for logs.
+"""Draws the live display from a run's state: a panel for terminals, a line for each step in logs.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
@@ -29,14 +29,14 @@ from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
 NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key, format
-MAX_POINTS = 1024  # most points of the loss curve in memory; it is drawn as one row of characters
+MAX_POINTS = 1024  # largest number of points of the loss curve in memory
 
 
 @dataclass
 class State:
-    """What the display shows of a run: its latest step and evaluation (lines of metrics.jsonl), its losses, seconds of the last 20 steps.
-    steps: number of steps of the whole run. world: number of processes. lines: printed under the title. ramp: characters of growing
-    height. losses: means of `losses_per_point` steps each; recent: losses of steps that do not fill a point yet."""
+    """Data that the display shows. steps: number of steps of the run. world: number of processes. lines: printed under the title. ramp:
+    characters of growing height. step, evaluation: latest lines of metrics.jsonl. losses: means over `losses_per_point` steps each. recent:
+    losses of steps that do not fill a point yet. seconds: of the last 20 steps."""
 
     steps: int
     recipe: str
@@ -57,7 +57,7 @@ class State:
         if len(self.recent) >= self.losses_per_point:
             self.losses.append(sum(self.recent) / len(self.recent))
             self.recent = []
-        if len(self.losses) >= MAX_POINTS:  # halve the detail, so that a long run keeps its whole curve
+        if len(self.losses) >= MAX_POINTS:  # halve the resolution, so that a long run's curve stays complete
             self.losses = heat.binned(self.losses, MAX_POINTS // 2)
             self.losses_per_point *= 2
         if known(line.get("step_seconds")):
@@ -65,7 +65,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of training: steps left times the median of the last 20 steps' seconds. None before the first step."""
+        """Estimated seconds to the end of training: remaining steps times the median seconds of the last 20. None before the first step."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 
@@ -98,7 +98,7 @@ def _bar(state: State, width: int) -> Table:
 
 
 def _numbers(state: State, width: int) -> Table:
-    """Return a table of the step's numbers: up to three labels and values a row, then longer texts. Rows are cropped, never wrapped."""
+    """Return a table of the step's numbers: up to three numbers a row, then rows of longer texts. Rows are cropped, not wrapped."""
     s = state.step
     shown = [(name, fixed(s.get(key), form)) for name, key, form in NUMBERS]
     if s.get("moe"):
@@ -142,7 +142,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text) about the loss scale, if the run has one, and skipped steps; ("", "") if there is neither."""
+    """Return (label, text) about the loss scale and skipped steps; ("", "") if there is neither."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -151,7 +151,7 @@ def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """Draw values as a curve in one row of at most `cells` characters, on a logarithmic scale if all are positive."""
+    """Draw values as a curve of one row with at most `cells` characters, on a logarithmic scale if all values are positive."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]
@@ -162,7 +162,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """Return at most `room` of the step's MoE layers, in order of layers: if not all fit, the layers with the least balanced load."""
+    """Return at most `room` of the step's MoE layers, in order. If not all fit, they are the ones with the least balanced load."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -180,7 +180,8 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """Return a heading and a row for each of at most `room` layers: a cell for each expert, max load / mean, dropped share if it fits."""
+    """Return a heading, and a row for each of at most `room` layers: a cell for each expert, largest load / mean load, and, if it fits, the
+    dropped share."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1

@@ -1,6 +1,6 @@
-"""A run's predicted memory and time: the lines printed before it starts, and the comparison with measurements in its summary.
+"""Lines about a run's predicted memory and time, which are printed before it starts, and the comparison with measurements in its summary.
 
-moe/plan/choose/predicted.py makes the prediction, and finds a change with which a run fits.
+moe/plan/choose/predicted.py makes the prediction, and finds a change of the recipe with which a run fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALIBRATE = "moe plan --calibrate"
 
 
 def line(found: Prediction) -> str:
-    """Return the line printed at the start of a run: bytes of tensors on the rank with the most, and seconds a step."""
+    """Return the line that is printed at the start of a run: bytes of tensors on the fullest rank, and seconds a step."""
     of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
     said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
     if found.time is None or found.place.cluster is None:
@@ -27,7 +27,8 @@ def line(found: Prediction) -> str:
 
 
 def warning(found: Prediction) -> str | None:
-    """Return a warning if the tensors fit but, with allocator and CUDA context, the device may not have enough memory; else None."""
+    """Return a warning if tensors alone fit into the device's memory, but not with the allocator's share and the CUDA context; else
+    None."""
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
@@ -35,7 +36,8 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error, with a fix, for a run predicted not to fit. run: with "auto" values unresolved. checked: resolves and checks it."""
+    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: resolves and
+    checks a recipe."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(
@@ -63,7 +65,7 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
     """Return prediction, measurements and their ratios (measured / predicted) for the summary. memory_bytes: measured peak. beside_bytes:
-    memory of a CPU process other than tensors; the measured peak includes it, so the ratio adds it to the prediction."""
+    memory of a CPU process other than tensors; it is part of the measured peak, so for the ratio it is added to the prediction."""
     step, cluster = None if found.time is None else found.time.step, found.place.cluster
     return {
         "memory_bytes": found.rank_bytes,

@@ -1,6 +1,6 @@
 """The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
 
-A display never stops a training run (see `_guarded`). The panel and the plain lines are drawn by moe/records/panel.py.
+An error in the display never stops a training run (see `_guarded`). moe/records/panel.py draws the panel and the plain lines.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ FILES = {
     "summary.json": "the numbers above",
     "report.html": "curves, expert load over time, drops, memory: one page",
     "plots": "the same pictures as PNG",
-    "checkpoints": "to go on from, or to generate with",
+    "checkpoints": "to continue from, or to generate with",
     "tensorboard": "tensorboard --logdir shows the curves",
     "data_files.txt": "files of the data that were skipped, or read as plain text, and why",
-    "profile": "where the time of a step goes: tables, and traces for ui.perfetto.dev",
+    "profile": "the time of each part of a step: tables, and traces for ui.perfetto.dev",
 }
 
 
 def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concatenate[Progress, P], None]:
-    """Return the method made safe: if it fails, plain lines replace the live panel; if plain lines fail, nothing more is shown."""
+    """Wrap a method so that it never raises: if it fails, plain lines replace the live panel; if plain lines fail, nothing more is
+    shown."""
 
     @wraps(draw)
     def guarded(self: Progress, /, *args: P.args, **named: P.kwargs) -> None:
@@ -67,8 +68,8 @@ def _guarded(draw: Callable[Concatenate[Progress, P], None]) -> Callable[Concate
 
 
 class Progress:
-    """Display of a run, which receives each line of metrics.jsonl as it is written. No method raises. out: the run's folder; its files are
-    listed at the end. kind: "auto" is live on a terminal, else plain; "none" shows nothing."""
+    """Display of a run. It is given each new line of metrics.jsonl. No method raises. out: the run's folder; its files are listed at the
+    end. kind: "live", "plain", "none", or "auto", which is live on a terminal and plain otherwise."""
 
     def __init__(self, state: State, *, out: Path | None = None, kind: Kind = "auto", console: Console | None = None) -> None:
         self._state, self._out, self._kind = state, out, kind
@@ -89,14 +90,14 @@ class Progress:
         if self._kind == "live":
             # rich redraws in its own thread, twice a second, so training steps neither draw nor wait
             self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=2, vertical_overflow="crop")
-            atexit.register(self.close)  # an uncaught exception must not leave the cursor hidden
+            atexit.register(self.close)  # so that the cursor is visible again after an uncaught exception
             self._live.start()
         else:
             for text in (title(self._state), *self._state.lines):
                 self._print(text)
 
     def _panel(self) -> RenderableType:
-        """Draw the panel, or the error if that fails: rich calls this in a thread of its own, where no code of ours catches exceptions."""
+        """Return the panel, or the error if drawing fails: rich calls this in its own thread, in which nothing else catches exceptions."""
         try:
             return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
         except Exception as error:
@@ -123,7 +124,7 @@ class Progress:
 
     @_guarded
     def note(self, text: str) -> None:
-        """Print one line that stays on the screen: a save, a resume, a warning."""
+        """Print a line that stays on the screen, such as a warning."""
         self._print(text)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
@@ -143,7 +144,7 @@ class Progress:
             live, self._live = self._live, None
             live.stop()
             self._kind = "plain"
-        elif self._unprinted:  # a run that stops early still shows its last step
+        elif self._unprinted:  # so that the last step is shown even if the run stops early
             self._unprinted = False
             self._print(plain_step(self._state))
 
@@ -156,7 +157,7 @@ class Progress:
 
 
 def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
-    """Return the display at the end of a run: a table of its summary, the text it generates, and a list of the files in its folder."""
+    """Return the display for the end of a run: a table of its summary, the generated sample, and a list of the files in its folder."""
     table = Table(title=Text(title(state), style="bold"), title_justify="left", box=box.ROUNDED, show_header=False, border_style="cyan")
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(style="bold", overflow="fold")

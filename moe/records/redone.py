@@ -1,9 +1,9 @@
-"""Counts steps that a run repeats, because a resume discards the steps after the checkpoint.
+"""Counts repeated steps: a resumed run repeats the steps that were made after its checkpoint.
 
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
-Each event `resumed` in metrics.jsonl has their number, and `so_far`, the totals of the whole run; the summary takes the last totals. All
-restarts count: by the user, `moe train --restarts`, torchrun or SLURM, also those before the first save.
+Each event `resumed` in metrics.jsonl has their number, and `so_far`: totals since the run's first start. The summary has the last totals.
+Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import psutil
 from moe.records.metrics import METRICS, first_time, latest_lines
 
 NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}
-_RESTART = "MOE_RESTART"  # "NUMBER SINCE WHY", from `moe train --restarts` to its ranks
+_RESTART = "MOE_RESTART"  # variable "NUMBER SINCE WHY", which `moe train --restarts` sets for its ranks
 _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """An automatic restart. number: 1 for the first. why: the error that ended the run before. since: Unix time at which the launcher, the
-    process that starts the ranks, began."""
+    """An automatic restart. number: 1 for the first restart. why: the error that ended the previous attempt. since: Unix time at which the
+    process that restarts the ranks began."""
 
     number: int
     why: str = ""
     since: float = 0.0
 
     def variables(self) -> dict[str, str]:
-        """Return {variable: value} from which the ranks read this restart."""
+        """Return the environment variable from which `of` reads this restart in the ranks."""
         return {_RESTART: f"{self.number} {self.since:.2f} {self.why}"}
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Restart | None:
-        """Read the restart from the variables of our launcher, or of torchrun, which gives no reason; None at a run's first start."""
+        """Read the restart from the variables of `moe train` or torchrun (which gives no reason). Return None if this is no restart."""
         if _RESTART in environment:
             number, since, why = [*environment[_RESTART].split(" ", 2), "", ""][:3]
             return Restart(int(number), why, float(since))
@@ -46,7 +46,8 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Return whether records in `out` are of the restarted run, not of an earlier one: none exist, or they began after the launcher."""
+        """Return whether records in `out` belong to the restarted run, not to an earlier run: there are none, or they began after
+        `since`."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -59,7 +60,7 @@ def _parent_began() -> float:
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
-    """Return fields of the event `resumed`: number and seconds of steps after `step`, and new totals. Call it before lines are removed."""
+    """Return fields for the event `resumed`: number and seconds of the steps after `step`, and new totals. Call it before `cut_after`."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)
@@ -70,5 +71,6 @@ def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
 
 
 def sums(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the latest totals in the lines: `resumes`, `restarts` (automatic ones), repeated `steps`, and their `seconds`."""
+    """Return the latest totals in `lines`: numbers of `resumes`, automatic `restarts`, repeated `steps`, and the `seconds` of these
+    steps."""
     return NOTHING | next((dict(line["so_far"]) for line in reversed(list(lines)) if line.get("so_far")), {})

@@ -1,4 +1,4 @@
-"""The JSON that every verb writes for `--json FILE`; this machine's name, and its speed of matrix products."""
+"""Writes the JSON of `--json FILE` for all verbs; describes this machine, and measures its speed of matrix products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], *
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return this rank's FLOP/s in products of large square matrices, with the run's threads: the best measurement within 0.3 seconds."""
+    """Measure this rank's FLOP/s in products of large square matrices, with the run's number of threads. Return the best of several
+    measurements within 0.3 seconds."""
     import torch
 
     n = 4096 if device.type == "cuda" else 1024

@@ -1,4 +1,4 @@
-"""A run's summary in words, with units, for the table at a run's end and for its report; and a warning about a loss that rose."""
+"""Formats a run's summary with units, for the table at its end and its report, and warns about a loss that did not fall."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe.records.redone import NOTHING
 from parallel.errors import plain
 
 MISSING = "–"
-LOSS = "course of the loss"  # label of the row with the warning of `loss_warning`
+LOSS = "course of the loss"  # label of the row with the result of `loss_warning`
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, value) pairs for the values in the summary; a missing or null value has no row."""
+    """Return (label, value) for each row of the table; a value that the summary does not have, or that is null, gets no row."""
     share = ("share of measured matrix product", "matmul_share")
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
@@ -43,11 +43,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # last share of the steps for which the dropped share is reported separately, because routing is learned by then
+LAST = 0.1  # the dropped share of this last part of the steps is reported separately, because routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the dropped share of (token, choice) pairs: `dropped_share` in all steps, `dropped_share_last` in the last tenth of them."""
+    """Return the share of choices of experts that were dropped: `dropped_share` in all steps, `dropped_share_last` in the last tenth."""
     training = [line for line in lines if line.get("kind", "train") == "train"]
     counts = [[sum(layer.get(what) or 0 for layer in line.get("moe") or ()) for what in ("kept", "dropped")] for line in training]
     last = counts[-max(1, round(LAST * len(counts))) :]
@@ -65,7 +65,7 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 
 def why_skipped(loss_scale: Any) -> str:
-    """Return the reason for a skipped step: an overflow if the loss scale is dynamic (a number other than 1), else gradients not finite."""
+    """Return the reason for a skipped step: an overflow if there is a loss scale (other than 1), else gradients that are not finite."""
     scaled = known(loss_scale) and loss_scale != 1
     return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
 
@@ -173,21 +173,21 @@ def clock(seconds: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters in generated text by a mark (a byte model also writes escape sequences)."""
+    """Replace control characters in generated text by U+FFFD, because a model of bytes may generate escape sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-WINDOWS = 10  # the loss is compared in tenths of the steps
-LEAST_STEPS = 20  # a shorter run, with fewer than two steps in a tenth, gets no warning
-LONG = 0.05  # a warning if the loss was above its first value in at least this share of the steps
-ERRORS = 4.0  # a warning if the means of two tenths differ by more standard errors than this
+WINDOWS = 10  # mean losses of this number of equal parts of the run are compared
+LEAST_STEPS = 20  # a run with fewer steps gets no warning
+LONG = 0.05  # share of the steps with a loss above the first value that gives a warning
+ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts for a warning
 _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 
 
 def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a one-line warning if the training loss, in lines of metrics.jsonl, did not fall as it should; else None. It warns about a
-    loss that ended above its first value, was above it for long, or fell and then rose again by the end, by more than noise explains. Steps
-    without a finite loss are left out here (they are reported as skipped)."""
+    """Return a one-line warning if the training loss in lines of metrics.jsonl did not fall as it should; else None. It warns if the loss
+    ended above its first value, was above that for long, or fell and then rose by more than noise explains. Steps without a finite loss
+    are left out; they are reported as skipped."""
     train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
     if len(train) < LEAST_STEPS:
         return None

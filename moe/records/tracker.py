@@ -1,9 +1,9 @@
-"""Trackers of a run: TensorBoard, and wandb, trackio or mlflow if the recipe's train.trackers names them.
+"""Trackers of a run: TensorBoard, and wandb, trackio or mlflow if train.trackers names them.
 
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-If a tracker fails, one line says so, and training continues without it. A resumed run continues the tracker's run by the id in the
-run's folder. The project is WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, else moe-parallel.
+If a tracker fails, one line is printed, and training continues without it. A resumed run continues its run in the tracker, whose id is in
+the run's folder. The project's name is the variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or by default moe-parallel.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "M
 
 
 class Board(NamedTuple):
-    """A tracker. log(values, step, time): receives the scalars (name -> value) of a line of metrics.jsonl, its step and its Unix time."""
+    """An open tracker. log(values, step, time): gets the scalars (name -> value) of a line of metrics.jsonl, its step and its Unix time."""
 
     log: Callable[[Mapping[str, float], int, float], None]
     close: Callable[[], None]
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise BadInput for a tracker that is not installed or is named twice. Does not import the trackers."""
+    """Raise BadInput for a tracker that is not installed or is named twice. The trackers are not imported."""
     for name in names:
         if find_spec(name) is None:
             fix = f"pip install {name}" | Set("it", [each for each in names if each != name])
@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open a run in the tracker `name`; if `goes_on`, continue the tracker's run of an earlier start. config: recipe key -> value."""
+    """Open a run in the tracker `name`. goes_on: continue the run that an earlier start opened there. config: recipe key -> value."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
     id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)
@@ -52,7 +52,8 @@ def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any]
 
 
 def open_tensorboard(folder: Path, *, first_step: int) -> Board:
-    """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if it is not installed."""
+    """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if TensorBoard is not
+    installed."""
     from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
 
     folder.mkdir(exist_ok=True)  # without parents, so that the folder of a renamed run is not made again (the writer would)
@@ -68,7 +69,7 @@ def open_tensorboard(folder: Path, *, first_step: int) -> Board:
 
 
 def _silence_writers() -> None:
-    """Suppress tracebacks of TensorBoard's writer threads. The next write raises the same error, which is printed in one line."""
+    """Suppress tracebacks from TensorBoard's writer threads: the next write raises the same error, which is then printed in one line."""
     before = threading.excepthook
 
     def said(args: threading.ExceptHookArgs) -> None:
@@ -79,7 +80,7 @@ def _silence_writers() -> None:
 
 
 def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
-    """Open a run of wandb, or of trackio, which has the same interface but identifies a run by its name. Return its id and the tracker."""
+    """Open a run in wandb, or in trackio, which has the same interface but identifies runs by name. Return (the run's id, the tracker)."""
     id = id or secrets.token_hex(4)
     own = {"name": f"{name}-{id}"} if module.__name__ == "trackio" else {"name": name, "id": id, "dir": str(folder)}
     module.init(project=project, config=dict(config), resume="allow", **own)
@@ -87,7 +88,7 @@ def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapp
 
 
 def _mlflow(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
-    """Open a run of mlflow, which gets the recipe's values once, as parameters of a new run. Return its id and the tracker."""
+    """Open a run in mlflow. A new run gets the recipe's values as parameters. Return (the run's id, the tracker)."""
     module.set_experiment(project)
     found = module.start_run(run_id=id, run_name=name).info.run_id
     if id is None:
@@ -104,7 +105,7 @@ def _ids(out: Path) -> dict[str, str]:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of each number in a line of metrics.jsonl. Loads are divided by the mean load."""
+    """Yield (tag, value) of the numbers in a line of metrics.jsonl. Experts' loads are divided by the mean load."""
     if line.get("kind") == "event":
         return
     found: list[tuple[str, Any]] = []

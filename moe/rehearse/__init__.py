@@ -1,1 +1,1 @@
-"""A run rehearsed by one of its ranks alone."""
+"""Rehearses a run on one of its ranks, without the other ranks and without a GPU."""

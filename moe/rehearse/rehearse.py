@@ -4,7 +4,7 @@ moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degr
 
 It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). With
 `--rank all`, each rank is rehearsed in turn, and the order of their collectives and messages is compared. Tokens are zeros, and routing is
-balanced. After the build (memory of the parameters), step 0 allocates optimizer states; step 1, like every later step, gives the
+balanced. The build gives the memory of the parameters. Step 0 allocates optimizer states. Step 1, which is like every later step, gives the
 collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
@@ -76,9 +76,9 @@ class Walked:
 
 
 def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "cpu", json: str | None = None) -> int:
-    """Rehearse a rank, or "all", and print the result; of all ranks, only the rank with the highest peak. Return the exit code: FAILED,
-    after a line that says where, if the run itself would fail. Raises BadInput as the run itself would, and for an impossible world, rank
-    or device."""
+    """Rehearse a rank and print its memory and messages. With "all", rehearse every rank, and print those of the rank with the highest
+    peak. If the run itself would fail, print where, and return FAILED. Raises BadInput as the run itself would, and for an impossible
+    world, rank or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     ranks = [r for r in range(world) if rank in (str(r), "all")]
@@ -147,7 +147,8 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
 
 
 def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
-    """Format a GPU's work in a step: a line for all layers that have equal work in a part, then each host synchronisation's place."""
+    """Format a GPU's work in a step: one line for the same part of all layers that do equal work in it, then the places in the code at
+    which the host waits for the GPU."""
     if not work:
         return []
     alike: dict[tuple[Any, ...], list[str]] = {}
@@ -172,11 +173,11 @@ def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
 
 
 def carried(run: Run) -> tuple[Run, str]:
-    """Replace an engine that cannot run on tensors without values. Return the run, and a line about the replacement or "". Raises BadInput
-    for offload and for DP, which have no replacement."""
+    """Replace an engine that cannot run on tensors without values. Return (the run, a line about the replacement or ""). Raises BadInput
+    for offload and for the engine dp, which have no replacement."""
     s, kind = run.sharding, run.carrier
     if kind.threads:
-        got, needed = "dp, whose replicas are threads of one process", "one thread a rank, which is what a rehearsal follows"
+        got, needed = "dp, whose replicas are threads of one process", "one process per rank"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
         got = "offload, which copies states to the host's memory; a rehearsal's tensors have no memory"
@@ -188,9 +189,9 @@ def carried(run: Run) -> tuple[Run, str]:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. A pipeline that does not drain runs a few batches a step. Raises
-    BadInput as the run itself would, and RehearsalError for another error that the run would have."""
-    # nothing is computed: compiling would only cost time, and a user's loss could read no values
+    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, a few steps are rehearsed at
+    once. Raises BadInput as the run itself would, and RehearsalError for another error that the run would have."""
+    # no values are computed, so compiling would only cost time, and a user's loss could not read them
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False, "loss": "cross_entropy"})})
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
@@ -241,7 +242,7 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """Make the next step, or the next few if the pipeline is not drained between them, and count only their collectives. Collective."""
+    """Take the next step, or several if the pipeline is not drained between them, and count only the collectives in it. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)
@@ -250,7 +251,7 @@ def take_step(job: Job) -> None:
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[..., None]:
     """Return a function that calls the engine's step, and labels gradients and optimizer states in `ledger`, which counts live storages.
-    built: number of storages at the end of the build."""
+    built: the ledger's mark at the end of the build."""
     step = engine.step
 
     def named(lr: float, **how: float) -> None:

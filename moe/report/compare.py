@@ -1,4 +1,4 @@
-"""Compares runs: `compare` plots recipes trained with several seeds each; `beside` prints and plots two runs (`moe report RUN OTHER`)."""
+"""Compares runs: `compare` plots recipes that were trained with several seeds; `beside` compares two runs (`moe report RUN OTHER`)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baseline: str | None = None, title: str | None = None) -> Path:
     """Draw validation loss over steps for several recipes, as the mean over seeds with a band from minimum to maximum. Return `out_png`.
-    runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps that all seeds of a
-    label evaluated are drawn. baseline: a label; a second panel shows the other labels minus this one, seed by seed. Creates folders."""
+    runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps at which all seeds
+    of a label were evaluated are drawn. baseline: a label. A second panel then shows the other labels' losses minus this label's, seed by
+    seed. Missing folders are made. Raises BadInput for an unknown baseline."""
     from moe.report import style
 
     curves = {label: evaluations(label, seeds) for label, seeds in runs.items()}
@@ -93,7 +94,8 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
-    """Return (bottom, top) of the y axis. The first tenth of the steps is ignored: its high losses would flatten the rest."""
+    """Return (bottom, top) of the y axis. The first tenth of the steps is ignored, because its high losses would flatten the other
+    curves."""
     low = min(float(values.min()) for _, values in curves)
     last = max(float(steps[-1]) for steps, _ in curves)
     high = max(float(values[:, steps >= min(0.1 * last, steps[-1])].max()) for steps, values in curves)
@@ -122,7 +124,7 @@ def recipe_rows(first: Path, second: Path) -> list[Row]:
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:
-    """Return the rows of both summaries. For a run without one, return its steps and last evaluation."""
+    """Return the rows of both summaries. A run without a summary has its number of steps and its last evaluation instead."""
     a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
     return [(label, a.get(label, MISSING), b.get(label, MISSING)) for label in {**a, **b}]
 

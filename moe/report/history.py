@@ -1,4 +1,4 @@
-"""A run's lines of metrics.jsonl as arrays with an entry for each training step; NaN if a line has no finite number.
+"""A run's lines of metrics.jsonl as arrays with an entry for each training step, which is NaN if a line lacks the number.
 
 S steps, E experts. If a step was written twice (a file joined by hand), its last line counts.
 """
@@ -60,7 +60,7 @@ class History:
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:
-        """Return each expert's load / mean load (before dropping) at each training step; NaN for a step without this layer."""
+        """Return each expert's load / mean load, before choices are dropped, at each training step; NaN for a step without this layer."""
         rows = [found.get("load") or [] for found in self._layer(layer)]
         experts = max((len(row) for row in rows), default=0)
         load_SE = np.array([_numbers(row) if len(row) == experts else np.full(experts, np.nan) for row in rows]).reshape(len(rows), experts)

@@ -34,7 +34,7 @@ Pictures = dict["Plot", bytes]  # drawn plot -> its PNG file
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
-    """`moe report RUN`: write the report, and with `json` also the list of its files. Returns report.html's path."""
+    """`moe report RUN`: write the report, and if `json` is given, the list of its files. Returns the path of report.html."""
     folder = Path(run_dir)
     page = write_report(folder)
     if json is not None:
@@ -48,8 +48,8 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draw plots/*.png and write report.html into a run's folder, finished or not. Returns the page's path. Raises BadInput for a folder
-    without metrics.jsonl, or if files in it cannot be read."""
+    """Draw plots/*.png and write report.html into the folder of a run, which may be unfinished. Returns the page's path. Raises BadInput
+    for a folder without metrics.jsonl, or if its files cannot be read or written."""
     folder = Path(run_dir)
     if not (folder / METRICS).is_file():
         near = Path("runs") / folder.name
@@ -93,7 +93,8 @@ def _weights(recipe: Path) -> dict[str, float]:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:
-    """Draw every plot for which lines of metrics.jsonl have data, also into `folder`. Old PNGs of plots without data are removed."""
+    """Draw every plot for which the lines of metrics.jsonl have data, and write it into `folder`. PNGs of plots without data are
+    removed."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import png, styled
@@ -144,7 +145,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the most important numbers as HTML, from the summary, or without one from the latest lines."""
+    """Return the most important numbers as HTML, from the summary, or if there is none from the latest lines."""
     rows = dict(summary_rows(summary or _latest(lines)))
     wanted = ("validation loss", "bits per byte", "tokens per second", "dropped tokens", "parameters", "training time")
     cards = [(label, rows[label].partition(" nats")[0].partition(", ")[0]) for label in wanted if label in rows]
@@ -163,7 +164,7 @@ def _latest(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return rows (step, event, details) of the report's table: events, skipped steps, and steps with a number that was not finite."""
+    """Return the rows (step, event, details) of the report's table: events, skipped steps, and steps with numbers that are not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:

@@ -16,13 +16,14 @@ GIB = 2**30
 
 
 def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """Return the names of the parts of memory that any rank has, largest first."""
+    """Return the names of the parts of memory that are not 0 on all ranks, the largest first."""
     most = {name: max(rank.parts.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.parts}
     return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
 
 
 def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
-    """Format GiB of each part on each pipeline rank, and their sum. context: also with the allocator's blocks and CUDA's context."""
+    """Format GiB of each part on each pipeline rank, and their sum. context: add a line that includes the allocator's blocks and CUDA's
+    context."""
     head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
     lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
     lines.append(("allocated", [rank.allocated for rank in ranks]))
@@ -37,8 +38,8 @@ def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
 
 
 def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: bool = True) -> Figure:
-    """Draw the predicted peak memory of each pipeline rank, in GiB, as a bar stacked of its parts, the largest at the bottom. capacity:
-    bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts."""
+    """Draw the predicted peak memory of each pipeline rank, in GiB, as a stacked bar of its parts, the largest part at the bottom.
+    capacity: bytes of the device, drawn as a line. context: add the allocator's blocks and CUDA's context on top of the parts."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
-REACH = 2  # the colour scale ends at this many doublings and halvings of a fair share, as in the terminal's row
+REACH = 2  # the colour scale ends at a fair share times and divided by 2^REACH, as in the terminal's row of expert load
 HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
 
 
@@ -98,7 +98,7 @@ def gradient_norm(history: History) -> Figure | None:
     for name, colour in zip(history.families, LINES, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
-    # the total is dashed and on top of the others: often one family is nearly the whole norm
+    # the total is dashed and drawn last, because one family is often nearly equal to it
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=TEXT, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
@@ -238,13 +238,13 @@ PLOTS = (
         "gradient_norm",
         "Gradient norm",
         gradient_norm,
-        "Each family of parameters on its own: a router's or expert's norm that runs away shows here first.",
+        "Norm of each family of parameters: if the norm of routers or experts diverges, it is seen here first.",
     ),
     Plot(
         "expert_load",
         "Expert load over time",
         expert_load,
-        "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; the arrow's colour: not one token.",
+        "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; colour of the arrow below the scale: no token.",
         wide=True,
     ),
     Plot("dropped", "Dropped tokens", dropped, "Tokens that found their expert full and took the residual path, by layer."),
@@ -252,7 +252,7 @@ PLOTS = (
         "router_losses",
         "Router losses",
         router_losses,
-        "Balance loss: 1 a layer where load is even (dashed). z loss: size of the router's logits, held by its weight alone.",
+        "Balance loss: 1 for each layer if load is even (dashed). z loss: grows with the size of the router's logits.",
     ),
     Plot("speed_and_memory", "Speed and memory", speed_and_memory, "All processes together; memory is the largest peak of any process."),
     Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale where the precision needs one."),

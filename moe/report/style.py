@@ -24,11 +24,11 @@ DPI = 150
 TEXT, MUTED, GRID = "#1f2328", "#656d76", "#e4e7eb"  # as in pictures.mplstyle
 LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # of curves, in order of use
 HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # of an expert's load, from little to much
-DEAD = "#000000"  # of no load
+DEAD = "#000000"  # of an expert without load
 
 
 def styled() -> AbstractContextManager[Any]:
-    """Return a context in which new figures have the look of pictures.mplstyle. At its exit matplotlib's settings are as before."""
+    """Return a context in which new figures have the style of pictures.mplstyle. At its exit, matplotlib's settings are restored."""
     import matplotlib
 
     return matplotlib.rc_context(fname=Path(__file__).with_name("pictures.mplstyle"))
@@ -59,7 +59,7 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
 
 
 def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
-    """Give the x axis the range of the steps, or a small one around a single step, with whole numbers and the label "step"."""
+    """Give the x axis the range of the steps (around a single step, a range of 2), whole numbers, and with `label` the label "step"."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)
@@ -90,5 +90,5 @@ def colours(number: int) -> list[Any]:
 
 
 def marker(values: Any) -> str:
-    """Return matplotlib's marker for a curve: points if it has fewer than 3 finite values, which a line would not show, else none."""
+    """Return matplotlib's marker for a curve: points if it has fewer than 3 finite values, which a line might not show; otherwise none."""
     return "o" if int(np.isfinite(values).sum()) < 3 else ""

@@ -47,7 +47,7 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Return the choices that get a slot: bool [T, K]. Choices with `active_TK` False ask for none; None: all ask.
+    """Return the choices that get a slot: bool [T, K]. `active_TK`: True for choices that need a slot; None: all do.
     Raise BadInput if the tokens do not divide into groups. `priority_TK` fp32: higher values are served first, equal ones in queue order.
     """
     import torch

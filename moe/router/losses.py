@@ -6,8 +6,8 @@
     load       = CV^2 of the experts' expected loads: sums of tokens' probabilities  (the same paper, eq. 8-11; moe/router/scores.py)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
-Losses over the global batch are not sums over its micro-batches and ranks, so each of these needs the sums of the whole step
-(`StepMeans`). Its loss then has its share of the gradient, and the mean over all of them is the step's loss.
+A loss over the global batch is not a sum of losses of its micro-batches and ranks. So each micro-batch of each rank gets the means over
+the whole step (`StepMeans`). It then computes its share of the gradient, and the mean of all micro-batches' losses is the step's loss.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def step_means(
     chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """Return the step's means, given this rank's and micro-batch's choices, gates (None: gate_E is 0) and chances.
+    """Return the step's means, given the choices, gates (None: gate_E is 0) and chances of one micro-batch of this rank.
     `whole` sums a float64 tensor [2 E + 1], or [3 E + 1] with chances, over all ranks and micro-batches of the step.
     """
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
@@ -107,7 +107,8 @@ def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
 
 
 def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Mask = None, counted_TK: Mask = None) -> Tensor:
-    """Count the choices of each expert in each group, before dropping: int64 [G, E], only those with valid_T and counted_TK True."""
+    """Count the choices of each expert in each group, before dropping: int64 [G, E]. Choices with valid_T or counted_TK False do not
+    count."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts

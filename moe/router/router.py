@@ -45,8 +45,8 @@ _CHOSEN = 20.0  # logit of chosen experts if choices are prescribed (rehearsal),
 @dataclass(frozen=True)
 class Decision:
     """The router's choices, without gradient. `chosen`: the experts. `kept_TK` bool: True if the choice got a slot.
-    `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, equal in size and on
-    all ranks that share them. `load_TK` int64: experts that the balance loss counts instead of the chosen ones, if not None.
+    `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, which
+    have equal sizes. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
     """
 
     chosen: Chosen
@@ -59,9 +59,9 @@ class Decision:
 @dataclass(frozen=True)
 class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
-    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None without padding, which is never
-    kept and never counted. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss. `fused`: losses and
-    report, if a kernel computed them; probs_TE then has no gradient.
+    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
+    are neither kept nor counted; None: no padding. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
+    `fused`: losses and report, if a kernel computed them; probs_TE then has no gradient.
     """
 
     expert_TK: Tensor
@@ -79,7 +79,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Linear router with `weight` [E, D] and, for affine logits, `logit_bias` [E]. `name` keys its random numbers.
+    """Linear router with `weight` [E, D] and, for affine logits, `logit_bias` [E]. `name`: part of the keys of its random numbers.
     `bias_E` fp32, a buffer: the selection bias. `noise_weight` [E, D] learns the size of noisy_top_k's noise. `expert_scale` [E] and the
     gain of `input_norm` [D] begin at 1. Raises BadInput for a spec that cannot work with `num_experts`.
     """
@@ -323,7 +323,7 @@ class Router(nn.Module):
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _groups(self, tokens: int, sequence_tokens: int | None) -> tuple[int, int | None]:
-        """Return the number of groups, and an expert's slots in each."""
+        """Return (number of groups, number of slots of an expert in each group; None: no limit)."""
         num_groups = self._num_groups(tokens, sequence_tokens)
         return num_groups, slots_of(self.spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
 
@@ -342,8 +342,8 @@ class Router(nn.Module):
 
 
 def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return the function `name` of the kernels for x's device, None if these have none or x is float64."""
-    of = getattr(kernels, "kernels_of", None)  # kernels that differ by device
+    """Return the function `name` of the kernels for x's device; None if they lack it, or if x is float64."""
+    of = getattr(kernels, "kernels_of", None)  # exists if the kernels differ by device
     return None if x.dtype == torch.float64 else getattr(of(x) if of else kernels, name, None)
 
 

@@ -69,7 +69,7 @@ def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spe
 
 
 def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the logarithms of scores [T, K]. A token's logarithms may all be off by the same constant."""
+    """Return the logarithms of scores [T, K]. All of a token's may be off by the same constant, which `_sum_to_one` cancels."""
     if spec.score == "softmax":
         return logits_TK
     if spec.score == "sigmoid":

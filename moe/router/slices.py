@@ -4,7 +4,8 @@
     rank 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
 
 Capacity, expert choice and a balance loss per sequence need all tokens of the group. Each rank of sp has some positions of every
-sequence. Ranks of tp share these: by runs of tokens, or by columns (tensor.sequence_parallel: runs of each sequence's positions).
+sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens or, with tensor.sequence_parallel, by columns
+(contiguous chunks of each sequence's positions).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for 
 
 @dataclass(frozen=True)
 class Shards:
-    """All tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all G, int64."""
+    """Distribution of the tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all G,
+    int64."""
 
     axis: Axis
     held: Sequence[Tensor]
@@ -77,7 +79,7 @@ class Shards:
 
 def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False) -> Shards:
     """Return how the ranks of `axis` (sp * tp) share `batch` sequences. `positions`: for each rank of sp, the positions of its tokens in a
-    sequence, ascending. `ways`: number of ranks of tp that share these, by columns or by runs of all.
+    sequence, ascending. `ways`: number of ranks of tp that divide these tokens, `by_columns` or into contiguous chunks of all.
     """
     first_B1 = torch.arange(batch).unsqueeze(1) * sum(map(len, positions))
     tokens = [first_B1 + torch.tensor(held) for held in positions]

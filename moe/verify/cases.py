@@ -1,7 +1,8 @@
 """Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
-Sizes differ from each other, so that swapped dims fail. Capacity and balance are counted over a sequence where a preset counts them over a
-rank or a micro-batch, because results would then depend on the layout by definition. moe/verify/kinds.py lists the cases.
+Sizes differ from each other, so that swapped dims fail. If a router preset counts capacity or balance over a rank or a micro-batch, the
+models here count over a sequence instead, because results would otherwise depend on the layout by definition. moe/verify/kinds.py lists the
+cases.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
-OVERFLOWS = 1  # number of the step in which cases with `overflow` make a gradient infinite
+OVERFLOWS = 1  # index of the step in which cases with `overflow` make a gradient infinite
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -52,7 +53,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
     "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
     **{name: {"router": dict(method.example)} for name, method in METHODS.items() if method.example},
-    "noisy_top_k": {  # as in V-MoE (arXiv 2106.05974): a token's best gate decides who gets a slot
+    "noisy_top_k": {  # as in V-MoE (arXiv 2106.05974): tokens with larger gates get slots first
         "router": {
             "preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "z_weight": 0.01, "drop": "lowest_gate",
             "capacity_factor": 1.0, "min_capacity": 1, "allow_noncausal": True,
@@ -60,11 +61,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }  # fmt: skip
-PACKED: dict[str, dict[str, Any]] = {  # attention within documents; the token that begins one is id 0 (1 in 16 tokens) or id 1 (1 in 39)
+PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents, which begin with id 0 (1 in 16 tokens) or id 1 (1 in 39)
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# encoder-decoders. t5 has four layers: in encoder and decoder one with experts and one without
+# encoder-decoders. t5 has four layers: encoder and decoder each have one with experts and one without
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -165,7 +166,7 @@ def attentions() -> dict[str, dict[str, Any]]:
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
 
-FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor that are no values of tensor.kind -> the recipe's section `tensor`
+FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor that are not values of tensor.kind -> the recipe's section `tensor`
     "sliced": {"kind": "1d", "sequence_parallel": True},
     "overlapped": {"kind": "1d", "overlap_chunks": 3},
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
@@ -177,7 +178,7 @@ LINES = ("1d", "dtensor", *FORMS)
 @dataclass(frozen=True)
 class Case:
     """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" make a run on one process sum partial results in the order of a layout's ranks.
+    "reference:" are for reference runs on one process, which sum partial results in the order of a layout's ranks.
     """
 
     model: str
@@ -193,7 +194,7 @@ class Case:
     tiles: int = 1  # number of tiles of each feed-forward network and expert (tiling.ffn)
     head_tiles: int = 1  # number of tiles of the head's vocabulary (tiling.head)
     chunks: int = 1  # number of chunks of tokens in the loss (recompute.loss_chunks)
-    replicas: int = 2  # only of kind dp: number of threads, each with a replica
+    replicas: int = 2  # engine dp only: number of threads, each with a replica
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
@@ -203,7 +204,7 @@ class Case:
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
     tp: int = 1
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
-    parts: int = 1  # reference: layers are summed from the partial results of this number of tp ranks (moe/verify/in_parts.py)
+    parts: int = 1  # reference: a layer's output is the sum of partial results of this number of tp ranks (moe/verify/in_parts.py)
     first_part: int = 0  # reference: index of the tp rank with the first partial result in these sums
     blocks: int = 1  # reference: matrix products are summed from blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
     sp: int = 1
@@ -211,10 +212,10 @@ class Case:
     slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    kernels: str = "cpu"  # of the experts (experts.kernels)
+    kernels: str = "cpu"  # experts.kernels
     casts: str = "use"  # precision.casts
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
-    values: str | None = None  # JSON of a recipe that is used as it is, with its own sizes and layout (`as_written`)
+    values: str | None = None  # JSON of a recipe that runs unchanged, with its own sizes and layout (`as_written`)
     steps: int = 0  # number of steps; 0: ten
 
     @property
@@ -235,7 +236,7 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it is unique for each case."""
+        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it is unique."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
@@ -252,7 +253,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """Return the case's recipe. Unless MODELS or fields change it, the model has a layer with experts and a dense one."""
+        """Return the case's recipe. Unless MODELS or fields change it, the model has one layer with experts and one dense layer."""
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
@@ -285,13 +286,14 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are computed at older weights than they update (PipeDream, 2BW)."""
+        """Whether gradients are computed with older weights than the ones that they update (PipeDream, 2BW)."""
         return SCHEDULES[self.schedule].continuous
 
 
 def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
-    """Return the case of a recipe as it is, given by its values, on `world` processes: three steps, so that later ones
-    read the state of earlier ones. Raises BadInput if the recipe is refused."""
+    """Return a case that runs a recipe unchanged, with its own sizes and layout, on `world` processes. values: section -> keys of the
+    recipe. The case has three steps, so that later steps read the optimizer states of earlier ones. Raises BadInput if the recipe is
+    refused."""
     run = check_run(build_run(values), world)
     d, p, kind = run.degrees, run.pipeline, run.carrier
     kernels = Case.kernels if run.experts.kernels == "auto" else run.experts.kernels

@@ -1,13 +1,13 @@
 """Computes the expected result of a case, and how far its numbers may deviate from it.
 
-    fp32           the plain twin in float64; tolerance 1e-5 for each number. A row that fails is compared again with the twin's update of
-                   gradients that one process took in the row's own order: Adam divides a gradient near 0 by its own size, so it magnifies
-                   the fp32 rounding of gradients, which are themselves still compared with the float64 twin
+    fp32           the plain twin (twin.py) in float64; tolerance 1e-5 for each number. Adam divides a gradient near 0 by its own size, so
+                   it magnifies the fp32 rounding of gradients. If a row fails, its weights are therefore compared with an update from
+                   gradients that one process sums in the row's order. The row's gradients are still compared with the float64 twin
     bf16, fp16     one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the same sums
-                   in other orders (`reorderings`). A row that fails is compared again with one process in the row's own order. Each number
-                   and gradient must also be near the float64 twin (`Bound`), or errors that all processes share would not be seen
+                   in other orders (`reorderings`). If a row fails, it is compared with one process that sums in the row's order. Each
+                   number and gradient must also be near the float64 twin (`Bound`), which shows errors that all 16-bit runs share
 
-In fp32, cases with rounding matrix products of experts (moe/kernels/products.py) are compared as in 16 bits.
+Cases in fp32 whose experts' matrix products round to fewer bits (moe/kernels/products.py) are compared as in 16 bits.
 
 The bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
 multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
@@ -45,7 +45,8 @@ DRAWS, MOST_DRAWS = 5, 32  # least and largest number of runs with random roundi
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case: one process. In 16 bits it records the splits of `case`, on which only the tolerance depends."""
+    """Return the reference case, which runs on one process. In 16 bits it also states the splits of `case`, which only affect the
+    tolerance."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
@@ -78,7 +79,7 @@ def alone(twin: Case) -> Case:
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     """Yield (case, kernels) of runs on one process that compute the same as `alone(twin)` with sums in other orders. Micro-batches also
-    stand for data-parallel replicas. Splits of layers and sequences are used only if `twin` has them: they would widen the tolerance.
+    represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because that would widen the tolerance.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # the row's number if CUTS lacks it (`twin_of`)
@@ -91,7 +92,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
         sizes = twin.run().model
-        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices divide both halves
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices divide both sequences
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 
@@ -109,7 +110,8 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of cases with reference case `twin`. tolerance: name in NUMBERS -> limit; bound: see `Bound`, None in fp32."""
+    """The expected `result` of all cases with the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation. bound: a
+    second limit, for 16 bits; None in fp32."""
 
     twin: Case
     result: Result
@@ -118,12 +120,13 @@ class Expected:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Tolerances to print. If only the Bound limits a number, its limit."""
+        """Name in NUMBERS -> limit to print: the tolerance, or the Bound's limit if the tolerance is infinite."""
         largest = {} if self.bound is None else self.bound.largest
         return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
 
     def by_rounding(self) -> Expected:
-        """Return a copy for a recipe in fp32 that magnifies rounding, such as a norm of one channel: its limits are the Bound's."""
+        """Return a copy whose limits are the Bound's. It is for a recipe in fp32 that magnifies rounding, for example by a norm over one
+        channel."""
         free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
         tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
         return replace(self, tolerance=tolerance, bound=Bound(self.twin, self.result))
@@ -150,8 +153,9 @@ class Expected:
 
 
 def _of_values(twin: Case) -> Expected:
-    """Return the Expected of a recipe that is used as it is. In 16 bits only the Bound limits deviations. With an optimizer other than
-    AdamW, the update and later losses are compared with one process of the trainer, with twice the effect of another order of sums."""
+    """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. With an optimizer
+    that the twin does not have, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the
+    effect of another order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))
@@ -164,7 +168,7 @@ def _of_values(twin: Case) -> Expected:
 
 
 def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
-    """Yield an Expected for each reference case in `twins`, in this order. They are computed ahead in a background process."""
+    """Yield an Expected for each reference case in `twins`, in this order. A background process computes them ahead of time."""
     for (found,) in each_on_ranks(_each_as_dict, 1, twins, timeout_s=LIMIT_S):
         twin, bound = Case(**found["twin"]), found["bound"]
         if bound is not None:
@@ -183,8 +187,8 @@ def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Bound:
-    """Limits the deviation of 16-bit runs from the float64 twin's result, `exact`. drawn: number of runs with random rounding so far;
-    largest: name in NUMBERS, or of a parameter for its gradient -> largest relative deviation allowed.
+    """Limits the deviation of 16-bit runs from the float64 twin's result, `exact`. drawn: number of runs with random rounding so far.
+    largest: name in NUMBERS, or of a parameter (for its gradient) -> largest relative deviation allowed.
     """
 
     twin: Case
@@ -197,8 +201,8 @@ class Bound:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
     def draw(self) -> None:
-        """Run the twin once more with random rounding. Raise each limit to twice this run's deviation, if that is larger. To this comes the
-        rounding of the result itself, which is stored in fp32."""
+        """Run the twin once more with random rounding. Raise each limit to twice this run's deviation plus the rounding of the result
+        itself, which is stored in fp32, if this sum is larger than the limit."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         stored = FP32_TOLERANCE if self.twin.precision == "fp32" else torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
@@ -206,7 +210,8 @@ class Bound:
         self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
-        """Return (largest ratio of deviation to limit, its number or parameter). Makes more runs while it exceeds 1, up to MOST_DRAWS."""
+        """Return (largest ratio of deviation to limit, name of the number or parameter that has it). Makes more runs with random rounding
+        while the ratio exceeds 1, up to MOST_DRAWS."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)

@@ -1,8 +1,8 @@
 """Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
 A row has one value of each feature in FACTORS and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of
-different features occur together in at least one row, unless the checks of recipes refuse this pair. Ranks that pp, tp and sp leave are
-data-parallel; ep and etp use the same ranks as the other axes.
+different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp is the number of
+ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "sequence": ("none", "zigzag", "ulysses"),
     "data": (*planned(), "fsdp+kept"),
     "experts": ("ep2", "ep4", "ep2 etp2"),
-    "sequences": ("1", "3"),  # of a micro-batch of each data-parallel rank, or of each row of its grid
+    "sequences": ("1", "3"),  # number of sequences in a micro-batch of a data-parallel rank, or of one row of its tp grid
 }
 
 
@@ -59,7 +59,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows prefer fp32, with the fastest reference run."""
+    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows have fp32 if possible, because its reference
+    runs are the fastest."""
     return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
 
 
@@ -70,7 +71,7 @@ def covering_few() -> Covering:
 
 
 def _refusal(made: Callable[[Choice], Case]) -> Callable[[Choice], BadInput | None]:
-    """Return a function that returns why the case that `made` makes of a row is refused, or None."""
+    """Return a function: row -> the error with which checks refuse its case, or None. made: makes the case of a row."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
@@ -108,7 +109,7 @@ def _named(pair: Pair) -> str:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Add the missing features of a row: the simplest value with which the chosen dispatcher or split of experts can run."""
+    """Add the missing features of a row: the simplest values with which the chosen dispatcher or split of experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -120,8 +121,8 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks; None: on as many as it needs, with dp of at least 2. Raises BadInput if `world` is too small,
-    and Idle if a value of the row has no effect.
+    """Return a row's case on `world` ranks; None: on the smallest number of ranks with dp of at least 2. Raises BadInput if `world` is too
+    small, and Idle if a value of the row has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
@@ -131,7 +132,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
     # without a pipeline: 3 micro-batches, or 1 if the 24 sequences do not divide into dp x 3
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
-    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # fewer sequences than ranks of tp, or the rows of a grid
+    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # less than tp sequences, but one for each row of a grid
     layers = LAYERS[2][int(kind is not None and kind.chunks != 1)]
     case = Case(choice["model"], choice["data"], dp * pp * tp * sp, ep, microbatches, choice["precision"], choice["recompute"], etp)
     case = replace(case, experts=EXPERTS, layers=layers, length=SLICED, batch=batch)
@@ -142,13 +143,13 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
 
 
 def few_of(choice: Choice) -> Case:
-    """Return the case of a row of FEW on WORLD ranks. Raises BadInput if it needs more."""
+    """Return the case of a row of FEW on WORLD ranks. Raises BadInput if the row needs more ranks."""
     (ep, etp), schedule, model = PLACES[choice["experts"]], choice["schedule"], choice["model"]
     pp, tp, sp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]], (1 if choice["sequence"] == "none" else 2)
     dp = _rest(choice, WORLD, pp * tp * sp, ep * etp, sharers=sp)
     microbatches, sequences = (2 if pp == 1 else 4), int(choice["sequences"]) * (2 if choice["tensor"] in GRIDS else 1)
     layers = 4 if model in HALVES else LAYERS[2][int(pp > 1 and SCHEDULES[schedule].chunks != 1)]
-    length = 24 if model == "latent" else 32  # with 32, a token of latent is nearly tied between two experts in step 3
+    length = 24 if model == "latent" else 32  # with 32, a token of `latent` is nearly tied between two experts in step 3
     case = Case(model, choice["data"], WORLD, ep, microbatches, "fp32", etp=etp, experts=EXPERTS, layers=layers, length=length)
     case = replace(case, batch=dp * microbatches * sequences, tp=tp, tensor=choice["tensor"] if tp > 1 else case.tensor)
     case = replace(case, pp=pp, schedule=schedule) if pp > 1 else case
@@ -166,7 +167,8 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 
 def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """Return the degree of dp for the choice. ranks: pp * tp * sp. experts: ep * etp. sharers: degree of sp. Raises BadInput."""
+    """Return the degree of dp for a row. ranks: pp * tp * sp. experts: ep * etp. sharers: degree of sp. Raises BadInput if `world` is too
+    small."""
     # an engine that shards states needs at least two ranks of dp or sp
     least = (
         1

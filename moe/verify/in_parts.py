@@ -1,4 +1,5 @@
-"""Makes one process take sums in the order of ranks, which in 16 bits rounds other partial results (see moe/verify/expected.py).
+"""Makes one process take sums in the order of a layout's ranks. In 16 bits, the order decides which partial results are rounded
+(moe/verify/expected.py).
 
     in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1, in which each partial result has the compute dtype
     in blocks    as a q x q grid of ranks: y_j = sum over t of x_t W_tj, in which each term has the compute dtype
@@ -70,7 +71,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """Return a layer's keyword argument for one rank: of a position bias only the rank's heads, of a tensor a new view."""
+    """Return a layer's keyword argument for one rank. Of a position bias it is the part for the rank's heads, of a tensor a new view."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
@@ -78,7 +79,8 @@ def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Make attention, cross attention, dense networks and untied head of a whole model multiply in side x side blocks; not MoE layers."""
+    """Make a whole model multiply in side x side blocks in attention, cross attention, dense networks and an untied head, not in MoE
+    layers."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and any(fits(f"layers.*.{part}.*", name) for part in ("attention", "cross", "ffn")):
             module.product = partial(_product, side=side)
@@ -155,7 +157,7 @@ class _InSlices(Method):
 
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
         """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments).
-        num_keys: in cross attention, the length of the other half, of which each rank has a contiguous slice."""
+        num_keys: number of keys. In cross attention, this is the encoder's length, of which each rank has a contiguous slice."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
         places = [own.place_L for own in tokens] if num_keys == self.order.length else other
@@ -198,7 +200,7 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One simulated rank. rounds: for each trip of keys or values around the ring, the tensor of all ranks that it brings."""
+    """One simulated rank. rounds: one tensor for each trip around the ring, with the keys or values of all ranks."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

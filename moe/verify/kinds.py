@@ -1,4 +1,4 @@
-"""Lists the cases of `moe verify`: the cases of each kind in `--kinds`, or of a user's recipe (`--recipe`)."""
+"""Lists the cases of `moe verify`: for each kind in `--kinds`, or for a user's recipe (`--recipe`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe.verify.small import not_compared, not_in_the_twin
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.mesh.mesh import divisors
 
-_TINY = 64  # largest width and length of a recipe that is also compared as it is
+_TINY = 64  # largest width and sequence length with which a recipe is also compared unchanged, with its own sizes
 
 KINDS: dict[str, Callable[[], list[Case]]] = {
     "data": data_cases,
@@ -47,7 +47,8 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of a small version of the recipe, lines of text on refused layouts and settings not tested). Raises BadInput."""
+    """Return (cases of a small version of the recipe, lines of text on refused layouts and settings that are not tested). Raises BadInput
+    if the recipe is refused."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
@@ -75,8 +76,8 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
 
 
 def _as_it_is(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (the recipe with its own sizes and layout as a case, lines of text if that is not compared), if its sizes are tiny and its
-    degrees are numbers, as --draws prints recipes."""
+    """Return (case of the unchanged recipe, or no case; lines of text why it is not compared). Only recipes with tiny sizes and an explicit
+    degrees.dp are compared unchanged; `moe verify --draws` prints such recipes."""
     run = load(path)[0]
     d, widest = run.degrees, max(run.model.d_model, run.model.d_ff, run.model.max_length)
     if d.dp == "auto" or widest > _TINY:

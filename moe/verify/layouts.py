@@ -1,4 +1,4 @@
-"""Runs ten steps of a case by the trainer's own code on forked ranks, and gathers whole tensors by their names in checkpoints."""
+"""Runs ten steps of a case by the trainer's own code on forked ranks, and gathers unsharded tensors by their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from parallel.process.fork import each_on_ranks
 from parallel.store.checkpoint import pieces
 
 _CPU = torch.device("cpu")
-Ran = tuple[Result, Tape | None] | str  # of a case: (result, record of its first steps if taped), or text: the errors of its ranks
+Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of its first steps if taped), or the text of its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
 # largest number of (meshes x ranks) in one set of processes: each mesh starts gloo threads that slow all ranks until the process ends
 MESHES = 16
-LAST = "last module that ran: "  # in the errors of taped ranks, before Tape.last
+LAST = "last module that ran: "  # written before Tape.last in the errors of ranks that record a tape
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
@@ -62,8 +62,8 @@ def compute(
     device: torch.device = _CPU,
 ) -> Result:
     """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). kernels:
-    instead of the case's; meshes: meshes of earlier cases; tape: records the first steps; delayed_as: case with PipeDream or 2BW, whose
-    older weights one process uses for its gradients.
+    value of experts.kernels; None: the case's. meshes: meshes of earlier cases. tape: records the first steps. delayed_as: case with
+    PipeDream or 2BW; one process then computes gradients with the older weights that this case's stages would use.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
@@ -118,7 +118,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 class _OlderWeights:
-    """Lets one process compute gradients at the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
+    """Lets one process compute gradients with the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
@@ -127,7 +127,7 @@ class _OlderWeights:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Within this context, the model has the weights with which `step` is computed. To be entered for each step, in order."""
+        """Within this context, the model has the weights with which `step` is computed. Must be entered once for each step, in order."""
         if not self.ages:
             yield
             return
@@ -183,7 +183,7 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
     """Add hooks to the optimizer. At each of its first TAPED updates they append a Step to `updates`: gradients, moments, weights."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
-    begun = [0]  # the same on all ranks, unlike what a rank reports, which may be nothing
+    begun = [0]  # number of updates so far, which is equal on all ranks
 
     def before(*_: Any) -> None:
         begun[0] += 1
@@ -200,14 +200,14 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of all weights and of the routers' selection biases, by name (see `owned`)."""
+    """Return name -> tensor with this rank's part of a weight or of a router's selection bias (see `owned`)."""
     biases = {name: bias_E.to(_CPU, copy=True) for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return name -> whole tensor with this rank's part of the gradient, weight or exp_avg (`what`) divided by `scale`, and zeros
-    elsewhere. Of equal copies on several ranks only one rank reports, so the sum over ranks is the whole tensor.
+    """Return name -> tensor of the unsharded shape with this rank's part of the gradient, weight or exp_avg (`what`), divided by `scale`,
+    and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole tensor.
     """
     found: dict[str, Tensor] = {}
     for name, layout in engine.layouts.items():
@@ -231,8 +231,8 @@ def run_world(
     chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
 ) -> Iterator[tuple[Case, Ran]]:
     """Run cases of `world` ranks. Yield (case, its result) when a case has ended. If its ranks fail, the result is the text of their
-    errors, and new ranks run the other cases. taped: also record the first steps. timeout_s: limit for a case of up to four ranks, twice
-    that for eight; None: LIMIT_S.
+    errors, and new processes run the other cases. taped: also record the first steps. timeout_s: limit for a case of up to four ranks;
+    eight ranks have twice this time. None: LIMIT_S.
     """
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = limit_of(world, timeout_s)
@@ -253,11 +253,11 @@ def run_world(
 
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    """Yield as `ran_by`, with all threads of the rank on one core. Otherwise gloo's thread spins while another thread of its rank holds a
-    lock, which on two cores takes a third of a row's processor time."""
+    """Yield the results of `ran_by`, with all threads of the rank on one core. On several cores, gloo's thread would spin while another
+    thread of the rank holds a lock, which takes a third of a row's processor time on two cores."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
-        for thread in os.listdir("/proc/self/task"):  # also gloo's, which exist already
+        for thread in os.listdir("/proc/self/task"):  # includes gloo's threads, which have already been started
             os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
     yield from ran_by(rank, chosen, taped, inside)
 
@@ -268,7 +268,7 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """The first cases of `cases`, as many as have meshes x ranks <= MESHES together, but at least one."""
+    """Return the first case, and the cases after it as long as they need together at most MESHES / ranks different meshes."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -296,7 +296,7 @@ def ran_by(
 
 
 def gathered(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
-    """Return (result, tape or None) of a case from what `ran_by` yielded on each rank: sums tensors over ranks, and merges tapes."""
+    """Return (result, tape or None) of a case. parts: what `ran_by` yielded on each rank. Sums tensors over ranks, and merges tapes."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

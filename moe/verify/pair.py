@@ -1,8 +1,8 @@
 """Tools for the adapters of `moe verify --peer NAME`. An adapter is a file moe/verify/peers/NAME.py with
 
-PACKAGES  what it imports -> what pip installs      load()   imports it, before ranks are forked
-MODELS    names for --model                         pairs(models, degrees, pin)   the runs that are compared
-DEGREES   which of ep, tp, fsdp it has
+PACKAGES  module -> package that pip installs       load()   imports the modules, before ranks are forked
+MODELS    names for --model                         pairs(models, degrees, pin)   yields the runs that are compared
+ROUTED    the MODELS with routers                   DEGREES  the axes ep, tp, fsdp that it supports
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ VOCABULARY = 264
 
 @dataclass(frozen=True)
 class Pair:
-    """A model in a layout. one, many: record its step into a folder, on one process and on each of `world` ranks. `many` may read what
-    `one` wrote into the folder `one` next to its own."""
+    """A model in a layout. one: records a step on one process into a folder. many: records the same step on each of `world` ranks. It may
+    read the recording of `one`, which is in the folder `one` next to its own folder."""
 
     model: str
     layout: str
@@ -44,7 +44,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor, *, pin: bool = False) -> None:
-    """Record a step of AdamW on these token ids into the folder. pin: with the routers' choices of the one process."""
+    """Record a step of AdamW on these token ids into the folder. pin: replay the routers' choices that the single process recorded."""
     optimizer = adamw(model)
     for step in record(folder, model, optimizer, pin=folder.parent / "one" if pin else None):
         loss = loss_of(logits(tokens[:, :-1]), tokens[:, 1:])
@@ -54,5 +54,5 @@ def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], to
 
 
 def adamw(model: nn.Module) -> Any:
-    """Return the optimizer of all programs. With eps, a tiny gradient is no step of full length."""
+    """Return the AdamW that all programs use. Its eps is large, so that a tiny gradient does not cause a step of full length."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6, foreach=False)

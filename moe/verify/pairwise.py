@@ -1,4 +1,4 @@
-"""Chooses few rows, each with one value of every factor, so that every two values of different factors occur together in some row.
+"""Chooses a small number of rows, each with one value of every factor, so that every pair of values of two factors occurs in some row.
 
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
@@ -58,9 +58,9 @@ def together(pairs: Sequence[Pair]) -> list[str]:
 def cover(
     factors: Factors, *, complete: Callable[[Choice], Choice], refuse: Callable[[Choice], BadInput | None], first_of: Sequence[str] = ()
 ) -> Covering:
-    """Choose rows that contain every pair that is not refused. complete(values): the simplest row with these values; refuse(row): why the
-    row is refused, or None. A pair is refused if the simplest row with it is refused. Among values that add equally many new pairs, a
-    row gets the one that fewest rows have; for factors in `first_of`, the first.
+    """Choose rows that contain every pair that is not refused. complete(values): the simplest row with these values. refuse(row): the error
+    with which the row is refused, or None. A pair is refused if the simplest row with it is refused. Among values that add equally many new
+    pairs, a row gets the value that the fewest rows have, or for factors in `first_of` the first value.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 
@@ -87,7 +87,7 @@ def cover(
         for option in options:
             if all(reasons[pair] is None for pair in brought(row, option)) and why_not(row | dict([option])) is None:
                 return row | dict([option])
-        raise AssertionError(f"no value goes with {row}, though the simplest ones do")
+        raise AssertionError(f"{row} is allowed, but no further value is allowed with it")
 
     rows: list[Choice] = []
     while left:

@@ -1,10 +1,10 @@
-"""`moe verify --peer NAME`: other people's parallel programs on gloo ranks of a CPU, each compared with its own single process.
+"""`moe verify --peer NAME`: parallel programs of other projects on gloo ranks of a CPU, each compared with the same program on one process.
 
-    adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py says what it has
+    adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py lists its contents
     pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on ranks (moe/verify/yours)
-    row       what `moe verify --compare` finds first, in forward order, or else in backward order
+    row       result of a pair: the first deviation that `moe verify --compare` finds in forward order, or else in backward order
 
-The recordings of a model's one process are shared by all its layouts. A pair that cannot run on a CPU gets a row with the reason.
+All layouts of a model are compared with the same recording of one process. A pair that cannot run on a CPU gets a row with the reason.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def main(
     timeout_s: float | None = None,
     say: Say = say_now,
 ) -> int:
-    """Run `moe verify --peer`: print a row for each pair. Returns 1 if one deviates, or none could be compared.
+    """Run `moe verify --peer`: print a row for each pair. Returns 1 if a pair deviates, or if no pair could be compared.
 
-    model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; by default 2 of each that the peer has.
-    only: text in a row's name. pin: replay the one process's choices of experts. timeout_s: limit for a layout."""
+    model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports.
+    only: run only pairs with this text in their model and layout. pin: ranks replay the choices of experts that the single process made.
+    timeout_s: time limit for one recording."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
     for name, degree in known.items():
@@ -69,13 +70,13 @@ def main(
     idle = [name for name in models if name not in {pair.model for pair in pairs}]
     if idle and (model is not None or not pairs):
         given = " ".join(f"--{name} {degree}" for name, degree in known.items())
-        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="a degree of an axis that it has", fix=f"remove {given}")
+        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="degrees for which it has a test", fix=f"remove {given}")
     if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
         titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')
     adapter.load()
     rows, started = list[Row](), time.perf_counter()
-    say(f"{peer} {_version(adapter)}" + (", with the one process's choices of experts" if pin else ""))
+    say(f"{peer} {_version(adapter)}" + (", routers replay the choices of the run on one process" if pin else ""))
     say(_line("model", "layout", "ranks", "equal", "differ", "not compared", "first deviation"))
     with tempfile.TemporaryDirectory(prefix="peers-") as home:
         for row in _rows(chosen, Path(home), 300.0 if timeout_s is None else timeout_s):
@@ -125,8 +126,8 @@ def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], Non
 
 
 def _reason(error: str) -> str:
-    """Return the error that ends a rank's traceback, if possible not a lost connection to another rank; without a traceback, what the
-    first rank did instead of ending."""
+    """Return the error at the end of a rank's traceback, if possible one that is not a lost connection to another rank. If there is no
+    traceback, returns the line about the first rank that did not end."""
     tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
     ends = [" ".join(re.split(r"\n +[^\n]*(?=\n)", traceback)[-1].split()) for traceback in tracebacks]
     head, *lines = error.splitlines() if not ends else ("",)
@@ -150,7 +151,7 @@ def _adapter(peer: str) -> Any:
 
 
 def _models(model: str | None, adapter: Any, peer: str, pin: bool) -> tuple[str, ...]:
-    """Return the chosen models; with pin, of those that have a router."""
+    """Return the chosen models. With `pin`, only models with routers can be chosen."""
     known = adapter.ROUTED if pin else adapter.MODELS
     if not known:
         raise BadInput("--pin_routing", got=f"it with {peer}", needed="a peer with routers", fix="remove --pin_routing")

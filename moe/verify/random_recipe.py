@@ -34,7 +34,8 @@ from parallel.pipeline.schedules.catalog import SCHEDULES
 
 Values = dict[str, Any]  # a recipe's nested values
 
-# sizes differ from each other, so that swapped dims fail. eps: parameters that begin at 0 must not move by the sign of a rounding error
+# sizes differ from each other, so that swapped dims fail. eps is large: otherwise the first step of a parameter whose gradient is nearly 0
+# would depend on the sign of a rounding error
 _TINY: Values = {
     "model": {"num_layers": 2, "d_model": 24, "num_kv_heads": 2, "d_ff": 20, "max_length": 12, "init_scale": 0.5, "tied_embeddings": False},
     "optimizer": {"lr": 0.003, "eps": 0.1, "clip_norm": 0.5},
@@ -44,32 +45,33 @@ _TINY: Values = {
         "allow_noncausal": True,
         "group": "sequence",
         "balance_scope": "sequence",
-    },  # a preset's may depend on the layout by definition
+    },  # values of a preset may depend on the layout by definition
 }
-_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # degrees have a rule of their own; the training loop reads the others
-_DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")
+_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step reads few of the others
+_DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
 _NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU, as ranks here are forked on the CPU
-_KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}  # drawn if the axis has ranks
-_FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to these
+# axis -> key that is drawn if the axis has several ranks
+_KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
+_FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS
 _ROUNDS = 40  # largest number of refusals of one recipe
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refusal of a drawn recipe, and how the draw went on: `fix`, the applied change; "" if no change of the line led to a new recipe."""
+    """A refusal of a drawn recipe. fix: the change that was applied; "" if none of the fixes in the refusal led to a new recipe."""
 
     bad: BadInput
     fix: str
 
     @property
     def reason(self) -> str:
-        """The refused key with what it needs, without numbers, so that equal reasons are counted together."""
+        """The refused key and the values that it needs. Digits are replaced by N, so that equal reasons are counted together."""
         return f"{self.bad.what}: needed {''.join('N' if c.isdigit() else c for c in self.bad.needed)}"
 
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted recipe on `world` processes. drawn: keys with random values; refusals: of earlier forms of the recipe, in order."""
+    """An accepted recipe on `world` processes. refusals: refusals of earlier versions of the recipe, in order."""
 
     values: Values
     world: int
@@ -119,7 +121,8 @@ def _layout(rng: random.Random, most: int) -> tuple[Values, int]:
 
 
 def _set(rng: random.Random, values: Values, key: str) -> None:
-    """Give the key a random value. If other settings leave it unread, it mostly stays as it is, or they are changed too."""
+    """Give the key a random value. If other settings make it ineffective, usually nothing is changed; sometimes these settings are changed
+    too."""
     for condition in facts(key).of:
         if not_met(_run_or_default(values), (condition,)) is not None:
             if rng.random() < 0.85:
@@ -157,7 +160,7 @@ def _value(rng: random.Random, key: str, base: Any) -> Any:
 
 
 def _number(rng: random.Random, base: Any, *, whole: bool) -> float:
-    """Return a random number within a factor of 2 of `base`; if that is 0 or no number, a small one."""
+    """Return a random number within a factor of 2 of `base`. If `base` is 0 or not a number, return a small random number."""
     known = isinstance(base, int | float) and not isinstance(base, bool) and base != 0
     if whole:
         return rng.randint(math.ceil(base / 2), 2 * base) if known and base > 8 else rng.choice((1, 2, 3, 4, 5, 6, 8))
@@ -192,7 +195,7 @@ def _run_or_default(values: Values) -> Run:
 
 def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
     """Apply a fix of each refusal, until the recipe is accepted. If the fixes of a refusal are only words, or lead back to an earlier
-    recipe, its key is taken back, or its section. Raises AssertionError if the recipe is never accepted."""
+    recipe, its key or its whole section gets the values in _TINY. Raises AssertionError if the recipe is never accepted."""
     seen = {_as_text(values, world)}
     refusals: list[Refusal] = []
     for _ in range(_ROUNDS):
@@ -206,7 +209,7 @@ def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
         fix, values, world = next(new, ("", copy.deepcopy(_TINY), world))
         refusals.append(Refusal(bad, fix))
         seen.add(_as_text(values, world))
-    raise AssertionError(f"no fix of {_ROUNDS} led to an accepted recipe, the last refusal is: {bad}")
+    raise AssertionError(f"none of {_ROUNDS} fixes led to an accepted recipe, the last refusal is: {bad}")
 
 
 def _changes(ways: list[Fix], values: Values, world: int, most: int) -> Iterator[tuple[str, Values, int]]:
@@ -216,7 +219,7 @@ def _changes(ways: list[Fix], values: Values, world: int, most: int) -> Iterator
 
 
 def _without(values: Values, key: str) -> Values:
-    """Return a copy of the values with the key, or all keys of the section, as in _TINY."""
+    """Return a copy of the values in which the key, or all keys of a section, have the values in _TINY."""
     changed, tiny = copy.deepcopy(values), _at(_TINY, key)
     take(changed, key)
     if tiny is not None:
@@ -242,8 +245,8 @@ def refused(values: Values, world: int) -> BadInput | None:
 
 
 def _completed(values: Values) -> Values:
-    """Replace a dynamic loss scale, with which first steps overflow and are skipped, by a fixed one; and a window of one token, with which
-    gradients of queries and keys are 0, so that only rounding would be compared, by one of two."""
+    """Replace two values with which runs could hardly be compared. With a dynamic loss scale, the first steps overflow and are skipped.
+    With a sliding window of one token, gradients of queries and keys are only rounding errors."""
     if values.get("model", {}).get("sliding_window") == 1:
         values["model"]["sliding_window"] = 2
     if values.get("precision", {}).get("loss_scale", "none") != "none":
@@ -256,7 +259,7 @@ def _as_text(values: Values, world: int) -> str:
 
 
 def smaller(values: Values, world: int) -> Iterator[Values]:
-    """Yield accepted recipes, each with one key of `values` taken back, for the search for the smallest recipe that still fails."""
+    """Yield accepted recipes that have one key of `values` reset to _TINY. They are for the search for the smallest recipe that fails."""
     held, tiny = flat(build_run(values)), flat(build_run(_TINY))
     for key in known_keys():
         if held[key] != tiny[key] and (changed := _without(values, key)) != values and refused(changed, world) is None:

@@ -2,7 +2,8 @@
 
     drawn and mended -> ranks -> compared with the twin -> a failure is shrunk to the smallest recipe that still fails, printed as YAML
 
-The same --seed and --nproc give the same recipes. Compared are loss, all gradients, their norm, the update and the losses of three steps.
+The same --seed and --nproc give the same recipes. The loss, all gradients, their norm, the update and the losses of three steps are
+compared.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ _REASONS = 10  # largest number of reasons in the summary
 def main(
     *, draws: int, seed: str = "0", nproc: int | None = None, json: str | None = None, timeout_s: float | None = None, say: Say = say_now
 ) -> int:
-    """Run `moe verify --draws`: print one line a draw and a summary. Return 1 if a recipe deviates, or a refusal is not a plain line."""
+    """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if a refusal is not one line
+    with what, got, needed and fix."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
     started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()
     for number in range(draws):
         try:
             drawn = draw(f"{seed}/{number}", nproc or 2)
-        except Exception as error:  # a wrong refusal or check, which is a result too
+        except Exception as error:  # a fault of a check or of its fix, which is counted as a failure
             rows.append({"passed": False, "lacks": None, "error": f"the draw failed: {type(error).__name__}: {error}"})
             say(f"{number:>4} {rows[-1]['error']} FAIL")
         else:
@@ -68,7 +70,8 @@ def _compared(number: int, drawn: Draw, limit_s: float | None, say: Say) -> dict
 
 
 def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
-    """Run a recipe on its ranks and compare it. Return its row, in which `passed` is None if the twin does not have one of its keys."""
+    """Run a recipe on its ranks and compare it with the twin. Return its row, in which `passed` is None if the twin lacks one of its
+    settings."""
     case = as_written(drawn.values, drawn.world, name="drawn")
     row = {"layout": case.layout, "kind": case.kind, "precision": case.precision, "world": case.world, "recipe": recipe_of(case)}
     if (lacks := not_in_the_twin(case.run())) is not None:
@@ -82,7 +85,8 @@ def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
 
 
 def recipe_of(case: Case) -> Values:
-    """Return the values of a case that has them, with degrees as numbers; without a router's, which a dense recipe must not have."""
+    """Return the recipe of a case made by `as_written`, with resolved degrees. It has no router section if the model is dense, because the
+    checks would refuse it."""
     values: Values = json_text.loads(case.values or "{}")
     if case.run().model.moe_every == 0:
         values.pop("router", None)
@@ -98,7 +102,7 @@ def _reported(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> Iterat
 
 
 def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> tuple[Values, Case, dict[str, Any]]:
-    """Take keys back to their defaults, one at a time, as long as the recipe fails. Return (values, case, row) of the smallest."""
+    """Reset one key after another, as long as the recipe still fails. Return (values, case, row) of the smallest recipe that fails."""
     values, left = drawn.values, _TRIES
     again = True
     while again:

@@ -1,6 +1,6 @@
 """Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
-Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, text and degrees come from a case (moe/verify/cases.py). If
+Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, data and degrees come from a case (moe/verify/cases.py). If
 the plain twin does not implement the recipe (`known`), layouts are compared with one process of the trainer's code, which does not find
 faults that all layouts share.
 """
@@ -22,7 +22,7 @@ _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_s
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # largest sliding window; shorter than the sequences of all cases
-# for parameters that begin at 0 and are lr g / (|g| + eps) after step 0: with a small eps, an error of a tiny g could reverse their sign
+# for parameters that begin at 0: Adam's first step makes them lr g / (|g| + eps). With a small eps, an error of a tiny g flips their sign
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
@@ -41,7 +41,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     model |= {"num_layers": 4} if m.kind == "encoder_decoder" else {}
     model["moe_every"] = 0 if not sparse else 1 if len(sparse) == m.num_layers else 2
     model["num_kv_heads"] = 2 if m.num_kv_heads not in (None, m.num_heads) else None
-    if m.sliding_window is not None:  # if only some layers have a window, one of the two small layers has
+    if m.sliding_window is not None:  # if only some layers have a window, one of the small model's two layers has one
         some = m.sliding_layers is not None and len(m.sliding_layers) != m.num_layers
         layers = (min(layer % 2 for layer in m.sliding_layers or ()),) if some else None
         model |= {"sliding_window": min(m.sliding_window, _WINDOW), "sliding_layers": layers}
@@ -72,7 +72,8 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
 
 
 def _router(run: Run) -> dict[str, Any]:
-    """The recipe's router settings. Capacity and balance over a rank's tokens, which depend on the layout, are counted over a sequence."""
+    """Return the recipe's router settings. If capacity or balance is counted over a rank's tokens, which depends on the layout, it is
+    counted over a sequence instead."""
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
@@ -97,15 +98,15 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Whether the plain twin (moe/verify/twin.py) implements the recipe: AdamW, Muon or Adafactor, and no plug-ins that change
-    numbers."""
+    """Return whether the plain twin (moe/verify/twin.py) implements the recipe: its optimizer is AdamW, Muon or Adafactor, and no plug-in
+    changes numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind in ("adamw", "muon", "adafactor") and not named
 
 
 def not_in_the_twin(run: Run) -> str | None:
-    """Return the first setting of the recipe, used as it is, that the twin does not have, so that nothing can be compared; None if it has
-    all. The update of another optimizer can be compared with one process, but not in 16 bits."""
+    """Return the first setting of an unchanged recipe that makes a comparison with the twin impossible; None if there is none. The update
+    of an optimizer that the twin lacks is compared with one process, but only in fp32."""
     sparse, spec, rounded = bool(run.model.layers_with_experts()), run.router, run.precision.compute != "fp32"
     found = {
         "router.group rank": sparse and spec.group == "rank",

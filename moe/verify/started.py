@@ -5,7 +5,7 @@
     FOLDER/<case>.<rank>.result             what a rank yields for a case     read as soon as all ranks have written it
     FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; all output
 
-Each rank imports torch once and runs the whole list: on its GPU under NCCL, or with gloo on a machine without a GPU.
+Each rank imports torch once and runs the whole list of cases: on its GPU with NCCL, or with gloo on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from moe.verify.layouts import Ran, few_meshes, gathered, limit_of
 from parallel.process import process
 from parallel.process.libc import die_with
 
-START_S = 300.0  # seconds in which processes start, in addition to the limit of the first case
+START_S = 300.0  # seconds that processes may take to start, in addition to the limit of the first case
 _LEAVE_S, _POLL_S = 10.0, 0.05
 
 
 def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:
-    """Run cases of `world` ranks. Yields and arguments as `run_world` (moe/verify/layouts.py)."""
+    """Run cases of `world` ranks. Arguments and yielded values are as in `run_world` (moe/verify/layouts.py)."""
     left = list(chosen)
     while left:
         ready, done = few_meshes(left), 0
@@ -50,7 +50,8 @@ def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_
 
 
 def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iterator[Ran]:
-    """Yield the result of each case; if ranks fail, last the text of their errors. The processes end when the caller stops reading."""
+    """Yield the result of each case. If ranks fail, the last value is the text of their errors. The processes end when the caller stops
+    reading."""
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps({"cases": [asdict(case) for case in cases], "taped": taped, "limit_s": limit_s}))
@@ -61,7 +62,7 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 parts = _results(folder, number, world)
                 until = time.monotonic() + limit_s + (0 if number else START_S)
                 while not all(part.exists() for part in parts):
-                    ended = not parent.is_alive()  # asked first: results are complete when it has ended
+                    ended = not parent.is_alive()  # read before the files: once it has ended, all results are written
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
                         yield _errors(
                             folder, f"{world} ranks gave no result" if ended else f"{world} ranks still running after {limit_s:g} s"
@@ -78,7 +79,7 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
 
 
 def _errors(folder: Path, head: str) -> str:
-    """Return the errors of the ranks that failed; if none says why, `head` and the output of all."""
+    """Return the errors of the ranks that failed. If no rank wrote an error, return `head` and the output of all ranks."""
     failed = [f"rank {path.stem} failed:\n{path.read_text()}" for path in sorted(folder.glob("*.error"))]
     return "\n".join(failed or [head, (folder / "log").read_text()])
 
@@ -88,14 +89,15 @@ def _results(folder: Path, number: int, world: int) -> list[Path]:
 
 
 def _launch(folder: Path, world: int, parent: int) -> None:
-    """Start the ranks by the functions of `moe train`, from a fork of this process, which uses no GPU. One rank needs no launcher."""
+    """Start the ranks by the functions of `moe train`. This runs in a fork of the parent, which has not used a GPU. One rank needs no
+    launcher."""
     die_with(parent)
     log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     given, module = Arguments("verify", out=folder), "moe.verify.started"
     if world == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also inside somebody's job
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also if a job has set them
         os.execve(sys.executable, [sys.executable, "-m", module, *given.words()], os.environ | alone)
     start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
 
@@ -130,7 +132,7 @@ def _run_cases(folder: Path) -> None:
 
 def _write(found: dict[str, Any], path: Path) -> None:
     torch.save(found, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)  # so that a result is never seen incomplete
+    path.with_suffix(".part").rename(path)  # atomic, so that an incomplete result is never read
 
 
 if __name__ == "__main__":

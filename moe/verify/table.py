@@ -21,7 +21,8 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """One row for each case in `chosen`. file: path of the JSON. go_on: keep its passed rows. Raises BadInput if it is no such table."""
+    """One row for each case in `chosen`. file: path of the JSON file. go_on: keep the file's passed rows. Raises BadInput if the file is
+    not a table of `moe verify`."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool, device: str | None = None) -> None:
         self.chosen, self.file, self.kept, self.device = list(chosen), file, 0, device
@@ -53,7 +54,7 @@ class Table:
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line for the user: numbers of rows kept and left, and commits of the kept rows except the current one, `now`."""
+        """Return a line for the user: numbers of rows kept and left, and the commits of the kept rows other than `now`, the current one."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
@@ -76,7 +77,7 @@ class Table:
         return [self._rows[place] for place in sorted(self._rows)]
 
     def write(self, **more: Any) -> None:
-        """Write the file, if there is one: the rows so far, tolerances, the number of missing rows (`left`), and the entries `more`."""
+        """Write the file, if one was given: the rows so far, tolerances, the number of missing rows (`left`), and the entries `more`."""
         self._written, left = time.monotonic(), len(self.chosen) - len(self._rows)
         if self.file is not None:
             write_json(self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=left, device=self.device, **more)

@@ -1,12 +1,12 @@
 """Records the first steps of a run of `moe verify` on a Tape, so that moe/verify/where.py can find where two runs first differ.
 
     forward      outputs of the model's modules, with the index of each output's token in the step's batch
-    again        the outputs that recompute produces a second time
+    again        the outputs that activation recomputation produces a second time
     reports      numbers of each MoE layer: losses, choices with a slot, choices of each expert
     gradients    of every parameter, summed over ranks, before clipping; their norms; moments and weights after the update
 
-All tensors are whole and have the names of checkpoints, so that tapes of different layouts can be compared. The hooks that record them
-depend on modules only, not on the layout.
+All tensors are unsharded and have their names in checkpoints, so that tapes of different layouts can be compared. The hooks that record
+them depend only on modules, not on the layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
 TAPED = 3  # number of recorded steps: step 1 is the first with Adam's moments, step 2 the first after a skipped step
-AGAIN = " again"  # ends a module's name if its outputs come from recompute
+AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 
 @dataclass
@@ -56,7 +56,8 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record outputs [..., width] of the tokens with these indices. A second record of theirs is recompute. first: first channel."""
+        """Record outputs [..., width] of the tokens with these indices. A second record of the same tokens is stored as recompute. first:
+        index of the outputs' first channel in the module's whole output."""
         self.last = f"{name} of step {step}"
         if step >= TAPED:
             return
@@ -101,13 +102,13 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # .contexts of the tokens that last entered each layer; for each thread, since replicas of kind dp are threads
+    now = threading.local()  # .contexts: layer -> context of the tokens that last entered it. Replicas of the engine dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """The context of the tokens that this rank has between layers. Does not use the model's own slicing, which may be at fault."""
+        """The context of the tokens that this rank has between layers. Does not use the model's own slicing, which may be faulty."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -156,7 +157,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
 
 
 def _gates(routing: Any) -> Tensor:
-    """Gates [T, E] of a Routing. 0 for experts that a token did not choose or that have no slot for it."""
+    """Gates [T, E] of a Routing: 0 for experts that a token did not choose, or that have no slot for it."""
     return torch.zeros_like(routing.probs_TE).scatter(1, routing.expert_TK, routing.gate_TK.detach() * routing.kept_TK)
 
 
@@ -165,6 +166,6 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, context: Any) -> bool:
-    """Whether outputs of the module `name` for these tokens are already recorded, so that this is recompute."""
+    """Return whether outputs of the module `name` for these tokens are already recorded. If they are, the module runs for recompute."""
     held = tape.forward.get((context.step, name), ())
     return any(torch.equal(context.position_T, places) for places, *_ in held)

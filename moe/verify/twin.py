@@ -3,9 +3,9 @@
     moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
     moe/verify/plain/step.py    weight decay, clipping, optimizers, the biases      moe/verify/plain/encoder_decoder.py   T5's two halves
 
-It shares with the trainer only the recipe and the first values of parameters. It computes in float64, because in fp32 its own rounding
+It shares with the trainer only the recipe and the initial values of parameters. It computes in float64, because in fp32 its own rounding
 could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d / eps = 300 d. For PipeDream
-and 2BW it computes gradients at older weights, as the pipeline stages do, and updates the newest weights.
+and 2BW it computes gradients with older weights, as the pipeline stages do, and updates the newest weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _EXPERT = ("w1", "w2", "w3")  # matrices of an expert
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers of a run: the losses of all steps, and of step 0 balance loss, gradient norm, gradients and weights after the update."""
+    """Numbers of a run: the losses of all steps, and from step 0 the balance loss, gradient norm, gradients, and weights after the
+    update."""
 
     losses: list[float]
     balance: float
@@ -82,7 +83,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 
 def updated(run: Run, gradients: Weights) -> Weights:
-    """Return a new model's parameters, float64, after the update that these gradients of the first step give."""
+    """Return the parameters (float64) of a new model after its first update, made with these gradients."""
     parameters = {name: value.double() for name, value in first_values(run)[0].items()}
     PlainStep(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()})
     return parameters
@@ -166,12 +167,13 @@ def _report(layer: Layer) -> Tensor:
 
 
 def version_read(step: int, age: int) -> int:
-    """Return how many updates the weights have had with which the gradient of `step` is computed. age: number of updates of the delay."""
+    """Return the version of the weights that the gradient of `step` uses: the number of updates before it. age: delay, in updates."""
     return max(min(step, 1), step - age)  # step 1 has the weights after one update, because the pipeline drains after step 0
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return name of a parameter -> number of updates by which the weights for its gradient are older than the newest. {} without delay."""
+    """Return parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has no
+    delay."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -37,7 +37,7 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of rows of one process
+ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels that one process tries
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
 
@@ -57,9 +57,9 @@ def main(
     """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes (None: 2). Returns 1 if a layout fails.
 
     kinds: comma-separated names of moe/verify/kinds.py. only: text that a row's layout, kind or precision contains. json: file of the
-    table. timeout_s: limit for a layout of up to four ranks (None: 120), for eight ranks doubled. go_on: keep rows of the file that
-    passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or "cpu": ranks are
-    started as `moe train` starts them, on this device; None: forked, on the CPU. say: prints a line.
+    table. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time. go_on: keep rows of the
+    file that passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or "cpu":
+    ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints a line.
     """
     nproc = _nproc_on(device, nproc)
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
@@ -120,7 +120,8 @@ def _nproc_on(device: str | None, nproc: int | None) -> int:
 
 
 def _with_kernels(found: list[Case], device: str) -> list[Case]:
-    """Return the cases for ranks on `device`: of one process with each kind of kernels, the others with the trainer's kernels."""
+    """Return the cases for ranks on `device`. A case of one process is repeated with each kind of kernels; others get the trainer's
+    kernels."""
     several = "auto" if device == "cuda" else Case.kernels
     return [replace(case, kernels=k) for case in found for k in (ALONE[device] if case.world == 1 else [several])]
 
@@ -134,7 +135,7 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
         return row if rounds(case) else _row(case, ran, expected.by_rounding())
     if not (rounds(case) or known(case.run())):
         return row
-    # sums in this layout's order: in 16 bits they may give a token that is nearly tied between experts another one
+    # compare with sums in this layout's order: in 16 bits, they may move a token that is nearly tied between two experts to the other one
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
 
@@ -151,14 +152,14 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], run: Run, say: Say) -> None:
-    """For each (case, table row) that failed, print its ranks' errors, or run it again on a tape and print where it first deviates."""
+    """For each (case, table row) that failed, print its ranks' errors, or run it again with a tape and print where it first deviates."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"
         no_twin = case.recipe is not None and not known(twin.run())
         if "error" in row:
             say(row["error"])
-            if not any(words in row["error"] for words in ("gave no result", "still running")):  # no rank was ended or hung
+            if not any(words in row["error"] for words in ("gave no result", "still running")):  # ranks raised errors
                 ((_, ran),) = run([case], case.world, taped=True)
                 row["where"] = where = _where(case, ran, None, row)
         elif no_twin:
@@ -180,7 +181,7 @@ def place_of(case: Case, row: dict[str, Any]) -> str:
 
 
 def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any]) -> str:
-    """Return text on where the recorded second run `ran` first deviates, or after which module its ranks failed."""
+    """Return text on where a case first deviates, or after which module its ranks failed. ran: outcome of a second run, with a tape."""
     if isinstance(ran, str):
         return f"its ranks failed after {last_module(ran) or 'a module that is not known'}"
     if standard is None or ran[1] is None:

@@ -1,10 +1,11 @@
 """Finds where a layout first deviates from its reference: the first tensor on their tapes that differs by more than rounding explains.
 
-A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step these
-phases follow each other: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
+A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step, the phases
+are in this order: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
 embedding; gradient norms; moments and weights after the update. The losses of all steps after the TAPED ones are last.
 
-A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. That is measured by runs of the reference:
+A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
+reference:
 
     fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); an effect counts as at most 1e-5
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
@@ -38,7 +39,7 @@ _DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """One tensor of a tape, to be compared. name: its module or parameter. Divisors of relative deviations are at least `floor`."""
+    """One tensor of a tape, to be compared. name: its module or parameter. floor: smallest divisor of a relative deviation."""
 
     step: int
     phase: str
@@ -53,7 +54,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, more than `allowed`. place: which tokens; then: for a gradient norm, the first wrong update."""
+    """A line that deviates by `found`, which is more than `allowed`. place: text on the tokens that deviate. then: if the line is a
+    gradient norm, the first parameter with a wrong update."""
 
     name: str
     phase: str
@@ -78,7 +80,7 @@ def depth(name: str) -> tuple[float, ...]:
 
 
 def lines(tape: Tape) -> Iterator[Line]:
-    """Yield all lines of a tape, sorted as described above."""
+    """Yield all lines of a tape, sorted as described at the top of this file."""
     for number, step in enumerate(tape.steps):
         names = sorted((name for at, name in tape.forward if at == number), key=depth)
         for name in names:
@@ -113,7 +115,8 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """The values of both lines, with 0 for tokens that neither tape has (NaN), such as source tokens in a line of the decoder."""
+    """Return the values of both lines. They are 0 for tokens that are in neither tape (NaN), such as source tokens in lines of the
+    decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
     neither = got.value.isnan() & want.value.isnan()
@@ -152,7 +155,8 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes that differ by the effect of rounding: of the reference, then with random rounding or sums reordered."""
+        """Yield tapes that differ by the effect of rounding: first of the reference, then of runs with random rounding or other orders of
+        sums."""
         yield self.tape
         if rounds(self.twin):
             yield from (self._of_process(case, kernels) for case, kernels in reorderings(self.twin))
@@ -170,9 +174,10 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first line of the case's tape `got` that deviates too far, else the first such loss in its `result`, else None."""
+        """Return the first line of the case's tape `got` that deviates too far. If none does, return the first loss in `result` that does,
+        or None."""
         for (step, name), parts in got.forward.items():
-            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape has room for one of them
+            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape keeps one of them
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
@@ -209,14 +214,15 @@ class Standard:
 
 
 def last_module(errors: str) -> str:
-    """Return the module after which the first of the taped ranks failed, with its step, by their errors (of run_world); "" if none raised.
-    Other ranks fail later, because they wait for it."""
+    """Return text that names the module after which the first rank failed, and the step; "" if no rank raised an error. errors: text of the
+    ranks' errors from `run_world` with tapes. Other ranks fail later, because they wait for the first one."""
     found = [(int(step or 0), depth(name), said) for said, name, step in re.findall(rf"{LAST}((\S+)(?:.* step (\d+))?.*)", errors)]
     return min(found, default=(0, (), ""))[2]
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Text on which tokens of a module's output deviate: first micro-batch, its data-parallel rank, number; "" for other lines."""
+    """Return text on the tokens of a module's output that deviate: the first micro-batch, its data-parallel rank, and the number of tokens.
+    Return "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)

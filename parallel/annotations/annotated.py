@@ -2,8 +2,9 @@
 
     DTensor --redistribute, to_local--> this rank's shard --compute--> local output --from_local, redistribute--> DTensor
 
-The gradient of an input is Partial over every mesh axis that shards a factor (a letter of the operator's rule) which the input lacks. So
-DTensor derives all collectives. It shards a dim by several axes only in the mesh's order; other orders are refused.
+An input's gradient is declared Partial over each mesh axis that shards a factor (a letter of the operator's rule) that the input lacks.
+DTensor derives all collectives from these placements. It can shard a dim by several axes only in the mesh's order; a program with another
+order is refused.
 Source: GSPMD (arXiv 2105.04663), section 4.
 """
 
@@ -34,8 +35,8 @@ def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a Compute function knows about this rank. sizes: mesh axis -> size. work: the operator and its sharding. factors: letter of the
-    operator's rule -> size in the unsharded model."""
+    """This rank's place in the mesh and its work: an argument of every Compute function. sizes: mesh axis -> size. work: the operator and
+    its sharding. factors: letter of the operator's rule -> size in the unsharded model."""
 
     mesh: DeviceMesh
     sizes: Sizes
@@ -53,8 +54,9 @@ class Rank:
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
         """All-reduce `local` (sum) over the mesh axes that shard these factors, for example the mean square of a norm.
-        read: backward pass. "in parts": each rank computes another part of the output from the sum (a norm), so gradients of the sum are
-        all-reduced too. "in copies": every rank computes the same from the sum (a loss), so gradients stay as they are."""
+        read: how ranks use the sum, which decides the backward pass. "in parts": each rank computes a different part of the output from it
+        (a norm), so the sum's gradients are all-reduced too. "in copies": all ranks compute the same result from it (a loss), so the
+        gradients are already equal and are not reduced."""
         return self._all_reduce(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
@@ -95,7 +97,8 @@ class Annotated:
                 self.placements(sharding, work.operator.name)
 
     def placed(self, name: str, whole: Tensor) -> DTensor:
-        """Return an input or a parameter as a sharded leaf DTensor. whole: its value, on all ranks. Floating-point ones require grad."""
+        """Return an input or a parameter as a leaf DTensor with the program's sharding. whole: the unsharded tensor, equal on all ranks.
+        The DTensor requires grad if it is floating-point."""
         from torch.distributed.tensor import DTensor
 
         sharding = self.program.shardings[name]
@@ -108,7 +111,8 @@ class Annotated:
         return made
 
     def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
-        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return operator -> output."""
+        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return name of each operator ->
+        its output."""
         from torch.distributed.tensor import DTensor
 
         tensors, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}

@@ -3,11 +3,11 @@
     forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
-"enter" and "leave" are the collectives (resharding.py) that change a tensor's sharding between operators into that in the operator, or
-back. A sharded factor (letter of the operator's rule) that the output lacks makes the result partial sums. A sharded factor that an input
-lacks makes this input's gradient partial sums: the batch for a weight (data parallelism), hidden units for Megatron-LM's f. A tensor that
-several operators read with the same sharding enters once. Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084),
-section 4.
+A tensor has one sharding between operators and may have another inside an operator. "enter" and "leave" are the collectives (resharding.py)
+that change the first into the second, and back. A sharded factor (letter of the operator's rule) that the output lacks makes the result
+partial sums. A sharded factor that an input lacks makes this input's gradient partial sums: the batch for a weight (data parallelism),
+hidden units for Megatron-LM's f. A tensor that several operators read with the same sharding enters once. Sources: GSPMD (arXiv
+2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Sharding of one operator. cuts: of its factors. needs: for each input, the sharding in which the operator reads it. made: sharding of
-    its result. gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
+    """Sharding of one operator. cuts: sharding of its factors. needs: for each input, the sharding in which the operator reads it. made:
+    sharding of its result.
+    gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
     operator: Operator
     cuts: Cuts
@@ -53,8 +54,8 @@ class Work:
 
 
 class Communication(NamedTuple):
-    """One step of communication in a program. why: "enter" or "leave" (top of this file), or the all-reduce of a "statistic", for example
-    a norm's mean square. tensor: name of the tensor whose sharding changes; for a statistic, name of the operator."""
+    """One step of communication in a program. why: "enter" or "leave" (top of this file), or the all-reduce of a "statistic", for example a
+    norm's mean square. tensor: name of the tensor whose sharding changes; for a statistic, name of the operator."""
 
     direction: Literal["forward", "backward"]
     tensor: str

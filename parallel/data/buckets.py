@@ -26,29 +26,29 @@ _MOST_STARTED = 8  # sums in flight, so at most 256 MiB of copied gradients; a g
 
 
 class Buckets:
-    """Sums the gradients of `parameters` (name -> parameter) over each layout's summed_over()."""
+    """Sums the gradient of each of `parameters` (name -> parameter) over the ranks of its layout's summed_over()."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
         self.expected: set[str] = set()  # parameters of this step's buckets
         self.coming: deque[Bucket] = deque()  # buckets that have not started
         self.complete: set[str] = set()  # parameters with a complete gradient
-        self.started: deque[StartedSum] = deque()  # oldest first
+        self.started: deque[StartedSum] = deque()  # sums that have started, the oldest first
         for name, parameter in parameters.items():
             if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:
                 parameter.register_post_accumulate_grad_hook(partial(self._completed, name))
 
     def expect(self, names: Iterable[str]) -> None:
-        """Announce that the next backward pass completes the gradients of these parameters. Each bucket's sum starts during this pass."""
+        """Declare that the next backward pass completes the gradients of these parameters, so that their sums start during that pass."""
         trained = [name for name in names if self.parameters[name].requires_grad]
         self.expected.update(trained)
         elements = {name: self.parameters[name].numel() for name in reversed(trained)}
-        place = {name: number for number, name in enumerate(elements)}  # in the backward pass
+        place = {name: number for number, name in enumerate(elements)}  # order of the parameters in the backward pass
         found = buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh))
         self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 
     def start(self, names: Iterable[str]) -> None:
-        """Start the sums of these parameters, and all expected ones, that have not started. Collective."""
+        """Start all sums that have not started, of these parameters and of those expected before. Collective."""
         self.expect([name for name in names if name not in self.expected])
         while self.coming:
             self._start(self.coming.popleft())
@@ -62,7 +62,7 @@ class Buckets:
 
     def _completed(self, name: str, _: Tensor) -> None:
         if name not in self.expected or not self.coming:
-            return  # an earlier micro-batch, or a parameter of several stages
+            return  # not the last micro-batch, or a parameter that several pipeline stages hold (summed over the pipeline first)
         assert name not in self.complete, f"the gradient of {name} changed after it was complete"
         self.complete.add(name)
         while self.coming and self.complete.issuperset(self.coming[0].names):

@@ -58,7 +58,7 @@ class DDP(Stepped):
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
-            if dp.size > 2:  # a sum of two numbers does not depend on the position in a bucket
+            if dp.size > 2:  # with more than 2 ranks, the order of additions depends on a gradient's position in its bucket
                 _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -121,8 +121,8 @@ class DDP(Stepped):
 
 
 def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[str, nn.Parameter]:
-    """Cast each trained weight to its dtype in `working`, unless it has it. Return name -> a parameter with the former content. Gradients
-    of the cast weights keep the former dtype."""
+    """Cast each trained weight in place to its dtype in `working`, if that differs. Return name of each cast weight -> its master weight, a
+    parameter with the uncast values. Gradients of the cast weights have the master's dtype."""
     masters: dict[str, nn.Parameter] = {}
     for name, weight in weights.items():
         if weight.requires_grad and working(name) != weight.dtype:
@@ -178,7 +178,7 @@ def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Te
     future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
 
     def summed(arrived: torch.futures.Future[Any]) -> Tensor:
-        arrived.wait()  # raises if the sum failed; the sum is in place
+        arrived.wait()  # raises if the sum failed; `wide` now contains the sum
         return wide if buffer is wide else buffer.copy_(wide)
 
     done: torch.futures.Future[Tensor] = future.then(summed)

@@ -30,7 +30,7 @@ from parallel.mesh.mesh import Axis, Mesh
 from parallel.process.process import gpus
 from parallel.store.files import replace_file
 
-_DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # constants in files of async_io
+_DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # names that several files of async_io define
 
 
 def load_deepspeed() -> Any:
@@ -40,14 +40,15 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # the first engine would import these; ranks forked later already have them
+    with suppress(ImportError):  # the first engine would import these; imported before the fork, they cost each rank nothing
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # in DeepSpeed
+    # DeepSpeed calls functions that torch will remove
+    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -127,7 +128,7 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 def _use_compiled(folder: Path) -> None:
     """Load the compiled extensions of a folder into DeepSpeed. Otherwise it would check each time whether to compile them, which needs a
-    compiler and memory, and would compile them again in every environment of the same versions."""
+    compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and DeepSpeed."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 

@@ -4,7 +4,8 @@
     shards --n threads: forward--> outputs --gather--> one output on the first device
     backward: autograd of the broadcast sums the replicas' gradients on the first device
 
-So one device sends 2 (n - 1) P elements a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. The threads share one interpreter.
+With P parameters, the first device exchanges 2 (n - 1) P elements in each micro-batch; a DDP rank sends 2 (n - 1) / n P in each step. The
+threads share one Python interpreter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
-    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is replica i's SumReplicas. `gather(args, outputs,
-    device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is replica i's SumReplicas. `gather(args, outputs, device)`
+    joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()
@@ -60,10 +61,11 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:
-    """Run replica i on parts[i], each in a thread, and return their outputs. After all have ended, raise the lowest one's error."""
+    """Run replica i on parts[i], each in a thread, and return their outputs. If replicas failed, raise the error of the first of them,
+    after all threads have ended."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
-    grad = torch.is_grad_enabled()  # each thread has its own setting
+    grad = torch.is_grad_enabled()  # new threads do not inherit this setting
 
     def one(i: int) -> None:
         try:
@@ -79,13 +81,14 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # a broken barrier is not the cause
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # consequences of other errors last
         raise error
     return outputs
 
 
 class _Meeting:
-    """Sums tensors by name over the replicas of one forward pass. Recomputation in the backward pass gets the stored sum."""
+    """Sums tensors by name over the replicas of one forward pass. If the backward pass recomputes the forward pass, it gets the stored
+    sums."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

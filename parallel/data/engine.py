@@ -3,8 +3,8 @@
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
     owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
 
-Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole
-ep group, needs no correction factor: gradients do not depend on ep.
+Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole ep
+group, needs no correction factor: gradients do not depend on ep.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> its content
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of the tensor) -> its values
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
 
 
 class Rule(ABC):
-    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether there is weight decay."""
+    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether it gets weight decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Compute the weight gradients that a `backward_from` inside `defer_gradients` deferred."""
 
     def expect_sums(self, names: Sequence[str]) -> None:
-        """Announce that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
+        """Declare that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
 
     def start_sums(self, names: Sequence[str]) -> None:
         """Start now the sums that `reduce` would make of these parameters' complete gradients; some engines do nothing here. Collective."""
@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Each element has one owner in the world."""
+        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Exactly one rank owns each element."""
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield in the same order."""
@@ -114,19 +114,21 @@ class Engine(Protocol):
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
-        """Return the summed gradient of this rank's shard of a parameter, by its layout. Collective."""
+        """Return the summed gradient of this rank's tensor- or expert-parallel shard of a parameter, gathered from its FSDP or ZeRO shards.
+        Collective."""
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return the master weight ("weight") and the optimizer states (by name) of this rank's shard of a parameter. Collective."""
+        """Return the master weight (key "weight") and the optimizer states (by name) of this rank's tensor- or expert-parallel shard of a
+        parameter, gathered from its FSDP or ZeRO shards. Collective."""
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
-        `load` is called for one box after another (parallel/data/load.py), only for elements that this rank keeps."""
+        `load` is called for one box (a slice for each dim) after another, only for elements that this rank keeps (load.py)."""
 
 
 class OfStages(ABC):
-    """Base of engines: backward passes of pipeline stages, without sums before `reduce`. Engines that start sums earlier override it."""
+    """Base of engines, for pipeline stages: no sum starts before `reduce`. Engines that start sums earlier override it."""
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)

@@ -2,11 +2,11 @@
 
     forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: gathered parameters are freed after use
     backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered again here
-    step       each rank its own elements: 16 P / N bytes in fp32, nothing is sent
+    step       each rank updates its 1/N: 16 P / N bytes in fp32 for P parameters; nothing is sent
 
 A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
 Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch; with pipeline stages see stage_sums.py.
-Small parameters outside of units stay whole on every rank. Only these two files use torch's fully_shard.
+Small parameters outside of units are not sharded. Only this file and stage_sums.py use torch's fully_shard.
 Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
 
@@ -48,7 +48,7 @@ class Unit:
 
     dtype: dtype of gathered parameters; None: unchanged. backward: whether the backward pass reads them. ahead: whether they may be
     prefetched; False for a tile, which must not be in memory together with another tile, and for a unit that runs twice in a forward pass.
-    stage: the pipeline stage that runs it, counted among this rank's; units of another stage are not prefetched."""
+    stage: index of the pipeline stage that runs it, among this rank's stages; units of another stage are not prefetched."""
 
     path: str
     parameters: tuple[str, ...]
@@ -187,8 +187,9 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; read with pipeline stages.
-    host: the optimizer's states, and the weights that it steps, are in host memory; new weights are copied to the device's shards."""
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; used only with pipeline
+    stages.
+    host: optimizer states and master weights are in host memory; updated weights are copied to the device's shards."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False, host: bool = False) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
@@ -197,7 +198,7 @@ class FSDP(Stepped):
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
-        # parameters for the optimizer: whole ones, and this rank's shards as plain tensors with the same memory
+        # the optimizer's parameters: those that are not sharded, and this rank's shards as ordinary tensors that share the DTensors' memory
         self.parameters = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
@@ -209,13 +210,13 @@ class FSDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """Return how to gather a parameter's matrices: first undo FSDP's cut, then the layout's cuts. None if they are whole already."""
+        """Return how to gather a parameter's matrices: first undo FSDP's cut, then the layout's cuts. None if nothing is cut."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
         own = self._cut_of(name)
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
-        return Whole(cuts) if cuts else None  # `copies` is None, because each rank that would hold a copy holds another FSDP shard
+        return Whole(cuts) if cuts else None  # no `copies`: ranks that would hold copies hold different FSDP shards
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         with nullcontext() if self.sums is None else self.sums.backward(open_pending()):
@@ -231,7 +232,7 @@ class FSDP(Stepped):
         if self.sums is not None:
             self.sums.start(names)
             if any(self.layouts[name].holders for name in names):
-                self.sums.finish()  # before the sum over the pipeline ranks that hold them
+                self.sums.finish()  # complete before the sum over the pipeline ranks that hold them
 
     def reduce(self) -> None:
         if self.sums is not None:
@@ -298,8 +299,8 @@ class FSDP(Stepped):
                 module.reshard()
 
     def start(self, name: str) -> list[int]:
-        """Return the index, one number for each dim, at which this rank's FSDP shard starts in its tensor- or expert-parallel
-        part of the parameter."""
+        """Return the index, one number for each dim, at which this rank's FSDP shard starts in its tensor- or expert-parallel part of the
+        parameter."""
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
@@ -307,8 +308,8 @@ class FSDP(Stepped):
         return start
 
     def _gathered(self, name: str, part: Tensor, mean: int | None = None) -> Tensor:
-        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from all FSDP shards of it; `part` is this
-        rank's. mean: the dim (negative) of the parameter that `part` lacks, because it is a mean over it. Collective."""
+        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from all FSDP shards of it; `part` is this rank's.
+        mean: the dim (negative) of the parameter that `part` lacks, because it is a mean over it. Collective."""
         if name not in self.cut or (cut := self._cut_of(name)).dim == mean:
             return part
         return Whole((cut if mean is None or cut.dim > mean else replace(cut, dim=cut.dim + 1),)).gathered(part)

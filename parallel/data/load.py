@@ -34,8 +34,8 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with consecutive elements, in row-major order, of a tensor of `shape`. first: number of the first one. load(box)
-    reads a box of that tensor."""
+    """Fill a flat tensor with consecutive elements, in row-major order, of a tensor of `shape`. first: flat index of the first of them.
+    load(box) reads a box of that tensor."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)
@@ -78,7 +78,7 @@ def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
 
 def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None = None) -> Iterator[tuple[int, Box]]:
     """Cut elements [first, end) of a tensor, in row-major order, into boxes of at most `at_once` elements (None: ELEMENTS_AT_ONCE).
-    Yield (number of the box's first element, box)."""
+    Yield (flat index of the box's first element, box)."""
     at_once = ELEMENTS_AT_ONCE if at_once is None else at_once
     if not shape and first < end:
         yield 0, ()

@@ -3,8 +3,8 @@
     optimizer     master weights and moments; gradients are copied to the host, which makes the step    stages 1 to 3
     parameters    a rank's shard of the working weights; each is copied in while its module runs        stage 3
 
-The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk, a group
-of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk, a group of
+states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object. It is locked while its process lives, because other containers cannot see the process."""
+    """A folder that is deleted with this object. While its process lives, a file lock marks it as in use, because processes of other
+    containers cannot check the process id."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)

@@ -1,11 +1,12 @@
 """Reduce-scatters of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
 
-    once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        gradients add up whole; weights stay gathered until then
+    once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        unsharded gradients accumulate; weights stay gathered until then
     each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: unit by unit, during W     gradients are 1/N; I and B gather weights and free them
 
-W needs no weights: it multiplies inputs by output gradients. So nothing is gathered for it. A whole backward pass (B) scatters as without
-stages. Units are scattered in the order of the backward pass. An action of the schedule starts all collectives, so ranks with the
-same stages call the same collectives in the same order.
+Fi: forward pass of micro-batch i. Ii, Wi: the two parts of its backward pass, for gradients of inputs and of weights. B: both at once.
+W multiplies inputs by output gradients, so no weights are gathered for it. B scatters as without pipeline stages. Units are scattered in
+the order of the backward pass. Collectives start only at actions of the schedule, so ranks with the same stages call the same collectives
+in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from parallel.numerics.weight_gradient import PendingGradients
 
 
 class StageSums:
-    """The units of a model that fully_shard has cut. once: gradients are scattered once a batch, by `start`; else after each pass."""
+    """Scatters the gradients of a model that fully_shard has cut, unit by unit.
+    once: True: after the last backward pass of a batch, when `start` is called; False: after each backward pass."""
 
     def __init__(self, model: nn.Module, *, once: bool) -> None:
         assert isinstance(model, FSDPModule)
@@ -34,14 +36,14 @@ class StageSums:
         self.of = {names[id(param.sharded_param)]: group for group in self.groups for param in group.fsdp_params}
         model.set_is_last_backward(False)  # a backward pass does not wait for sums: `finish` does
         if once:
-            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # as large as the gradients that they replace
+            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # costs no memory: a unit's buffer replaces its gradients
         model.set_reshard_after_backward(not once)
 
     @contextmanager
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
-        """Return a context for a backward pass. pending: gets the deferred gradients of I; None for B. After I, unless once a batch, units
-        are scattered that have no deferred gradients, such as the embedding."""
-        for group in self.groups:  # torch ends each pass with all units that are not in this state; other stages' weights would be freed
+        """Return a context for a backward pass. pending: gets the deferred weight gradients of I; None for B. If gradients are scattered
+        after each pass, units without deferred gradients, such as the embedding, are scattered after I."""
+        for group in self.groups:  # at the end of a pass torch finishes all units not in this state: it would free other stages' weights
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)
         yield
@@ -50,7 +52,8 @@ class StageSums:
             self._scatter(group for group in self.groups if not any(id(p._unsharded_param) in later for p in _gathered(group)))
 
     def deferred(self, pending: PendingGradients) -> None:
-        """Compute deferred gradients (W). Unless once a batch, unit by unit: each unit's are scattered before the next are computed."""
+        """Compute deferred weight gradients (W). If gradients are scattered after each pass, each unit's scatter starts before the next
+        unit's gradients are computed."""
         if self.once:
             pending.compute()
             return
@@ -61,7 +64,7 @@ class StageSums:
             self._scatter(self.groups[number : number + 1] if number >= 0 else ())
 
     def start(self, names: Iterable[str]) -> None:
-        """Start the scatters of the units that hold these parameters, and free their weights. Their gradients are complete."""
+        """Start the scatters of the units that hold these parameters, and free their weights. Their gradients must be complete."""
         held = {id(self.of[name]) for name in names if name in self.of}
         self._scatter((group for group in self.groups if id(group) in held), frees=True)
 
@@ -81,5 +84,5 @@ class StageSums:
 
 
 def _gathered(group: Any) -> list[Any]:
-    """Return the unit's parameters that have been gathered, and so have an object that stands in for the whole parameter."""
+    """Return the unit's parameters that have been gathered at least once, and so have an object for the unsharded parameter."""
     return [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]

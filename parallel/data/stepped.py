@@ -1,4 +1,4 @@
-"""The common part of engines in which torch's optimizer steps this rank's parameters: whole (DDP), or shards as plain tensors (FSDP)."""
+"""The common part of engines in which torch's optimizer updates this rank's parameters: unsharded (DDP), or local shards (FSDP)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(OfStages):
-    """Base class of DDP and FSDP, whose subclasses define `reduce`. parameters: parameter name -> the tensor that the optimizer steps."""
+    """Base class of DDP and FSDP, whose subclasses define `reduce`. parameters: parameter name -> the tensor that the optimizer updates."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
@@ -36,7 +36,7 @@ class Stepped(OfStages):
             self.reduce()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, gradient), with the shape of the tensor that the optimizer steps."""
+        """Yield (parameter name, gradient), with the shape of the tensor that the optimizer updates."""
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
@@ -85,5 +85,6 @@ class Stepped(OfStages):
                 fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
 
     def start(self, name: str) -> Sequence[int]:
-        """Return the index, in this rank's shard by the layout, of the first element of the tensor that the optimizer steps; (): zeros."""
+        """Return the index of the first element of the tensor that the optimizer updates, within this rank's tensor- or expert-parallel
+        shard; (): all zeros."""
         return ()

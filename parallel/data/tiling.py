@@ -2,8 +2,8 @@
 
     y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a chunk of the F hidden units
 
-A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles
-run one after another, last tile first in the backward pass. Checkpoints and first values do not see tiles:
+A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles run
+one after another, last tile first in the backward pass. Checkpoints and first values do not see tiles:
 `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
 Costs: docs/parallel/tiling.md. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
@@ -103,7 +103,8 @@ def without_tiles(name: str) -> str:
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Return (the Tile that parameter `name` is, shape of the whole parameter, which tiles cut along `dim`); None outside tiles."""
+    """Return (Tile, shape of the untiled parameter) for a parameter `name` of a tile; None for any other parameter.
+    dim: the dim of the parameter along which tiles cut it."""
     found = _last(name)
     if found is None:
         return None

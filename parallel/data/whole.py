@@ -1,7 +1,7 @@
 """How to gather a parameter's whole matrices from ranks, for optimizers that need them (parallel/optim/shared.py).
 
-    shards over the ranks of an engine                 -->  the rank's shard by its layout
-    shards over the axes of its layout                 -->  whole matrices
+    FSDP's shards, over data-parallel ranks            -->  the rank's tensor- or expert-parallel shard
+    tensor-parallel shards, over the layout's axes     -->  whole matrices
 
 Stacks of experts are never gathered along the stack, because each expert is a separate matrix.
 """

@@ -7,8 +7,8 @@
 A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
 This project does precision, loss scale, gradient norm, clipping, and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
 
-16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat
-groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and ranks.
+16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat groups
+that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Zero(DeepSpeed):
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
-        for partition in self.zero.single_partition_of_fp32_groups:  # now, as state() may be called before the first step
+        for partition in self.zero.single_partition_of_fp32_groups:  # create states now, as state() may be called before the first step
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
@@ -243,7 +243,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. dtype: in which the model reads them. owned: this rank's shards count in norms."""
+    """Parameters that DeepSpeed flattens together. dtype: in which the model reads them. owned: this rank's shards count in the gradient
+    norm."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str

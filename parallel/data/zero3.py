@@ -4,8 +4,8 @@
     backward                         and reduce-scatter its gradients to their owners
     step                             each rank on its own shard; nothing is gathered
 
-Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp,
-the others over dp and sp. Weights are sharded module by module as they are made, so no rank ever holds the whole model.
+Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp, the
+others over dp and sp. Weights are sharded module by module as they are made, so no rank ever holds the whole model.
 Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
 """
 
@@ -124,7 +124,7 @@ class Zero3(DeepSpeed):
         self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
             self._narrow([group.dtype for group in self.of_sub_group])
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() works before the first step
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # create states, so that state() works before the first step
             with self._swapped_in(number, write=True):
                 zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}

@@ -1,7 +1,7 @@
 """Mathematics of K-FAC for one linear layer, or for a stack of them (experts): two small matrices replace a large one.
 
     y = W a, g = dL/dy of a row      A = mean over rows of a a^T      G = mean over rows of g g^T
-    Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]
+    Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]        (x): Kronecker product
     direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
 
 Damping is relative: t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O, which is Martens and Grosse's choice (arXiv 1503.05671,

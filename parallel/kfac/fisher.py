@@ -3,7 +3,7 @@
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: passes of micro-batch 0   inv: inversion of a factor
                                                                         A0, G0: curvature of its factors A and G
 
-Each rank measures its first steps and makes its own plan. Work without a place in the plan runs at the end of a step.
+Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BubbleFiller(Watcher):
         first = -largest(-record[0].start, self.axis)
         last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # A timeline of this rank alone. An update of negligible length at its end marks the end of the slowest rank.
+        # a timeline of this rank alone; a final update of negligible length extends it to the time at which the slowest rank ends
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)

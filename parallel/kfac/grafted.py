@@ -60,7 +60,8 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. A zero matrix becomes that of `length`."""
+    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. Zero matrices are replaced by the matrices
+    of `length`."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 

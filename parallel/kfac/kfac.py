@@ -180,7 +180,7 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """From now on, let units wait for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
+        """Let units wait, from now on, for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -259,7 +259,8 @@ class Kfac:
 
     @torch.no_grad()
     def _reduce_sums(self) -> None:
-        """Once after each recorded step: run its curvature units, all-reduce sums, update running factors, queue this rank's inversions."""
+        """Run the curvature units of the last recorded step, all-reduce their sums, update running factors, and queue this rank's
+        inversions. Do nothing if that is done already."""
         if not self._sums_due:
             return
         self._sums_due = False

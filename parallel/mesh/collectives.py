@@ -5,7 +5,7 @@
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
-    join_copies      own shard         all ranks have the whole tensor again (Megatron-LM's gather); runs.py has its inverse
+    join_copies      own shard         for results that all ranks use alike (Megatron-LM's gather); runs.py has the inverse
     all_to_all       all_to_all with send and receive exchanged    (start and finish can be separate calls)
     shift            shift in the other direction
 
@@ -168,7 +168,7 @@ class Messages:
         self, axis: Axis, *, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], name: str = "send"
     ) -> None:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
-        each with its source's index. `name`: under which the communicator counts the sent messages.
+        each with its source's index. `name`: the name under which sent messages are counted.
 
         Messages between two ranks keep their order. Every sender and receiver must call this."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
@@ -356,15 +356,16 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. Backward, this waits for the rows' gradients. All ranks must start and finish the same exchanges in the same
-    order."""
+    """Start an `all_to_all`. In the backward pass, this is the place that waits for the rows' gradients. All ranks must start and finish
+    the same exchanges in the same order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
     return started
 
 
 def finish_all_to_all(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients."""
+    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place that starts to send their
+    gradients."""
     buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -2,7 +2,7 @@
 
     rank 0   all_to_all, layers.3, number 12, [9, 64] float32, sends 5 4        rank 1   all_to_all, layers.3, number 12, ... sends 3 2
              \\______ each rank writes its own line to the group's store and reads the others' ______/
-    equal: continue        different: every rank raises, naming ranks, collective and layer        missing: the same, after timeout_s
+    equal: continue        different: every rank raises, naming ranks, collective and layer        missing: all raise after timeout_s
 
 Without debug mode, ranks wait for ever if one calls a different collective, and gloo gives wrong numbers if splits differ. Debug mode
 costs some round trips to the store for each collective, so it is off by default, and then none of this code runs.
@@ -27,7 +27,7 @@ _LOOK_S = 0.25  # a waiting rank checks after each of these periods, in seconds,
 
 
 class Disagreement(Ended):
-    """Raised on all ranks of an axis if they are not about to run the same collective. The message is one line."""
+    """Raised on all ranks of an axis if the next collective is not the same on all of them. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Call:
 
 
 class Agreement:
-    """Compares the collectives of one mesh's ranks through the process group's store. Every rank must create its Agreements in the same
-    order, because their number identifies them on all ranks."""
+    """Compares the collectives of one mesh's ranks through the process group's store. All ranks must create their Agreements in the same
+    order, because the n-th Agreement of a rank is compared with the n-th of the others."""
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
@@ -60,7 +60,8 @@ class Agreement:
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def check(self, ranks: tuple[int, ...], call: Call) -> None:
-        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank runs another, or does not come."""
+        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank runs another, or none
+        within `timeout_s`."""
         self._numbers[ranks] += 1
         mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
@@ -80,7 +81,7 @@ class Agreement:
 
     def _read(self, key: str, rank: int, mine: Call, ranks: tuple[int, ...], deadline: float) -> Call:
         while True:
-            with suppress(RuntimeError):  # the wait's time limit passed
+            with suppress(RuntimeError):  # raised if the key does not arrive within _LOOK_S
                 self.store.wait([key], timedelta(seconds=_LOOK_S))
                 return Call(**json.loads(self.store.get(key)))
             if self.store.check(["agree/failed"]):

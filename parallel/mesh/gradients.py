@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks that saw other tokens, in flat buckets of whole gradients, in fp32 or wider.
+"""Sums of gradients over ranks that hold copies of a parameter and process different tokens, in flat buckets, in fp32 or wider.
 
 Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss is a share of the global mean (parallel/data/engine.py).
 """
@@ -35,7 +35,7 @@ def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
     """Return the axis over the pipeline stages `places`, one of which must be this rank's. Collective: all ranks must call this for the
     same stages in the same order."""
     axis = mesh.part("pp", places, label="replicas")
-    assert axis is not None, "asked by a rank that does not hold it"
+    assert axis is not None, f"this rank's stage is not one of {places}"
     return axis
 
 
@@ -46,8 +46,8 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds the sums in this order. Without `grads`, the
-    buffer is the gradient itself."""
+    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds their sums, concatenated in this order. If
+    `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
 
     work: dist.Work
     flat: Tensor
@@ -63,7 +63,7 @@ class StartedSum:
 
 def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
     """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. A single fp32 gradient is summed in place.
-    `first`: the first one's name, for messages."""
+    `first`: name of the first gradient, for error messages."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     if len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == wide:
         flat = grads[0].view(-1)

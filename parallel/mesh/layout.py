@@ -11,7 +11,7 @@
     1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
-    3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
+    3D: a first product's weight GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
 
 Products in 2D already sum gradients over the grid; 2.5D's grids have different tokens, so gradients are summed over depth too.
@@ -34,7 +34,7 @@ Box = tuple[slice, ...]  # a rectangular region of a tensor: a slice for each di
 
 @dataclass(frozen=True)
 class Tile:
-    """The index-th of `count` chunks along a dim. If the size does not divide, chunks differ by one element."""
+    """Chunk number `index` of `count` chunks along a dim. If `count` does not divide the dim's size, chunks differ by one element."""
 
     dim: int
     index: int
@@ -81,8 +81,8 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def without(self, dim: int) -> Layout:
-        """Return the layout of the parameter's mean over `dim`, of which ranks that cut `dim` hold copies. A negative dim counts from the
-        end."""
+        """Return the layout of the parameter's mean over `dim`. Ranks along axes that cut `dim` hold copies of it. A negative dim counts
+        from the end."""
         dim %= len(self.shape)
         assert self.tile is None and (dim or self.unstack is None), "a mean over tiles or a stack"
         return replace(

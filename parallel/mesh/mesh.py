@@ -69,8 +69,8 @@ class Degrees:
 
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
     tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
-    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings connect the
-    sp / sp_heads groups of such neighbours."""
+    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings of sp / sp_heads
+    ranks connect the groups of such neighbours."""
 
     dp: int = 1
     pp: int = 1
@@ -175,7 +175,7 @@ class Axis:
     """One mesh axis as one rank sees it: the axis's `ranks`, this rank's `index` among them, and the process group.
 
     `group` is None on an axis of size 1 and before `Mesh.connect`. Collectives over an axis of size 1 do nothing. `label`: the caller
-    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives."""
+    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's Communicator, which counts collectives."""
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -222,7 +222,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> result of `part`
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
@@ -272,8 +272,8 @@ class Mesh:
         return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
-        """Return the part of the axis `name` that consists of the indices `places`, with its own group; None if this rank is not in it.
-        Collective over all ranks at the first call with this label; later calls return the same part."""
+        """Return an axis over only the indices `places` of the axis `name`, with a process group; None if this rank is not in it.
+        Collective over all ranks at the first call with this label and these indices; later calls return the same axis."""
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks

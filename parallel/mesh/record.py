@@ -3,15 +3,15 @@
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-For each group of ranks, a Lane has the number of collectives that this rank has announced, the last of them, and a hash chain of all.
-Ranks that ran the same collectives have equal chains. One more number in a sum that runs anyway shows whether any two ranks differ,
-even if nothing hangs (gloo gives wrong numbers if shapes or splits differ):
+A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last of
+them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Every rank adds one number, its token, to a sum that
+runs anyway: the sum shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or splits differ).
 
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
     splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
 
 In the sum over a group, equal chains cancel to 0, and so do splits if sender and receiver agree. All is modulo 2**40, so that sums of
-8,192 ranks are exact in float64; a difference is missed once in 2**40.
+8,192 ranks are exact in float64; a difference goes unnoticed with probability 2**-40.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
 _MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack during a backward pass, in which DDP may wait for other ranks
+
 # files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
@@ -44,7 +45,8 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last 512, newest last."""
+    number: count of announced collectives. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last
+    512, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -76,7 +78,7 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Enter another phase, with another step (from 1) and patience; None leaves it unchanged."""
+        """Record that the rank enters a phase. step (from 1), patience: new values; None: unchanged."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -151,8 +153,8 @@ def balanced(total: float) -> bool:
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """Return (place, waits). place: innermost "file:line function" of the thread `main` outside of torch. waits: "yes", "no" or "maybe",
-    whether any thread of this process waits for other ranks."""
+    """Return (place, waits). place: innermost "file:line function" outside of torch in the thread with id `main`. waits: "yes", "no" or
+    "maybe", whether any thread of this process waits for other ranks."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""Runs of rows over the ranks of an axis, for any number of rows: lengths of the runs differ by at most one.
+"""Contiguous chunks ("runs") of rows, one for each rank of an axis, for any number of rows: their lengths differ by at most one.
 
 7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as `torch.tensor_split` cuts them
 message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes
@@ -24,17 +24,17 @@ def run_lengths(total: int, ranks: int) -> list[int]:
 
 
 def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's run of rows, which all ranks have."""
+    """Return this rank's run of `rows`, a tensor that all ranks have."""
     return rows if axis.size == 1 else paired(rows, axis, _own, _all, total=len(rows))
 
 
 def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
-    """Return all `total` rows, of which each rank has a run."""
+    """Return all `total` rows on every rank. run: this rank's run of them."""
     return run if axis.size == 1 else paired(run, axis, _all, _own, total=total)
 
 
 def lengthened(rows: Tensor, length: int) -> Tensor:
-    """Return the rows with zeros after them: [length, ...]."""
+    """Return the rows, padded with zero rows to [length, ...]."""
     return rows if len(rows) == length else F.pad(rows, (*(0, 0) * (rows.ndim - 1), 0, length - len(rows)))
 
 

@@ -1,6 +1,6 @@
-"""Collectives as numbers: stated before anything is sent, and counted when they are called.
+"""Numbers and sizes of collectives: predicted before anything is sent, and counted when they are called.
 
-    stated      Load, the rows that one rank has for the ranks of an axis   ->   Traffic, the Messages of one layer's exchange
+    predicted   Load, the rows that one rank has for the ranks of an axis   ->   Traffic, the Messages of one layer's exchange
     counted     every axis of a mesh reports each call to the mesh's Communicator   ->   counts(), a Count for each axis and collective
 
 The planner times Messages. Tests and `moe bench exchange` compare them with the counts. Each mesh has its own Communicator, so two
@@ -18,7 +18,8 @@ from parallel.mesh.record import Record
 
 
 def leaving(name: str, handed: int, ranks: int) -> int:
-    """Return the bytes that a rank sends if its input to the collective `name` has `handed` bytes. Sums and gathers: ring algorithms."""
+    """Return the bytes that a rank sends if its input to the collective `name` has `handed` bytes. Sums and gathers are
+    counted as ring algorithms."""
     if name == "all_gather":
         return handed * (ranks - 1)
     if name in ("shift", "send"):
@@ -28,10 +29,11 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks.
-    tokens: tokens of the rank, each for `choices` bins. rows: rows that the rank sends, without dropped ones. slots: number of slots,
-    filled or empty; None: slots are not limited. width: numbers in a row. row_bytes: bytes of a row. busiest: rows that arrive at the rank
-    with the most / rows that it sends; 1 if each of the `bins` gets equally many. reached: number of targets -> how many of them a token's
-    rows go to, if each target (a rank or a node) has equally many of the bins, in order; None: rows go to random targets."""
+    tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
+    ones. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
+    row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
+    reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if each target has
+    equally many of the bins, in order; None: rows are sent to random targets."""
 
     tokens: float
     choices: int
@@ -45,19 +47,20 @@ class Load(NamedTuple):
     reached: Callable[[int], float] | None = None
 
     def copies(self, targets: int) -> float:
-        """Return the mean number of different targets of a token's rows, of `targets` ranks or nodes."""
+        """Return the mean number of different targets to which a token's rows are sent. targets: number of ranks or nodes."""
         return distinct(self.rows / self.tokens, targets) if self.reached is None else self.reached(targets)
 
 
 def distinct(choices: float, targets: float) -> float:
-    """Return the expected number of different ones of `targets` that `choices` random, independent choices hit."""
+    """Return the expected number of different targets that `choices` random, independent choices among `targets` hit."""
     return targets * (1 - float((1 - 1 / targets) ** choices))
 
 
 class Message(NamedTuple):
     """`calls` equal calls of one collective `name` over `axis`, named as in the communicator's counts.
     handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours of `axis`,
-    counted on the axis of the whole exchange. busiest: bytes that arrive at the rank with the most / `handed`, in an all-to-all."""
+    counted in indices of the whole exchange's axis. busiest: in an all-to-all, (bytes received by the rank that receives most) /
+    `handed`."""
 
     axis: str
     name: str
@@ -74,7 +77,7 @@ class Message(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Bytes of the inputs and results of all calls on one rank, the one that gets most."""
+        """Bytes of the inputs and results of all calls, on the rank that receives most."""
         return self.handed * (1 + {"all_gather": self.ranks, "reduce_scatter": 1 / self.ranks}.get(self.name, self.busiest))
 
 

@@ -1,8 +1,8 @@
 """Gradient norm and clipping. Each element of the whole model counts once, on every layout.
 
 Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over the whole
-world then gives the norms of all families. So no group has to be chosen: some systems average the norms of ranks, or leave experts
-out, by mistake.
+world then gives the norms of all families. So no process group has to be chosen; with a wrong one, other systems have averaged the norms of
+ranks, or left experts out, by mistake.
 """
 
 from __future__ import annotations

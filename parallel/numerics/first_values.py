@@ -1,4 +1,4 @@
-"""First values of a shard of a tensor: each element is a function of (key, its index in the whole tensor) only.
+"""Initial values ("first values") of a shard of a tensor: each element is a function of (key, its index in the whole tensor) only.
 
     whole [6, 4]     rank 0 draws [0:3, :]        the same 24 numbers for any shards;
                      rank 1 draws [3:6, :]        time and memory are proportional to the shard
@@ -23,7 +23,7 @@ from parallel.numerics.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
 
-Fill = Callable[..., None]  # fill(name, out, within=None) writes into `out` the first values of this rank's shard, or of its box `within`
+Fill = Callable[..., None]  # fill(name, out, within=None) writes into `out` the initial values of this rank's shard, or of its box `within`
 
 _CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
 _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants

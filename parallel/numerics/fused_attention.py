@@ -1,4 +1,4 @@
-"""Choice of torch's fused attention kernel for a block: by device and dtype, as torch's own attention chooses, in one place.
+"""Choice of torch's fused attention kernel for a block of queries and keys, by device and dtype, as scaled_dot_product_attention chooses.
 
     device    dtype         kernel                                                channels of a head
     CPU       any           _scaled_dot_product_flash_attention_for_cpu           any
@@ -6,7 +6,8 @@
     otherwise               none: plain operations (softmax.py)
 
 Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged. torch would
-next try its memory-efficient kernel, also in fp32. It is not here: it pads log-sum-exps, and reads outputs in a memory order of its own.
+next try its memory-efficient kernel, also in fp32. That kernel is not used here, because it pads log-sum-exps, and needs outputs in another
+memory order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Fused(NamedTuple):
 
 
 def kernel_for(q_BHLC: Tensor) -> Fused | None:
-    """Return the kernel for queries like these; None if torch has none."""
+    """Return the kernel for queries of this device, dtype and shape; None if torch has none."""
     return CPU if q_BHLC.device.type == "cpu" else FLASH if flash_takes(q_BHLC) else None
 
 
@@ -66,7 +67,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    channels, lengths, unread = q.shape[-1], (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)  # random state of dropout
+    # unread: in place of the random state of dropout, which is off
+    channels, lengths, unread = q.shape[-1], (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)
     given = (*map(_padded, (grad, q, k, v, out)), lse.contiguous(), None, None, *lengths, 0.0, causal, unread, unread)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(*given, scale=channels**-0.5)
     return dq[..., :channels], dk[..., :channels], dv[..., :channels]

@@ -4,7 +4,7 @@
     matrix products                        compute dtype: weights are cast at each use, and their gradients
                                            are cast back to the master dtype and accumulated in it
     router, softmax, norm statistics,
-    losses, reductions                     fp32, stated in the code
+    losses, reductions                     fp32, whatever the compute dtype is
 
 fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are finite, and
 halves if one is not; that step is skipped on all ranks (Micikevicius et al., arXiv 1710.03740).

@@ -29,7 +29,7 @@ _CHUNK = 16384  # numbers hashed at a time, so that they fit into the CPU's cach
 def _mix(x: Tensor, spare: Tensor) -> Tensor:
     """Hash int32 numbers in place; return them. `spare`: scratch of x's shape. >> on int32 copies the sign bit, hence the masks."""
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
-    return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # 0x846CA68B as int32
+    return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # = 0x846CA68B
 
 
 def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:

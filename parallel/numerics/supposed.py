@@ -1,4 +1,4 @@
-"""Gives values to some tensors of a rehearsal, whose tensors have shapes and devices, but no values (parallel/rehearse/)."""
+"""Values for some tensors of a rehearsal (parallel/rehearse/), in which all other tensors have only shape, dtype and device."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
 
 
 def labelled(tensor: Tensor, label: str) -> Tensor:
-    """Return the tensor, unchanged in training. In a rehearsal, its next message has this label, which both ranks compare."""
+    """Return the tensor, unchanged in training. In a rehearsal, the next message that contains it has this label, which sender and receiver
+    compare."""
     if pretended(tensor):
         tensor.label = label  # type: ignore[attr-defined]
     return tensor
 
 
 def supposed_as(made: Any, twin: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Return `made`, a tensor or a dataclass of tensors, unchanged in training. In a rehearsal its tensors get the values that `twin`
-    computes on the CPU from the values of the arguments, if those are known. Missing rows are 0."""
+    """Return `made`, a tensor or a dataclass of tensors, unchanged in training. In a rehearsal its tensors get values: `twin`, a function
+    with the same result, computes them on the CPU from the values of the arguments, if these are known. Missing rows are 0."""
     mode: Any = getattr(given[0], "fake_mode", None)
     known = None if mode is None else mode.computed(twin, given, named)
     if known is not None:

@@ -36,11 +36,11 @@ class PendingGradients:
         self._entries.append((weights, compute))
 
     def weights(self) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the weights of each deferred function; for views of a weight, the weight."""
+        """Yield the weights of each deferred function. A view of a weight counts as the weight."""
         return (tuple(w if w.is_leaf else w._base for w in weights) for weights, _ in self._entries)  # type: ignore[misc]
 
     def split(self, key: Callable[[Tensor], int]) -> dict[int, PendingGradients]:
-        """Move the deferred functions to one PendingGradients for each value of `key`, which is called with a weight of each."""
+        """Move the deferred functions to one PendingGradients for each value of key(first weight of the function)."""
         parts: dict[int, PendingGradients] = {}
         for (first, *_), entry in zip(self.weights(), self._entries, strict=True):
             parts.setdefault(key(first), PendingGradients())._entries.append(entry)
@@ -121,7 +121,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        compute, ctx.compute = ctx.compute, None  # frees the saved tensors of each product in turn
+        compute, ctx.compute = ctx.compute, None  # ctx drops the function, so that its saved tensors are freed after it has run
         return None, *compute()
 
 
@@ -155,7 +155,7 @@ class _Product(torch.autograd.Function):
             found: Tensor = grads.t() @ rows if transposed else rows.t() @ grads
             return found.to(dtype)
 
-        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # False for a frozen weight
+        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # None: frozen
         if not ctx.needs_input_grad[0]:
             return None, later, None, None
         matrix = weight.to(grad.dtype)
@@ -163,8 +163,8 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Make every module that has the attribute `recast` multiply by `linear` or `product`, which can defer weight gradients. Only for
-    schedules with I and W, because small products are slower this way."""
+    """Make every module that has the attribute `recast` compute its matrix products by `linear` or `product`, which can defer weight
+    gradients. Only for schedules with I and W, because small products are slower this way."""
     for module in model.modules():
         if hasattr(module, "recast"):
             module.recast = True  # type: ignore[assignment]

@@ -4,8 +4,8 @@
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector keeps the mean of all its squares. Each expert is a matrix of its own. If ranks hold shards of a matrix, sums for its means are
-added over these ranks: of R and C, as many numbers as a rank holds of them, and three numbers a matrix.
+A vector has one state, the running mean of its elements' squares. Each expert is a separate matrix. If ranks hold shards of a matrix, they
+all-reduce the sums from which means are computed: the rank's part of R and C, and three numbers for each matrix.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Adafactor(Rule):
 
 
 def _mean(x: Tensor, dims: tuple[int, ...], *, cuts: tuple[Cut, ...]) -> Tensor:
-    """Return the mean over these dims (negative), which keep size 1, of whole matrices of which x is this rank's shard. cuts: how they are
-    cut, over which this is collective."""
+    """Return the mean over these dims (negative; kept with size 1) of unsharded matrices, of which x is this rank's shard. cuts: how the
+    matrices are sharded. Collective over the axes of `cuts`."""
     total, count = x.sum(dims, keepdim=True), 1
     for dim in dims:
         of_dim = [cut for cut in cuts if cut.dim == dim]

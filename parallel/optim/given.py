@@ -78,7 +78,8 @@ class Given(Rule):
         return self._kept[name, num_dims]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
-        """Return the dims along which the parameter may be sharded: the optimizer updates each shard alone as it would in the whole."""
+        """Return the dims along which the parameter may be sharded: along them, updates of shards equal the update of the whole
+        parameter."""
         at = name, num_dims
         if at not in self._cuts:
             whole = _small(num_dims)

@@ -4,7 +4,8 @@
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, 5 times (Newton-Schulz)        X: nearly orthogonal
     W  <-  W - lr s X - lr decay W                    s: a factor that depends on the matrix's shape (`scale`)
 
-Each expert is a matrix of its own. If several ranks hold copies or shards of a matrix, one rank iterates (parallel/optim/shared.py).
+Each expert is a separate matrix. If several ranks hold copies or shards of a matrix, one of them computes the iterations
+(parallel/optim/shared.py).
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -34,8 +35,8 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 class Muon(Rule):
     """The Rule of Muon.
 
-    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: it takes AdamW's step. lr_factor: learning rate of
-    matrices / that of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
+    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: the parameter takes AdamW's step. lr_factor: learning
+    rate of matrices / that of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     scale: Scale

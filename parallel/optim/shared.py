@@ -28,7 +28,7 @@ from parallel.mesh.mesh import Axis
 _ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
 Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
-Wait = Callable[[], list[Tensor]]  # waits until a round's results have arrived; returns this rank's shard of the results of each stack
+Wait = Callable[[], list[Tensor]]  # waits for the results of a round; returns for each of its stacks this rank's shard of the results
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *
 
 
 def assigned(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return the owner (a rank) of each matrix: in order of `costs` (descending), each goes to the rank with the least work so far."""
+    """Return the owner (a rank) of each matrix. costs: cost of each matrix, descending; each is assigned to the rank with the least cost so
+    far."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = []
     for cost in costs:

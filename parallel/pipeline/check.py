@@ -3,6 +3,8 @@
 number    0   1   2   3   4   5        index of an action; rank 0's actions first, then rank 1's
 action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
 order     0 3 4 5 1 2                  topological order: each rank in turn runs until it must wait
+
+Actions (F, B, I, W, S, U) are explained in schedule.py.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Links:
         self.sent[message.target].append((self._traffic.taken_at[message], work, tensor))
 
     def _announce(self, message: Message) -> None:
-        """Record in the flight recorder that this rank sends the message or waits for it. The watchdog compares both ranks' records."""
+        """Record that this rank sends the message or waits for it. The watchdog compares the records of sender and receiver."""
         ranks, record = self.up.ranks, self.up.communicator.record
         if record is not None:
             record.message(ranks[message.source], ranks[message.target], str(message))

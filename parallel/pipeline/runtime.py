@@ -112,7 +112,7 @@ class StageReplicas:
         return shard
 
 
-Sums = Callable[[Sequence[str]], None]  # gets names of parameters
+Sums = Callable[[Sequence[str]], None]  # announces or starts the sums of the gradients of parameters, given by name
 
 
 class OverlappedReduction(Watcher):

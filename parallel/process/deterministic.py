@@ -1,6 +1,6 @@
 """Makes runs reproducible bit by bit: torch uses only deterministic algorithms, and raises an error if it has none for an operator.
 
-    CPU    sums have a fixed order for a fixed number of threads, and so have gloo's sums. These settings change no number
+    CPU    sums have a fixed order for a fixed number of threads, and so have gloo's sums, so these settings change nothing
     GPU    torch replaces or refuses operators that add with atomics; cuBLAS gets a workspace of fixed size; cuDNN does not autotune
 
 Source: torch's notes on reproducibility. NCCL's order of sums depends on the ranks and on its version, and is not set here.

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # sys/prctl.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_PR_SET_PDEATHSIG = 1  # from sys/prctl.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 _LARGEST, _SMALL = 2**31 - 1, 2**16
 
 

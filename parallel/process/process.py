@@ -45,7 +45,8 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process of `size`, `local_size` of which are on this machine. `place`: "cpu" or "cuda"; None: cuda if there is a GPU (`gpus`)."""
+    """This process among the `size` processes of a run, of which `local_size` are on this machine. `place`: "cpu" or "cuda"; None: cuda if
+    there is a GPU (`gpus`)."""
 
     rank: int = 0
     size: int = 1
@@ -67,13 +68,13 @@ def gpus() -> int:
 
 def gpu_of(local_rank: int, visible: int) -> int:
     """Return the index of a rank's GPU among its `visible` GPUs. A launcher shows all ranks the same GPUs, or each rank its own.
-    If ranks share a GPU after all, they find out when they meet (parallel/watch/meet.py)."""
+    If two ranks get the same GPU, this is refused when ranks meet (parallel/watch/meet.py)."""
     return local_rank % max(1, visible)
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank and world. A SLURM job step of one task, such as a shell, is ignored. Raise BadInput for inconsistent
-    variables."""
+    """Return this process's rank and world, from the variables named above. Raise BadInput if they are inconsistent.
+    SLURM's variables are ignored in a job step of one task, such as a shell."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
     if "RANK" not in environment and not by_other:
@@ -96,7 +97,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
-    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
+    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory.
+    A single process joins no group.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
     `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if
@@ -122,7 +124,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     found = interface_to(os.environ["MASTER_ADDR"])
     if found and backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-    elif found and found != "lo":  # NCCL leaves lo out by itself, and must: on rank 0's machine a name may have a loopback address
+    elif found and found != "lo":  # NCCL must not use lo, to which MASTER_ADDR can resolve on rank 0's machine
         os.environ.setdefault(_OF_NCCL, f"={found}")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     record = Record(world.rank)
@@ -150,7 +152,8 @@ def _not_connected(error: RuntimeError, world: World) -> Exception:
 
 def wrong_interface(environment: Mapping[str, str], backend: str = "gloo") -> str:
     """Return an error in one line if the backend's variable names an interface that this machine does not have, else "". GLOO_SOCKET_IFNAME
-    has names, all of which gloo needs. NCCL_SOCKET_IFNAME has prefixes, names after "=", or after "^" what to avoid; NCCL needs one."""
+    lists names, all of which must exist. NCCL_SOCKET_IFNAME lists prefixes of names, of which one must exist; after "=" it lists whole
+    names, and after "^" prefixes to avoid."""
     variable = "GLOO_SOCKET_IFNAME" if backend == "gloo" else _OF_NCCL
     asked, here = environment.get(variable, ""), [name for _, name in socket.if_nameindex()]
     nccl = backend == "nccl"

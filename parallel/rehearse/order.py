@@ -3,8 +3,8 @@
     rank 0   all_reduce of (0, 1)   send F of micro-batch 0 to 2   ...      a group: equal collectives in the same order on all ranks
     rank 2   recv F of micro-batch 0 from 0   all_reduce of (2, 3)   ...    a pair: each send has its receive, in the same order
 
-NCCL has no tags: a call meets the other rank's next call of the same group, and the run hangs or gets wrong numbers if the two differ.
-Rows of an all-to-all are not compared, because ranks send each other their numbers first.
+NCCL has no tags: a rank's call is matched with the other ranks' next call on the same group, and the run hangs or gets wrong numbers if
+these differ. The numbers of rows in an all-to-all are not compared, because ranks exchange these numbers first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from parallel.rehearse.work import where
 
 
 class Call(NamedTuple):
-    """A call of a collective, or of a message to or from the rank `peer`. `said`: operator, shapes and dtypes, which must be equal on its
-    ranks. `group`: the group's name and its ranks. `batch`: number of the batch of messages that start together; 0: it starts alone.
-    `place`: file, line and function.
+    """A call of a collective, or of a message to or from the rank `peer`.
+
+    `group`: the group's name and its ranks. `said`: operator, shapes and dtypes, which must be equal on all ranks of the group.
+    `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: it starts alone.
     """
 
     group: tuple[str, tuple[int, ...]]
@@ -65,7 +66,7 @@ class Calls:
             self.made.append(Call(key, name, " ".join((*sizes, label)).strip(), where(), key[1][args[2]], self._batch))
             return
         scripted: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ReduceOp" in str(arg._type())]
-        numbers = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]  # such as the root
+        numbers = [str(arg) for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]  # such as the root's rank
         numbers += [str(operation.op()) for operation in scripted]
         self.made.append(Call(key, name, " ".join((name, ", ".join(sizes), *numbers)), where()))
 
@@ -109,7 +110,7 @@ def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tupl
 
 
 def _odd(each: Mapping[int, Call | None], named: Callable[[int], str]) -> str:
-    """Return the calls of two ranks that differ, first a call that few ranks make."""
+    """Return a text about two ranks with different calls, the rarer call first. each: rank -> its call; None: it makes none."""
     said = {rank: call and call.said for rank, call in each.items()}
     often = Counter(said.values())
     one = min(each, key=lambda rank: (often[said[rank]], rank))

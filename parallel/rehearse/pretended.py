@@ -27,9 +27,12 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-MADE_ELEMENTS = 512  # float tensors made by zeros() or empty() up to this size also have real values: counters, biases, not weights
-KNOWN_ELEMENTS = 2**24  # tensors computed from real values have real values up to this size
+# a floating-point tensor that zeros() or empty() makes has known values if it has at most this number of elements, so that counters and
+# biases have known values, and weights have not
+MADE_ELEMENTS = 512
+KNOWN_ELEMENTS = 2**24  # an operator's results have known values, if its inputs do, up to this number of elements
 
+# dtypes that NCCL cannot send
 _NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -50,8 +53,8 @@ class RehearsalError(RuntimeError):
 
 
 class Pretended(FakeTensorMode):
-    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes, `work` the kernels of a GPU. `calls` lists
-    collectives and messages. device: the rank's device, from which collectives must send."""
+    """Mode in which all of torch's operators return fake tensors. `ledger` counts their bytes. `work` counts a GPU's kernels. `calls` lists
+    collectives and messages. device: the rank's device, where all tensors given to collectives must be."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -72,7 +75,7 @@ class Pretended(FakeTensorMode):
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor's values, as a real tensor on the CPU; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
-            return None if tensor.is_meta else tensor  # a real tensor
+            return None if tensor.is_meta else tensor  # not fake, so it has its values
         values: Tensor | None = getattr(tensor, "_known", None)
         return None if values is None or self.ledger.is_unknown(tensor) else values
 
@@ -179,7 +182,7 @@ class Pretended(FakeTensorMode):
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
-            # 0 for memory that is not set, which Triton's kernels would write
+            # empty() gives zeros, because no Triton kernel will fill them
             tensor._known = values.zero_() if "empty" in func._opname else values  # type: ignore[attr-defined]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -214,7 +217,7 @@ class Pretended(FakeTensorMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _unsendable(self, tensor: Tensor) -> str | None:
-        """Return why the ranks' process groups cannot send the tensor: gloo on the CPU, NCCL on a GPU. None: they can."""
+        """Return the reason for which the process group (gloo on the CPU, NCCL on a GPU) cannot send the tensor; None if it can."""
         if tensor.device.type != self.device.type:
             return f"on {tensor.device}; ranks send only from {self.device.type}"
         if self.device.type != "cuda":

@@ -89,7 +89,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 
 
 class _Hopper:
-    """Properties of the GPU that is not there: an H100's."""
+    """Device properties of an H100, for a GPU that this machine does not have."""
 
     major, minor, shared_memory_per_block_optin, L2_cache_size = 9, 0, 227 * 1024, 50 * 2**20
 
@@ -169,7 +169,7 @@ class _Gpu(TorchFunctionMode):
                 return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
             if func is Tensor.to:
                 return _to(tensor, *args[1:], **kwargs)
-            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # otherwise torch runs separate operators
+            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # else torch does not fuse it
                 return _FusedRmsNorm.apply(tensor, kwargs["weight"])
             if func is F.silu:
                 return _FusedSilu.apply(tensor)

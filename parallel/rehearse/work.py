@@ -2,8 +2,8 @@
 
     host synchronisation    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
                             and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same ones
-    kernel                  an operator that computes, or a Triton kernel; views and allocations are none. torch may launch several
-                            kernels for one operator (a sort), which count as one
+    kernel                  an operator that computes, or a Triton kernel; views and allocations do not count. Several kernels that torch
+                            launches for one operator (a sort) count as one
     moved bytes             all inputs and results of a kernel, except of matrix products and attention
 
 Counts belong to the module that runs (`watch`), for its forward or its backward pass.
@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 _ROOT = f"{Path(__file__).parents[2]}/"
-_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # not callers
-READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # tags of operators whose result, or its shape, needs values
+_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # paths that `where` skips
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operators whose result, or its shape, depends on values
 _WAITS = {"bincount": 2, "repeat_interleave": 2}  # operators that read two numbers, such as minimum and maximum; all others read one
-_IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # launch nothing
+_IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # no kernel
 _PRODUCTS = (
     "mm",
     "bmm",
@@ -45,7 +45,7 @@ _PRODUCTS = (
 
 @dataclass
 class Work:
-    """Work of one module in one pass. waits: source file, line and function of each host synchronisation -> times."""
+    """Work of one module in one pass. waits: source file, line and function of a host synchronisation -> number of times."""
 
     kernels: int = 0
     moved_bytes: int = 0
@@ -74,7 +74,7 @@ class Counted:
 
     @contextmanager
     def one_kernel(self, *read: Tensor) -> Iterator[None]:
-        """Return a context whose operators are one kernel on a GPU. read: its inputs, which it also writes once."""
+        """Return a context whose operators count as one kernel. read: its inputs; its results are assumed to have the same size."""
         if not self._within:
             self.now.kernels += 1
             self.now.moved_bytes += 2 * sum(t.nbytes for t in read)
@@ -91,7 +91,7 @@ class Counted:
             self.now.moved_bytes += sum(t.nbytes for t in tensors)
 
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
-        """Count an operator whose result, or its shape, may need values."""
+        """Count an operator with one of the tags READS, if it makes the host wait for a GPU's values."""
         masked = func._opname not in ("index", "index_put", "index_put_") or any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -132,7 +132,7 @@ class Counted:
         module.register_forward_hook(end)
 
     def _switch(self, tensors: Any, name: str) -> None:
-        """Count for module `name` once the backward pass has the gradient of the first of these tensors."""
+        """Count work for module `name` from the moment at which the backward pass has the gradient of the first of these tensors."""
         first = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
 
         def enter(_: Tensor) -> None:

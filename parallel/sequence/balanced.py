@@ -5,7 +5,7 @@
     step 1      q3k0 *    q1k0      q2k1      q3k2         * helps: receives rank 3's queries, sends the partial result back
     step 2      -         -         q2k0      q3k1
 
-At step t, rank r computes with the keys of rank r - t. If r < t, it helps the rank t before it on the ring: it computes that rank's
+At step t, rank r computes with the keys of rank r - t. If r < t, it helps the rank t places before it on the ring: it computes that rank's
 queries with its own keys. Each causal block is computed once, in p / 2 + 1 steps. Positions are contiguous.
 Messages of the next step are sent while a step computes; results are sent back during the step after it.
 Costs: docs/parallel/sequence_lightseq.md. Source: Li et al., arXiv 2310.03294, whose code needs an even p; this form does not.

@@ -1,7 +1,7 @@
 """Facts about the methods of sequence-parallel attention, for checks, planner, model and verify. No torch here.
 
-A new method is its file in this folder, its SequenceKind here, and its name in `Named`. Costs are closed forms, which
-`python -m tests.counted sequence` compares with counted bytes.
+A new method is its file in this folder, its SequenceKind here, and its name in `Named`. Costs are closed forms, which `python -m
+tests.counted sequence` compares with counted bytes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _colossal_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ulysses_cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of four all-to-alls in each pass. Key-value heads are repeated until the ranks divide their number."""
+    """Return the bytes of four all-to-alls in each pass. Key-value heads are repeated until their number is a multiple of the ranks."""
     q, k, r = Held.of(layer, ranks)
     shared = k * math.lcm(layer.kv_heads, ranks) // layer.kv_heads
     sent = (2 * q + 2 * shared) * layer.itemsize * (ranks - 1)
@@ -138,7 +138,7 @@ def _ulysses_cost(ranks: int, layer: Attention) -> Cost:
 _ORDERS: tuple[Places, ...] = ("zigzag", "striped", "contiguous")
 RING = SequenceKind(
     "ring",
-    "keys go round",
+    "keys and values are sent around a ring of ranks",
     _imported("ring", "Ring"),
     _ring_cost,
     orders=_ORDERS,
@@ -146,10 +146,12 @@ RING = SequenceKind(
     advice=_ring_advice,
     tried={order: {"order": order} for order in _ORDERS},
 )
-LIGHTSEQ = SequenceKind("lightseq", "idle ranks help", _imported("balanced", "Balanced"), _lightseq_cost, open_make=RING.make)
+LIGHTSEQ = SequenceKind(
+    "lightseq", "a ring in which idle ranks compute for others", _imported("balanced", "Balanced"), _lightseq_cost, open_make=RING.make
+)
 COLOSSAL_RING = SequenceKind(
     "colossal_ring",
-    "whole scores",
+    "a ring that stores the scores of all keys",
     _imported("colossal_ring", "ColossalRing"),
     _colossal_cost,
     keeps_scores=True,
@@ -159,11 +161,11 @@ COLOSSAL_RING = SequenceKind(
     ),
     tried={"colossal": {}},
 )
-ULYSSES = SequenceKind("ulysses", "ranks trade heads", RING.make, _ulysses_cost, trades_heads=True, overlaps=False)
+ULYSSES = SequenceKind("ulysses", "all-to-all of heads for tokens", RING.make, _ulysses_cost, trades_heads=True, overlaps=False)
 SEQUENCES: dict[str, SequenceKind] = {kind.name: kind for kind in (RING, LIGHTSEQ, COLOSSAL_RING, ULYSSES)}
 DEFAULT = RING.name
 
 
 def described() -> str:
-    """Return a phrase about each method, for the help text of `sequence.kind`."""
+    """Return the help text of `sequence.kind`: a phrase about each method."""
     return "; ".join(f"{kind.name}: {kind.about}" for kind in SEQUENCES.values())

@@ -19,7 +19,7 @@ ORDERS: tuple[Places, ...] = get_args(Places)
 
 
 class Block(NamedTuple):
-    """Queries of one rank and keys of another, as slices of their tokens, and whether only a triangle of pairs is visible."""
+    """Queries of one rank and keys of another, as slices of the ranks' tokens. triangle: query i sees only keys 0 to i of the block."""
 
     queries: slice
     keys: slice
@@ -42,9 +42,9 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """The positions of sequences of `length` tokens on `size` ring places. kind: one of ORDERS. inner: number of ranks at a ring place,
-    each with a chunk of its positions. causal: a token sees no later ones. Raises BadInput if the length
-    cannot be divided."""
+    """Division of sequences of `length` tokens over a ring of `size` places. inner: number of ranks at each place of the ring, which have
+    one chunk each of the place's positions. kind: one of ORDERS. causal: a token sees no later tokens. Raises BadInput if `length` cannot
+    be divided."""
 
     kind: str
     size: int
@@ -84,11 +84,11 @@ class Order:
         return (range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half))
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return the positions of the tokens of a rank (0 to size * inner - 1), ascending."""
+        """Return the positions of a rank's tokens, in the order in which the rank stores them. rank: 0 to size * inner - 1."""
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the visible blocks between the queries of one ring place and the keys of another, 0 to size - 1 each."""
+        """Return the blocks of visible pairs between the queries of one place of the ring and the keys of another (0 to size - 1)."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
@@ -104,7 +104,7 @@ class Order:
         return (Block(ALL, first, False),) if key_rank < query_rank else (Block(second, ALL, False),)
 
     def seen(self, query_rank: int, key_rank: int) -> int:
-        """Return the number of visible (query, key) pairs between the queries of one ring place and the keys of another."""
+        """Return the number of visible (query, key) pairs between the queries of one place of the ring and the keys of another."""
         return sum(map(self._pairs, self.blocks(query_rank, key_rank)))
 
     def _pairs(self, block: Block) -> int:

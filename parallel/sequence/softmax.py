@@ -36,7 +36,7 @@ QUERIES = 512  # queries computed at a time without a fused kernel
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens at the positions `runs` of their sequences.
+    """Tokens of one rank. runs: their positions in the sequence, as ranges.
 
     document_BS: the number of each token's document, for whole sequences, int64; None: one document. window: number of positions that a
     query sees, itself included; None: all earlier ones. Tensors are made at their first use: blocks without bias and documents need none.
@@ -58,7 +58,7 @@ class Tokens:
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
     def by_run(self) -> Iterator[tuple[slice, range]]:
-        """Yield (slice of the tokens, positions) of each run."""
+        """Yield (slice of the tokens, their positions) for each range of positions."""
         start = 0
         for run in self.runs:
             yield slice(start, start + len(run)), run
@@ -224,7 +224,7 @@ def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: To
 
 
 def _by_runs(queries: Tokens, keys: Tokens) -> Iterator[tuple[slice, slice, range, range]]:
-    """Yield the block's pairs of runs: (slice of the queries, of the keys, positions of these queries, of these keys)."""
+    """Yield (slice of the queries, slice of the keys, positions of these queries, positions of these keys) for each pair of ranges."""
     return ((rows, columns, query, key) for rows, query in queries.by_run() for columns, key in keys.by_run())
 
 

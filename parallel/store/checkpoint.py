@@ -63,8 +63,8 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
 def save(
     folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
 ) -> Path:
-    """Write a checkpoint and return its folder. Collective. Raise BadInput on all ranks if one cannot write, or has a value that is not
-    finite.
+    """Write a checkpoint and return its folder. Collective. Raise BadInput on all ranks if a rank cannot write, or has a value that is
+    not finite.
 
     held: ("weight" or an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, which rank 0 writes.
     keep: number of newest checkpoints that are not removed; none is removed if `prune` is False."""
@@ -155,7 +155,7 @@ def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) ->
                 files[path.name] = _write_file(path, tensors)
                 entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
         except (OSError, SafetensorError) as error:
-            problem = error.with_traceback(None)  # whose frames hold the tensors
+            problem = error.with_traceback(None)  # the frames of the traceback would keep the tensors in memory
         tensors.clear()  # free their memory before the next file's tensors are gathered
     if problem is not None:
         raise problem

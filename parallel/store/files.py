@@ -20,7 +20,7 @@ MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read;
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """Return the path with `~` replaced by the home folder. Raise BadInput if the lookup fails, or it has control characters."""
+    """Return the path with `~` replaced by the home folder. Raise BadInput for control characters, or if the lookup fails."""
     if not harmless(str(text)):
         raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:

@@ -242,7 +242,7 @@ def check_pieces(reader: Reader) -> None:
                 )
             except Unreadable:
                 raise
-            except (ValueError, KeyError, TypeError):  # BadInput is a ValueError
+            except (ValueError, KeyError, TypeError):  # BadInput too, as it is a ValueError
                 within = False
             if not within:
                 raise damaged(reader.path, Path(entry["file"]).name)

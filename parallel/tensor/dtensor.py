@@ -71,7 +71,7 @@ class Ranks:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._meshes: dict[str, DeviceMesh] = {}  # by device type
+        self._meshes: dict[str, DeviceMesh] = {}  # device type -> mesh
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
         """Return the DTensor of the ranks' local tensors, as shards or copies. torch chooses the placement of its gradient."""

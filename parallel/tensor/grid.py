@@ -4,7 +4,7 @@ x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py)
 
 norm          needs all channels: two numbers a token are exchanged along tp_col
 MoE layer     needs all channels of a token: `Exchanged`
-3D            inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves tensors to the rank that has theirs
+3D            inside a layer a rank has other sequences than between layers (linear_3d.py): `Turn` moves tensors accordingly
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The exchange of all tokens' shards of channels, over `axis`, for all channels of this rank's run of tokens."""
+    """All-to-alls over `axis`. `cut`: from this rank's channels of all tokens to all channels of this rank's chunk of tokens.
+    `join`: the reverse."""
 
     axis: Axis
 
@@ -157,7 +158,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Turn:
-    """In 3D, exchanges the axis over which sequences are split: from x split over `held` and equal along `other` to the reverse."""
+    """In 3D, changes the axis over which sequences are split: from x that is split over `held`, with copies along `other`, to x that is
+    split over `other`, with copies along `held`."""
 
     held: Axis
     other: Axis

@@ -34,7 +34,8 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills its module's slot `others`. Sets `first`, the index of the first row, on module or tiles."""
+    """A vocabulary matrix [V, D]. Fills its module's slot `others`.
+    Sets `first`, the index of this rank's first row, on the module or its tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
@@ -110,8 +111,8 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back` sends whole logits to the ranks that hold their
-    sequences."""
+    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back`, used in 3D, sends logits of the whole vocabulary to the
+    ranks that hold the sequences of the logits."""
 
     axis: Axis
     size: int
@@ -146,8 +147,8 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. Backward sends nothing: the log-sum-exp's gradient, equal on every rank,
-    times the probability that the softmax gives to this rank's rows."""
+    """Merge [log-sum-exps, targets' logits] [2, N] over ranks. Backward sends nothing: each rank multiplies the log-sum-exp's gradient,
+    which is equal on every rank, by the probability that the softmax gives to its rows."""
 
     @staticmethod
     def forward(ctx: Any, scores_2N: Tensor, axis: Axis) -> Tensor:

@@ -6,7 +6,7 @@ differ    ranks of a group ran different collectives under the same number; the 
 behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
 circle    ranks wait for each other
 lost      a message was sent, but its receiver still waits for it
-engine    ranks wait inside a library's own collectives, which are not announced; the line of Python code tells them apart
+engine    ranks wait inside a library's own collectives, which are not recorded; their lines of Python code show which ranks differ
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _call(lane: Mapping[str, Any], call: list[Any]) -> Call:
 
 
 def _named(answer: Mapping[str, Any]) -> str:
-    """Return in words the rank's last announced collective, phase and step. answer: Record.answer() of the rank."""
+    """Return in words the rank's last recorded collective, phase and step. answer: Record.answer() of the rank."""
     call = _latest(answer)
     what = f"{call.name} {call.number} over {call.axis}{f' in {call.label}' if call.label else ''}, " if call else ""
     return f"{what}{_at(answer)}"
@@ -158,7 +158,7 @@ def _both(at: Mapping[int, Call]) -> str:
     found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
     if found is None:
-        return f"before collective {number} over {at[first].axis}, which is further back than they remember"
+        return f"before collective {number} over {at[first].axis}, which their records no longer contain"
     return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
 
 
@@ -234,7 +234,8 @@ def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
 
 
 def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
-    """Return a finding for ranks that wait although no announced collective is missing: in a library's own, or over a broken link."""
+    """Return a finding for ranks that wait although no recorded collective is missing. They wait in a library's own collective, or a link
+    between machines is broken."""
     sure = {rank for rank in waiting if answers[rank]["waits"] == "yes"}
     if not sure:
         return None

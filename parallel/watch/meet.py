@@ -118,7 +118,7 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
 
 
 def _stay(store: Any, size: int, *, until: float) -> None:
-    """Wait until every rank has read why the run cannot start, but at most _HEARD_S, because some ranks may never come."""
+    """Keep the store alive until every rank has read why the run cannot start, but at most _HEARD_S, because some ranks may never come."""
     now = time.monotonic()
     last = max(now + 1.0, min(until, now + _HEARD_S))
     while not store.check([f"heard/{rank}" for rank in range(size)]) and time.monotonic() < last:

@@ -1,7 +1,7 @@
 """An error of one rank is raised on all ranks, with the same line, so that no rank waits for a rank that failed.
 
-    rank 0   work() ----------------------------------.   maximum: the first rank that failed, if any    -> no rank: continue
-    rank 1   work() raises ValueError: boom ----------'   sum: the bytes of that rank's line             -> the same line on all ranks
+    rank 0   work() ----------------------------------.   a maximum over ranks finds the first rank that failed; if none did: continue
+    rank 1   work() raises ValueError: boom ----------'   a sum over ranks sends the bytes of its line to all ranks, which raise it
 
 One small collective if no rank fails, two otherwise.
 """

@@ -263,8 +263,7 @@ class Watchdog:
         return None if own and self.kind != "differ" else self.line
 
     def disagree(self) -> str:
-        """Return the line about ranks that ran different collectives. All ranks call this if the sum of the
-        ranks' hashes of their collectives shows a difference."""
+        """Return the line about ranks that ran different collectives. All ranks call this if `check_tokens` finds a difference."""
         self._leaving = True
         self._settle("differ")
         return self.line or "ranks did not make the same collectives in this step, and no rank knows which ones differ"
@@ -337,7 +336,7 @@ def enter(phase: str, *, step: int | None = None, patience: float | None = None)
 
 
 def check_tokens(total: float) -> None:
-    """Raise Disagreement, on all ranks, if the sum of all ranks' tokens (parallel/mesh/record.py) shows that two ranks differ."""
+    """Raise Disagreement, on all ranks, if two ranks ran different collectives. total: sum of all ranks' Record.token()."""
     if not balanced(total) and _of_process is not None:
         raise Disagreement(_of_process.disagree(), prints=_of_process.prints)
 

@@ -1,8 +1,8 @@
 """`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
 
-The JSON is written after each part, and `--resume` goes on from it, so that a machine that is lent for a few minutes at a time is enough.
-A part that fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the
-kernels: this tries the command, and its numbers mean nothing.
+The JSON file is written after each part, and `--resume` continues from it, so the parts may be measured in several short calls. A part that
+fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the kernels. This
+only tests the command; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 
 def main(words: list[str] | None = None) -> int:
     """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="the first hour on a new GPU")
-    parser.add_argument("--minutes", type=float, default=25, help="parts that may end later than this are left out")
+    parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="check and measure a new GPU")
+    parser.add_argument("--minutes", type=float, default=25, help="time limit of this call; parts that may exceed it are left out")
     parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
-    parser.add_argument("--resume", action="store_true", help="keep the parts that the file has")
+    parser.add_argument("--resume", action="store_true", help="continue a file: measure only the parts that it lacks")
     args = parser.parse_args(words)
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -52,7 +52,7 @@ def measure(minutes: float, file: Path) -> int:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        replace_file(file, json.dumps(done := fresh | done))  # finds out now if it can be written
+        replace_file(file, json.dumps(done := fresh | done))  # fails now if the file cannot be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def measure(minutes: float, file: Path) -> int:
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:
-    """Run a part and return its entry in the JSON: rows and seconds, or why there are none."""
+    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it has none."""
     if lacking := [name for name in part.packages if find_spec(name) is None]:
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:
@@ -76,13 +76,13 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
     started = time.perf_counter()
     try:
         rows = part.rows(machine, {name: entry["rows"] for name, entry in before.items() if "rows" in entry})
-    except Exception as error:  # the other parts are still worth their time
+    except Exception as error:  # the other parts can still be measured
         return {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     return {"seconds": time.perf_counter() - started, "rows": rows}
 
 
 def parts() -> list[Any]:
-    """Return the parts in their order. They import triton, so this is called after its interpreter was chosen."""
+    """Return the parts in their order. They import triton, so `measure` first sets TRITON_INTERPRET."""
     from moe.bench.gpu import ceilings, layer, right, step
     from moe.bench.gpu.part import Part
 
@@ -106,7 +106,7 @@ def page(done: dict[str, Any]) -> list[str]:
 
 
 def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return what the numbers say should be done, most urgent first."""
+    """Return lines of advice that follow from the numbers, the most urgent first."""
     wrong = [f"mend first: {name} found something wrong" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)

@@ -11,7 +11,7 @@ from moe.bench.gpu.part import Machine, Row, table
 from moe.calibrate.kernels import timed
 from moe.records.results import matmul_flops
 
-COPIED = {True: 2**31, False: 2**20}  # bytes, on a GPU or not
+COPIED = {True: 2**31, False: 2**20}  # is it a GPU -> bytes of the copied tensor
 PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "sonic-moe", "scattermoe", "pydantic")
 
 
@@ -40,7 +40,7 @@ def _about(machine: Machine) -> Row:
     return about
 
 
-def _version(package: str) -> str | None:  # not version_of of extensions.py, which needs psutil
+def _version(package: str) -> str | None:  # version_of in extensions.py needs psutil
     try:
         return version(package)
     except PackageNotFoundError:
@@ -54,5 +54,5 @@ def _copy(machine: Machine) -> Row:
 
 
 def _product(machine: Machine, dtype: torch.dtype) -> Row:
-    """Return the rate of a large product. In fp32 without TF32, which torch leaves off."""
+    """Return the rate of a large product. In fp32, TF32 is not used, which is torch's default."""
     return {"ceiling": str(dtype).removeprefix("torch."), "rate": matmul_flops(dtype, machine.device) / 1e12, "unit": "TF/s"}

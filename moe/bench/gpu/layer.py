@@ -37,9 +37,9 @@ SHAPES = {
     False: {"tiny": Shape(40, 16, 24, 4, 2)},
 }
 H100_TF_PER_S = 800.0  # of a large bf16 product
-FILL = 8
+FILL = 8  # steps of the inner loop that a tile's first loads and its result take
 KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
-TIMES = {True: 10, False: 1}  # passes
+TIMES = {True: 10, False: 1}  # is it a GPU -> number of timed passes
 
 
 def kernel_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
@@ -69,7 +69,8 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`; without a GPU with one, as each peer takes seconds to import."""
+    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU there is only one peer, because each takes seconds to
+    import."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
         for routing in ("balanced", "skewed") if machine.gpu else ("balanced",):
@@ -89,8 +90,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
 
 
 def _expected(kernel: str, shape: Shape) -> float:
-    """Return the expected TF/s of an H100: 0.8 of a large product's rate in the inner loop, and for each tile FILL more steps of
-    BLOCK_K = 64, for its first loads and its result."""
+    """Return the expected TF/s of an H100. The inner loop, in steps of 64 elements, has 0.8 of a large product's rate. Each tile takes FILL
+    more steps."""
     each = shape.rows / shape.experts
     steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
     return H100_TF_PER_S * 0.8 * steps / (steps + FILL)
@@ -109,7 +110,7 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
 
 
 def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int) -> dict[str, float]:
-    """Return kernel -> seconds in one call of run(), its mean over `times` calls. Every call of the kernel's function is timed."""
+    """Return kernel -> seconds that it takes in one call of run(), as a mean over `times` calls."""
     choose("triton")
     from moe.kernels.triton import network
 

@@ -1,7 +1,7 @@
-"""One part of the first hour, and the machine that it measures.
+"""One part of the measurements of `python -m moe.bench.gpu`, and the machine that it measures.
 
-    rows    what a part measured: dicts for the JSON file, from which a later call continues
-    page    the rows as lines for a reader
+    rows    results of a part: dicts for the JSON file, from which a later call continues
+    page    the rows as lines of text
 
 The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
 """
@@ -36,7 +36,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """`rows(machine, before)` measures; `before`: the rows of earlier parts by name. minutes: longest expected time on an H100."""
+    """`rows(machine, before)` measures. before: rows of earlier parts, by name. page: makes lines of text from rows. minutes: longest
+    expected time on an H100."""
 
     name: str
     minutes: float
@@ -46,12 +47,13 @@ class Part:
 
 
 def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
-    """Return the rows of all calls, each with its name as `what`. One that fails, such as without memory, has a row with its error."""
+    """Return the rows of all calls, each with the call's name as `what`. A call that fails, for example if memory runs out, gives a row
+    with the error."""
     found: list[Row] = []
     for name, one in work.items():
         try:
             found += [{"what": name} | row for row in one()]
-        except Exception as error:  # the others are still worth their time
+        except Exception as error:  # the others can still be measured
             found.append({"what": name, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", "passed": False})
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

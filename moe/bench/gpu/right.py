@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain reference in fp32: routing exactly, networks by the relative error of output and gradients."""
+"""Compares the Triton kernels with the plain reference in fp32: routing must be equal; networks have a limit for the relative error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moe.router.losses import balance_loss, z_loss
 
 # T tokens, K choices, E experts, D model, F hidden
 
-# Largest relative error in the 2-norm: 1e-5 for another order of fp32 sums, else twice the unit roundoff 2^-8 or 2^-11 of the dtype.
+# dtype -> largest relative error in the 2-norm: 1e-5 for another order of fp32 sums, in 16 bits twice the unit roundoff (2^-8, 2^-11)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}  # (T, E, D, F), GPU or not
+SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}  # is it a GPU -> (T, E, D, F)
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
 LOADS = ("even", "drops", "one takes all", "empty experts")
 _SANITIZED = "from moe.bench.gpu import right; right.once()"
@@ -71,7 +71,8 @@ def _routing(machine: Machine) -> list[Row]:
 
 
 def _routes(logits_TE: Tensor, expert_TK: Tensor) -> bool:
-    """Return whether the router's kernels equal torch operations: choices exactly, gates, loss and the logits' gradient to 1e-5."""
+    """Return whether the router's kernels equal torch operations. Choices must be equal; gates, loss and the logits' gradient within
+    1e-5."""
     from moe.kernels.triton.router import Given
 
     k = expert_TK.shape[1]

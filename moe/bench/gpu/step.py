@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these need pydantic, which a machine with a GPU may lack: _
     from moe.model.transformer import Transformer
     from moe.recipe import sections
 
-# on a GPU or not -> name -> sections of a recipe, vocabulary, sequences of a step
+# is it a GPU -> name of a model -> sections of its recipe, size of its vocabulary, sequences of a step
 MODELS: dict[bool, dict[str, dict[str, Any]]] = {
     True: {
         "dense 1.3B": {
@@ -46,7 +46,7 @@ MODELS: dict[bool, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 STEPS = {True: 10, False: 2}
-TOP = 30  # GPU kernels listed
+TOP = 30  # largest number of GPU kernels that are listed
 LOSSES = 10
 
 
@@ -66,7 +66,7 @@ def step_page(rows: Sequence[Row]) -> list[str]:
 
 
 def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Return ten losses of the tiny model in each dtype on the device, twice, and on the CPU."""
+    """Return a row for each dtype: ten losses of the tiny model on the device, compared with a second run on it and with the CPU."""
     found = []
     sizes = MODELS[False]["sparse"]
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)):
@@ -149,7 +149,7 @@ def _timed(machine: Machine, sizes: dict[str, Any], peak: float | None, compiled
 
 
 def _synchronisations(machine: Machine, step: Callable[[], Tensor]) -> int | None:
-    """Return how often one step waits for the GPU, as CUDA itself sees it; None on a CPU."""
+    """Return the number of times that one step waits for the GPU, counted by CUDA; None on a CPU."""
     if not machine.gpu:
         return None
     torch.cuda.set_sync_debug_mode("warn")

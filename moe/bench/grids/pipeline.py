@@ -26,14 +26,14 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S = 0.02  # seconds for which the stages of a rank sleep together: in a forward pass, in the backward pass for inputs or for weights
-UPDATE_S = 0.005  # likewise in an update of the weights
+PASS_S = 0.02  # seconds that all stages of a rank sleep in a forward pass, and again for gradients of inputs, and of weights
+UPDATE_S = 0.005  # seconds that all stages of a rank sleep in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 
 
 def main(*, nproc: int | None = None, kinds: str | None = None, json: str | None = None) -> int:
-    """`moe bench pipeline`. Returns 1 if a measured time differs by over 10 % from the simulated one."""
+    """`moe bench pipeline`. Returns 1 if a simulated time differs by more than WITHIN from the measured one."""
     names = kinds.split(",") if kinds else list(SCHEDULES)
     for name in names:
         kind_of(name)

@@ -1,7 +1,7 @@
 """Measures the time of sequence-parallel attention, forward and backward, and compares it with other methods of the same result.
 
     ring      contiguous and striped       compared with ring-attention-pytorch on the same gloo ranks
-    zigzag, lightseq                       compared with the contiguous ring, whose ranks have unequal shares of the work
+    zigzag, lightseq                       compared with the contiguous ring, in which ranks have unequal amounts of work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
 
 All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).

@@ -30,8 +30,9 @@ from parallel.process import process
 
 @dataclass
 class Stages:
-    """Work of the pipeline runtime on one rank. stages: number -> module; inputs: of the first stage, for each micro-batch; crossing: shape
-    of tensors between stages; loss(last output, micro-batch); change(module): updates a stage's weights, None: never.
+    """Work that one rank's pipeline runtime executes. stages: number -> module. inputs: of the first stage, for each micro-batch. crossing:
+    shape of tensors between stages. loss(last output, micro-batch): returns the loss. change(module): updates a stage's weights; None: they
+    are never updated.
     """
 
     stages: Mapping[int, nn.Module]
@@ -137,7 +138,8 @@ def connect(rank: int, ranks: int) -> Mesh:
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """Return this rank's pipeline runtime. stages: stage number -> module, of all ranks. Collective: makes process groups."""
+    """Return this rank's pipeline runtime. stages: stage number -> module, for the stages of all ranks. Collective: makes process
+    groups."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")

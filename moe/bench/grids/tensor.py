@@ -1,11 +1,11 @@
-"""Measures 1D tensor parallelism, forward and backward through Transformer blocks, and compares it with torch's. All run in turn.
+"""Measures 1D tensor parallelism, forward and backward through Transformer blocks, and compares it with torch's own. All run in turn.
 
     1d        compared with the same blocks with tensor.kind dtensor, and with torch's parallelize_module on the same blocks, in which every
               matrix product is an nn.Linear
     sliced    the same comparisons with Megatron's sequence parallelism between layers (tensor.sequence_parallel; torch: SequenceParallel)
 
-All use the same weights, so their outputs and input gradients must be equal; the largest difference is printed. In the narrower of the two
-widths, the overhead of single operations counts most. `moe bench tensor --nproc 2 --json FILE`.
+All use the same weights, so their outputs and input gradients must be equal; the largest difference is printed. With the smaller of the two
+widths, the overhead of single operations is a larger part of the time. `moe bench tensor --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
-    """Return blocks sharded by this project. kind: a value of tensor.kind, maybe with " sliced". chunks: pieces of each collective."""
+    """Return blocks sharded by this project. kind: a value of tensor.kind; with " sliced" at the end, also tensor.sequence_parallel.
+    chunks: number of pieces of each collective."""
     whole = _blocks(model)
     plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)

@@ -6,8 +6,9 @@
     ours    the layer as in training, with router, balance loss and statistics
 
 All run in turn; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our time divided
-by the peer's (below 1: ours is faster). Peak memory counts gradients and all other tensors that torch allocates during the pass. Two more
-tables: growth of time and memory with tokens and experts; permuting tokens to experts' rows and back, compared with a plain copy.
+by the peer's (below 1: ours is faster). Peak memory counts gradients and all other tensors that torch allocates during the pass. There are
+two more tables: the growth of time and memory with tokens and experts (`growth`), and the speed of permuting tokens to experts' rows and
+back, compared with a plain copy (`moves`).
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ PEERS: dict[str, dict[str, Make]] = {
     },
 }
 TABLES = ("growth", "moves")  # names of the two further tables, values of --only
-MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes that one timing moves at least: so many that launches take a negligible part
-MOST_MOVES = 64  # largest number of permutations in one timing
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes that one timing should move, so that launches take a negligible part of the time
+MOST_MOVES = 64  # largest number of times that one timing repeats the permutation of tokens
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
@@ -90,7 +91,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
         for ffn in ("relu", "swiglu"):
             rows += measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
             gc.collect()
-            gc.freeze()  # saves 0.3 s at each later garbage collection, which then skips the objects of loaded libraries
+            gc.freeze()  # later garbage collections skip the objects of loaded libraries, which saves 0.3 s each
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
@@ -103,7 +104,7 @@ def _label(case: LayerCase) -> str:
 
 
 def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Time the limit, our layers and the peers, with relu or swiglu networks (ffn). Print and return a table row for each."""
+    """Time the limit, this project's layers and the peers. ffn: relu or swiglu networks. Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
@@ -169,13 +170,15 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether the two output vectors of every token have cosine similarity > 0.99. Lengths may differ: some layers scale by other gates."""
+    """Return whether the two output vectors of every token have a cosine similarity above 0.99. Lengths may differ, because some layers use
+    other gates."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return two table rows: the factors by which time and memory grow with 4 times the tokens, and with 32 times the experts."""
+    """Print and return two table rows: the factors by which time and memory grow with 4 times as many tokens, and 32 times as many
+    experts."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

@@ -1,4 +1,4 @@
-"""Counts the bytes that an MoE layer's dispatcher sends, compares them with theory, and its time with a plain all-to-all of equal bytes.
+"""Counts the bytes that each dispatcher of an MoE layer sends and compares them with theory; compares its time with a plain all-to-all.
 
     each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
     plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass
@@ -39,7 +39,7 @@ from parallel.process import process
 from parallel.process.fork import run_on_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SPARE = 1.25  # padded dispatch: an expert's slots are this many times its rows
+SPARE = 1.25  # padded dispatch: number of an expert's slots / number of its rows
 SHAPE = Shape(tokens=2048, width=256, hidden=512, experts=16, k=2)
 
 
@@ -75,8 +75,8 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their input, or the sum of each token's rows times their gates. ranks: number of etp ranks; their outputs are
-    summed, so each returns input / ranks."""
+    """Experts that return their input. Called with counts of type Routed, they return each token's sum of rows times gates. ranks: number
+    of etp ranks, whose outputs are summed, so each returns input / ranks."""
 
     hidden, kernels = slice(0, 1), choose("auto")
 
@@ -93,7 +93,7 @@ class _Identity:
 
 
 def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
-    """A function that runs the forward and backward pass of a layer with these experts."""
+    """Return a function that runs the forward and backward pass of a layer with these experts."""
     grad_TD = torch.ones_like(x_TD)
 
     def work() -> None:
@@ -104,7 +104,7 @@ def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) ->
 
 
 def _plain(axis: Axis, sent: int) -> Callable[[], None]:
-    """A function that runs four all_to_all_single with equal splits, which together send about `sent` bytes from each rank."""
+    """Return a function that runs four all_to_all_single with equal splits, which together send about `sent` bytes from each rank."""
     size = max(1, round(sent / 4 / 4 / (axis.size - 1))) * axis.size
     rows, out = torch.ones(size), torch.empty(size)
 
@@ -116,7 +116,8 @@ def _plain(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, _Identity, int]]:
-    """Name of a dispatcher -> (its Exchange, experts, bytes that a rank sends by the formula). mesh has ep ranks, by_hidden etp ranks."""
+    """Return name of a dispatcher -> (its Exchange, experts, bytes that a rank sends by its formula). mesh: with ep ranks. by_hidden: mesh
+    with etp ranks."""
     ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
     sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), load_of(shape, ranks, number_bytes)
     found: dict[str, tuple[Exchange, _Identity, int]] = {}
@@ -150,8 +151,8 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return `largest_rank_before` and `largest_rank_after` moving experts: rows of the fullest rank / mean over ranks; `over_before`:
-    seconds after / before.
+    """Return the effect of moving experts with skewed routing. largest_rank_before, largest_rank_after: rows of the fullest rank / mean
+    over ranks. over_before: seconds after / before.
     """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)

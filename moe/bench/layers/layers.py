@@ -47,7 +47,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """Sizes, dtype and routing of a layer. balanced: equal loads; skewed: expert 0 gets half of all rows, at most one of each token."""
+    """Sizes, dtype and routing of a layer. routing: `balanced`: equal loads; `skewed`: expert 0 gets half of all rows, at most one row of
+    each token."""
 
     shape: Shape
     dtype: torch.dtype
@@ -55,7 +56,7 @@ class LayerCase:
     device: torch.device = torch.device("cpu")
 
     def weights(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)  # on the device: a CPU takes minutes for a layer of Mixtral's
+        generator = torch.Generator(self.device).manual_seed(seed)  # on the device, because a CPU takes minutes for a layer of Mixtral
         values: Tensor = torch.randn(*shape, generator=generator, device=self.device) * shape[-1] ** -0.5
         return values.to(dtype or self.dtype)
 
@@ -128,7 +129,8 @@ def router_settings(k: int) -> dict[str, Any]:
 
 
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
-    """Our dropless layer as in training, with statistics and balance loss. master: dtype of the weights; None: the case's dtype."""
+    """This project's dropless layer as in training, with statistics and balance loss. master: dtype of the weights; None: the case's
+    dtype."""
     s = case.shape
     # a plain namespace instead of RouterSpec, which needs packages that a machine with a GPU may lack
     spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
@@ -162,7 +164,7 @@ def limit(case: LayerCase, ffn: str) -> Pass:
 
 
 def dense(case: LayerCase) -> Pass:
-    """A dense feed-forward network with k * F hidden units, and so with the same FLOPs for every token."""
+    """A dense feed-forward network with k * F hidden units, which has the same FLOPs for each token as the MoE layer."""
     s = case.shape
     w1 = case.weights(s.width, s.hidden * s.k, seed=10).requires_grad_()
     w2 = case.weights(s.hidden * s.k, s.width, seed=11).requires_grad_()
@@ -197,7 +199,8 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 
 def deepspeed(case: LayerCase) -> Pass:
-    """DeepSpeed's MoE layer: with capacity factor 1 if routing is balanced, else dropless (padded to the expert with most rows)."""
+    """DeepSpeed's MoE layer: with capacity factor 1 if routing is balanced, otherwise dropless (padded to the expert with the most
+    rows)."""
     moe = _deepspeed("moe.layer", case.device)
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))

@@ -56,7 +56,7 @@ def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -
 
 
 def _decoder(width: int) -> Transformer:
-    """Our model with the sizes of `_mixtral`; every layer has experts."""
+    """Return this project's model with the sizes of `_mixtral`; every layer has experts."""
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
     router: dict[str, Any] = {"num_choices": CHOICES}
     made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
@@ -65,7 +65,7 @@ def _decoder(width: int) -> Transformer:
 
 
 def _encoder_decoder(width: int) -> Transformer:
-    """Our encoder-decoder with the sizes of `_t5`."""
+    """Return this project's encoder-decoder with the sizes of `_t5`."""
     sizes: dict[str, Any] = {"num_layers": 2 * LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 2 * width, "max_length": LENGTH}
     model = sections.Model(kind="encoder_decoder", positions="t5", ffn="relu", **sizes)
     return Transformer(model, vocab_size=VOCABULARY).eval()

@@ -1,7 +1,7 @@
 """Measures the bytes of model states on each rank, and compares them with the ZeRO formulas (moe/plan/job/states.py).
 
-    torch holds    bytes in tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
-                   1 gradients count at their peak, because an engine may drop other ranks' gradients before the backward pass returns
+    torch holds    bytes of tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
+                   1 gradients count at their peak, because an engine may free other ranks' gradients before the backward pass returns
     resident       the process's memory at the same time, as the system reports it, minus its memory before the model and minus buckets
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
@@ -116,8 +116,8 @@ def _buckets(engine: Engine) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes in tensor storages, by purpose. shards: the part of states.parameters that is DeepSpeed's parameter shards (ZeRO-3); buckets:
-    in which DeepSpeed collects gradients; other: all other storages that are newer than the model, also those kept by mistake.
+    """Bytes of tensor storages, by purpose. shards: DeepSpeed's parameter shards (ZeRO-3), which are a part of states.parameters. buckets:
+    buffers in which DeepSpeed collects gradients. other: all other storages that are newer than the model, even if kept by mistake.
     """
 
     states: States
@@ -141,7 +141,7 @@ def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
 
 
 class GradientPeak:
-    """Watches all later backward passes. gradients: peak bytes of all p.grad; resident: bytes of the process's memory at that peak."""
+    """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.gradients, self.resident = model, 0, 0
@@ -221,12 +221,12 @@ def print_papers_table() -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Return (shape, kind, number of ranks) for the kinds `names` (None: all) on each number of ranks that divides nproc, without those
-    cases that cannot run or would repeat others. Raises BadInput.
+    """Return (shape, kind, number of ranks) for the kinds `names` (None: all) on each number of ranks that divides nproc. Leaves out cases
+    that cannot run or would repeat others. Raises BadInput for an unknown kind.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
-        print(f"no rows of nvme: {', '.join(nvme)} not here\n")
+        print(f"no rows with nvme: {', '.join(nvme)} missing\n")
     chosen = kinds_of(names or ",".join(name for name in KINDS if not (nvme and "nvme" in name)))
     return [
         (shape, kind, ranks)

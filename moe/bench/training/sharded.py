@@ -36,7 +36,8 @@ PLAIN = planned()
 
 @dataclass(frozen=True)
 class ShardedKind:
-    """A kind of data parallelism. stage: ZeRO stage, 0 to 3 (moe/plan/job/states.py). sharding: the recipe's section; {} for a peer."""
+    """A kind of data parallelism. stage: ZeRO stage, 0 to 3 (moe/plan/job/states.py). sharding: the recipe's section `sharding`; {} for
+    DeepSpeed's own engine."""
 
     name: str
     stage: int
@@ -56,7 +57,7 @@ class ShardedKind:
 
     @property
     def is_peer(self) -> bool:
-        """Whether this is DeepSpeed's own engine, without this project's."""
+        """Whether this is DeepSpeed's own engine, used without this project's engines."""
         return not self.sharding
 
     @property
@@ -69,7 +70,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """Return this kind. If it offloads to disk, its files are in `folder`."""
+        """Return this kind. If it offloads to disk, it writes its files into `folder`."""
         if self.place != "nvme":
             return self
         return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
@@ -108,14 +109,14 @@ def load_engines(kinds: list[ShardedKind]) -> None:
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # before a rank measures its memory, which would include these 40 MB
+        importlib.import_module("parallel.data.fsdp")  # before ranks measure memory, or it would include these 40 MB
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Training:
-    """Start training on this rank with a recipe (section -> key -> value), for a peer in DeepSpeed's own engine. Collective."""
+    """Start training on this rank with a recipe (section -> key -> value). A peer trains in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
     world = World(rank, ranks, place="cpu")
-    return Training.start(values, world, peer=cast(Peer | None, peer))  # it has the methods that a training step calls
+    return Training.start(values, world, peer=cast(Peer | None, peer))  # a peer has all methods of an engine that steps call
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -128,7 +129,7 @@ def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.
 
 
 class DeepSpeedAlone:
-    """DeepSpeed's engine with its own settings around the model in bf16. It averages gradients over ranks and does not clip them."""
+    """DeepSpeed's own engine around the model in bf16. It averages gradients over ranks and does not clip them."""
 
     pipeline = None
 

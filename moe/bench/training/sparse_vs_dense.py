@@ -1,7 +1,7 @@
 """Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
 For each seed, three recipes read the same tokens in the same order, and their last validation losses are compared. Each run is one process
-with one thread, and there are as many at a time as cores. Prints a table, and writes the loss curves as PNG and the rows as JSON. A
+with one thread; one run for each core is active at a time. Prints a table, and writes the loss curves as PNG and the rows as JSON. A
 finished run on disk with the same settings is not repeated.
 """
 

@@ -1,7 +1,7 @@
 """Measures a whole training step of a sparse model, and compares it with other systems: two processes with one thread each, ep 2.
 
-The same Transformer is trained three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism in
-DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
+The same Transformer is trained three times, with different MoE layers and engines: this project's; DeepSpeed's MoE with expert parallelism
+in DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
 optimizer and clipping are the same. The three take their steps in turn; ratios are of times in the same round, and their median is printed.
 """
 
@@ -129,7 +129,8 @@ def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
 
 
 class _Other(nn.Module):
-    """Another system's MoE layer inside our Transformer. returns_loss: the layer returns a balance loss, which is added to the loss."""
+    """Another system's MoE layer in this project's Transformer. returns_loss: the layer returns a balance loss, which is added to the
+    loss."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()

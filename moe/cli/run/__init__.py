@@ -1,4 +1,4 @@
-"""Helpers of the verbs' functions. These import modules themselves, so that wrong input is refused before anything heavy is imported."""
+"""Functions that the verbs share. They import modules only when called, so that wrong input is refused before heavy imports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parallel.store.files import user_path
 
 
 def call(module: str, *words: Any, **flags: Any) -> int:
-    """Import `module`, call its main(*words, **flags), and return the exit code (None counts as 0). Paths in `flags` are passed as text."""
+    """Import `module`, call its main(*words, **flags), and return the exit code (0 for None). Paths in `flags` are passed as str."""
     texts = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     return int(importlib.import_module(module).main(*words, **texts) or 0)
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows, and the entries `more`, as JSON to the file of --json; nothing if `path` is None. Raises BadInput."""
+    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput."""
     if path is not None:
         from moe.records.results import write_json
 
@@ -28,7 +28,7 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
 
 
 def check_least(flags: Any, **least: float) -> None:
-    """Raise BadInput for the first flag with a number below its minimum in `least`. Flags that were not given are skipped."""
+    """Raise BadInput for the first flag whose number is below its minimum in `least`. Flags that were not given are skipped."""
     for name, low in least.items():
         if (value := getattr(flags, name)) is not None and value < low:
             raise BadInput(f"--{name}", got=value, needed=f"at least {low}", fix=f"--{name} {low}")
@@ -50,7 +50,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput for the word `what`, which proposes a folder."""
+    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput about the word `what`, with a similar folder."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

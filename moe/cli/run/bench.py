@@ -1,4 +1,5 @@
-"""`moe bench`: measurements, which are the modules of moe/bench with a main function. They are parsed, not imported (no torch)."""
+"""`moe bench`: runs measurements, which are the modules of moe/bench that have a function `main`. To list them, their source is parsed, not
+imported, because importing would load torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from moe.cli.verbs import Bench
 from parallel.errors import BadInput, did_you_mean, some
 
 BENCHES = Path(__file__).resolve().parents[2] / "bench"
-# package in a checkout of moe-parallel -> measurements that moved there from moe/bench
+# package in a checkout of moe-parallel -> measurements that were part of moe/bench in earlier versions
 MOVED = {
     "tests.campaigns": "faults corruption damage disks elastic hangs hostile kills machines preemption recipes restarts",
     "tests.counted": "comm initial resume tiling",
@@ -47,7 +48,7 @@ def _instead(name: str) -> str:
 
 
 def bench_names() -> list[str]:
-    """Return the names of all measurements. Modules are searched for the text `def main(`, which is faster than to parse them."""
+    """Return the names of all measurements. Files are searched for the text `def main(`, which is faster than parsing them."""
     return sorted(path.stem.replace("_", "-") for path in BENCHES.glob("*/[!_]*.py") if "\ndef main(" in path.read_text(encoding="utf-8"))
 
 

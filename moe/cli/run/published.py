@@ -1,7 +1,7 @@
-"""`hf:DIR` in place of a recipe: the model that the config.json of this folder describes, in every verb that takes a recipe.
+"""`hf:DIR` in place of a recipe, in every verb that takes one: the model that the folder's config.json describes.
 
-moe plan hf:models/qwen --cluster h100-8        config.json alone is read
-moe train hf:models/qwen --data.path texts/     tensors too: converted into RUN/base, with which the run begins
+moe plan hf:models/qwen --cluster h100-8        reads config.json alone
+moe train hf:models/qwen --data.path texts/     also converts the tensors into RUN/base; the run begins with them
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from parallel.store.files import user_path
 
 @contextmanager
 def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
-    """Yield the flags with the path of a YAML file in place of a recipe hf:DIR; without such a recipe, the flags as they are. Raises
-    BadInput for a folder that cannot be converted, and for a name on the hub."""
+    """Yield the flags. If their recipe is hf:DIR, it is replaced by the path of a YAML file. Raises BadInput for a folder that cannot be
+    converted, and for a name of a model on the Hugging Face hub."""
     name = getattr(flags, "recipe", None)
     if not isinstance(name, str) or not name.startswith(PREFIX):
         yield flags
@@ -32,7 +32,7 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
 
     if (hub := download_of(name)) is not None:
         fix = f"{hub[0]}, then {hub[1]}"
-        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder of this machine", fix=fix)
+        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder on this machine", fix=fix)
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
         needed, fix = "one model to begin with", "remove --init_from, or give a recipe"
@@ -60,8 +60,8 @@ def _described(source: Path) -> Iterator[Path]:
 
 
 def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
-    """Return flags for a run that begins with the model in `source`. It is converted into RUN/base now, unless the run has a checkpoint.
-    Raises BadInput for a wrong recipe, before tensors are read, and if the run's checkpoint began with another model."""
+    """Return flags for a run that begins with the model in `source`. Convert the model into RUN/base, unless the run has a checkpoint.
+    Raises BadInput for a wrong recipe, before tensors are read, and if the run's checkpoint comes from another model."""
     from moe.checks.advice import check_for_user
     from moe.convert.huggingface.convert import into_base
     from moe.launch.start import world_size

@@ -1,4 +1,4 @@
-"""Verbs on recipes: show, recipes, plan."""
+"""Functions of the verbs show, recipes and plan."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
     given = {name: value for name, value in dataclasses.asdict(flags).items() if name not in ("compare", "many", "peer", *_OF_PEER)}
     if flags.device != "cuda":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with a GPU too, in this process and all that it starts
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed uses the CPU even on a machine with a GPU, here and in child processes
     if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 
@@ -96,7 +96,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 
     if (hub := download_of(flags.from_run)) is not None:
         fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
-        raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder of this machine", fix=fix)
+        raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder on this machine", fix=fix)
     if any(word.startswith(PREFIX) for word in (flags.from_run, flags.to_run)):
         return _convert_huggingface(flags, overrides)
     if of_transformers(Path(flags.from_run)):
@@ -105,7 +105,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     refuse(
         {"dtype": flags.dtype, "adapters": flags.adapters or None, "without_mtp": flags.without_mtp or None},
         got="it without hf:",
-        needed="hf:PATH, for its weights",
+        needed="hf:PATH, to which alone it applies",
     )
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
@@ -119,7 +119,9 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
 def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     into = flags.to_run.startswith(PREFIX)
     if into and flags.from_run.startswith(PREFIX):
-        raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
+        raise BadInput(
+            "FROM_RUN", got="hf: on both sides", needed="hf: on one side, and a run on the other", fix="moe convert hf:PATH runs/NAME"
+        )
     flags_of = ("adapters",) if into and flags.adapters else ("dtype",) if into else ("without_mtp",)
     needed = f"no flags but --json and --{flags_of[0]}" + ("" if into else ", and recipe keys of training")
     allowed = ("from_run", "to_run", "json", *flags_of)

@@ -1,4 +1,4 @@
-"""Functions of the verbs train and rehearse: checks before processes start."""
+"""Functions of the verbs train and rehearse. They check the input before processes start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
 
-        load_cluster(flags.cluster)  # only to raise BadInput for an unknown cluster before ranks start; they load it again
+        load_cluster(flags.cluster)  # raises BadInput for an unknown cluster before ranks start; they load it again
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
@@ -48,7 +48,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    checks = not (alone and is_rank())  # a rank of another launcher checks later, with that launcher's number of ranks
+    checks = not (alone and is_rank())  # a rank of another launcher (torchrun, SLURM) is checked later, with its number of ranks
     if checks:
         check_for_user(run, world, origins)
         check_installed(run)
@@ -76,7 +76,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     said = str(flags.init_from)
     if (hub := download_of(said)) is not None:
         fix = f"{hub[0]}, then --init_from {hub[1]}"
-        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder of this machine", fix=fix)
+        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder on this machine", fix=fix)
     if not said.startswith(PREFIX):
         source = user_path(flags.init_from, what="--init_from")
         if not source.is_dir():
@@ -98,8 +98,9 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
 
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:
-    """Convert the model hf:PATH of the argument `what`, `said`, into the run `out`/base, and print the lines that `convert` returns. A run
-    with a checkpoint continues instead. Returns whether the run begins. Raises BadInput on a rank, with `then`, flags for runs/BASE."""
+    """Convert an hf:PATH model into the folder out/base by `convert`, and print the lines that it returns. Return False, without
+    converting, if the run has a checkpoint. Raises BadInput on a rank. what, said: name and value of the argument with hf:PATH, for the
+    error; then: flags for its fix, after moe convert to runs/BASE."""
     from moe.checks.begins import has_checkpoint
     from parallel.store.lock import alone_in
 
@@ -135,7 +136,7 @@ def _check_restarts(flags: Train) -> None:
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
-    """Return (the recipe for `world` processes, smaller numbers of processes with which the run can continue, degrees.dp as planned).
+    """Return (the recipe for `world` processes, smaller numbers of processes with which the run can continue, degrees.dp of the full run).
     Raises BadInput if --elastic is below 1 or comes without --restarts, or if no smaller number is possible."""
     from moe.checks.advice import check_for_user
     from moe.launch import elastic

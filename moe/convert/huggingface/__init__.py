@@ -1,3 +1,3 @@
-"""Models of Hugging Face's transformers as runs, and runs as such models."""
+"""Converts models of Hugging Face's transformers to runs, and runs to such models."""
 
-PREFIX = "hf:"  # of a folder's path in commands
+PREFIX = "hf:"  # prefix of the path of a transformers folder in commands

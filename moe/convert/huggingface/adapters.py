@@ -1,10 +1,11 @@
-"""`moe convert RUN hf:DIR --adapters`: a run's LoRA adapters as a folder of PEFT.
+"""`moe convert RUN hf:DIR --adapters`: writes a run's LoRA adapters in the format of PEFT.
 
     layers.0.attention.q.lora_a [r, in]      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight [r, in]
     layers.0.attention.q.lora_b [out, r]     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight [out, r]
     layers.1.experts.3.w1_a     [in, r]      base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_A.weight [r, in]
 
-PEFT's format has a pair for each module, so experts can be written if the model's files have a tensor for each expert's matrix.
+PEFT's format has a pair of matrices for each module. So experts' adapters can be written only if the model's files have one tensor for each
+matrix of each expert.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ from moe.train.start.state import EXTRA
 from parallel.errors import BadInput
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # names of PEFT's files
-_PREFIX = "base_model.model."  # of a module's name in PEFT's model
+_PREFIX = "base_model.model."  # prefix of modules' names in PEFT's model
 
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
-    """Write the adapters that `reader` merges, in fp32, and their configuration; return their number. `base`: name of the model that came
-    from transformers. The configuration has it if that model is the base, untrained. Raises BadInput for experts of which the model's files
-    hold several in one tensor, and for selection biases that moved: PEFT's files cannot hold them."""
+    """Write the adapters that `reader` merges, in fp32, and their configuration; return the number of tensors. `base`: name of the imported
+    transformers model; it is written if that model, untrained, is the adapters' base. Raises BadInput for adapters of experts that share a
+    tensor in the model's files, and if training changed selection biases: PEFT's files cannot have either."""
     for name, shape in reader.names(EXTRA).items():
         now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
-            raise BadInput("--adapters", got=f"{name}, which training moved", needed="the base's: PEFT has adapters alone", fix=fix)
+            raise BadInput(
+                "--adapters", got=f"{name}, which training has changed", needed="the base's bias: PEFT's files have only adapters", fix=fix
+            )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
-    stored, modules = reader.adapters.names(), set[str]()  # patterns of modules' names
-    found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, is turned)
+    stored, modules = reader.adapters.names(), set[str]()  # modules: patterns of the names of modules with adapters
+    found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, whether it is transposed)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
         if held and (len(names) > 1 or not key.endswith(".weight")):
@@ -47,7 +50,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
             raise BadInput("--adapters", got="adapters of experts", needed=needed, fix="leave out --adapters to write merged weights")
         for name in held:
             left, right = pair_of(name)
-            expert = left.endswith("_a")  # [in, r] and [r, out]: the other way round than PEFT's matrices
+            expert = left.endswith("_a")  # experts' pairs are [in, r] and [r, out], which are PEFT's matrices transposed
             module = key.removesuffix(".weight")
             found[f"{_PREFIX}{module}.lora_A.weight"] = (left if expert else right, expert)
             found[f"{_PREFIX}{module}.lora_B.weight"] = (right if expert else left, expert)

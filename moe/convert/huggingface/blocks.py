@@ -1,4 +1,4 @@
-"""Reads tensors that published files hold in few bits with a scale for each block of elements, as bf16.
+"""Decodes quantised tensors of published files, which have few bits an element and a scale for each block, to bf16.
 
     MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16]: 2 elements of 4 bits a byte, the low bits first
                         key_scales uint8 [E, N, G]: an exponent for 32 elements
@@ -6,7 +6,7 @@
     FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
                         element = fp8 * factor, rounded to bf16
 
-The 4-bit format is in the OCP Microscaling specification, version 1.0. `quantization_config` of config.json names the format.
+MXFP4 is defined in the OCP Microscaling specification, version 1.0. `quantization_config` in config.json names the format.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from parallel.mesh.layout import Box
 from parallel.store.stored import TensorFile
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-MXFP4_BLOCK = 32  # elements with one scale
+MXFP4_BLOCK = 32  # number of elements that share a scale
 _BLOCKS, _SCALES, _FACTORS = "_blocks", "_scales", "_scale_inv"
 _AS_BF16 = "save the model in bf16 with transformers: from_pretrained(PATH, dtype=torch.bfloat16), save_pretrained(NEW)"
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor as it is in its file."""
+    """A tensor that is not quantised, or the raw values of one that is."""
 
     file: TensorFile
     key: str
@@ -44,13 +44,13 @@ class Plain:
         return self.file.places[self.key].shape
 
     def read(self, box: Box) -> Tensor:
-        """Return the part of the tensor in the box, which has a range of indices for each dim."""
+        """Return a region of the tensor. `box`: a slice for each dim."""
         return self.file.read(self.key, box)
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """A stack of experts' matrices in MXFP4, [E, in, out] in bf16."""
+    """A stack of experts' matrices in MXFP4, which is read as bf16 [E, in, out]."""
 
     blocks: Plain
     scales: Plain
@@ -62,7 +62,7 @@ class Mxfp4:
         return experts, groups * MXFP4_BLOCK, out
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of the tensor. Only the blocks that it needs are read."""
+        """Return a region of the tensor. Only the blocks in it are read."""
         experts, rows, columns = box
         groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
         packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))
@@ -76,7 +76,7 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """A matrix in fp8 with a factor for each block of `size` = (rows, columns) elements, [M, N] in bf16."""
+    """A matrix in fp8 with a factor for each block of `size` = (rows, columns) elements, which is read as bf16 [M, N]."""
 
     values: Plain
     factors: Plain
@@ -88,7 +88,7 @@ class Fp8:
         return self.values.shape
 
     def read(self, box: Box) -> Tensor:
-        """Return a box of the matrix."""
+        """Return a region of the matrix."""
         over = [slice(part.start // size, -(-part.stop // size)) for part, size in zip(box, self.size, strict=True)]
         factors = self.factors.read(tuple(over)).to(torch.float32)
         for dim, (part, size) in enumerate(zip(box, self.size, strict=True)):
@@ -101,8 +101,8 @@ Stored = Plain | Mxfp4 | Fp8
 
 
 def decoded(tensors: Mapping[str, Plain], quantization: Any) -> dict[str, Stored]:
-    """Return key -> tensor, with one tensor for each pair of blocks and scales. `quantization`: quantization_config of config.json, or
-    None. Raises BadInput for another format, and for a tensor without its scales, or with scales of another shape."""
+    """Return key -> tensor; a pair of values and scales becomes one tensor. `quantization`: quantization_config of config.json, or None.
+    Raises BadInput for an unknown format, and for a tensor without scales, or with scales of another shape."""
     if quantization is None:
         fp8 = next((key for key, tensor in tensors.items() if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point), None)
         if fp8 is not None:

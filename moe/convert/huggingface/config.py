@@ -1,9 +1,9 @@
-"""Converts config.json to a recipe's values, and a run to a config.json, by the table of keys in families.py. Needs no torch.
+"""Converts config.json to a recipe's values, and a run to a config.json, with the table of keys in families.py. Needs no torch.
 
 recipe_values(config)          {"model": {...}, ...}; BadInput names the key that a recipe cannot express
 config_of(run, kind, ends=)    a config.json for transformers; convert.py reads it back to check that it describes the same model
 
-These keys must be read together:
+The table has keys with one counterpart each. Keys of these groups must be read together:
 
     use_sliding_window, sliding_window, layer_types        model.sliding_window, sliding_layers
     rope_parameters, or rope_theta and rope_scaling        model.rope
@@ -27,10 +27,10 @@ from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, some
 
-LONGEST = 4096  # limit of model.max_length in the recipe, because a cache of keys is allocated for that number of tokens
+LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches are allocated for this number of tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys of rope_parameters for which recipes have no key, with the values that have no effect
+# keys of rope_parameters that recipes do not have -> values that have no effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
 # (first_k_dense_replace, n_group, topk_group) of a config without these keys
 _LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
@@ -48,7 +48,7 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the recipe of the model that a config.json describes, section -> key -> value. Raises BadInput for unsupported values."""
+    """Return the recipe of the model that a config.json describes: section -> key -> value. Raises BadInput for unsupported values."""
     try:
         return _recipe_values(config)
     except BadInput:
@@ -70,7 +70,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
-            raise BadInput(f"config.json: {key}", got=value, needed="a supported key", fix=fix)
+            raise BadInput(f"config.json: {key}", got=value, needed="no such key: it is not supported", fix=fix)
     if family.halves:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
     values |= _windows(family, config)
@@ -85,8 +85,8 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
-    """Return a config.json of this family with the run's values. Values that the family cannot have are left out. `ends`: id of the token
-    that ends a text."""
+    """Return a config.json of the family `model_type` with the run's values; values that the family cannot have are left out. `ends`: id of
+    the token that ends a text."""
     family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in run.router}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
@@ -155,8 +155,8 @@ _SLIDES = {True: "sliding_attention", False: "full_attention"}
 
 
 def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's keys for the sliding window and the layers that have one, by layer_types, or by the family's rule if there are
-    none."""
+    """Return the recipe's values for sliding windows: the window, and the layers that have it. layer_types gives the layers; without it,
+    the family's rule does."""
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
@@ -192,7 +192,7 @@ def _windows_of(family: Family, model: Model) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the section model.rope, from rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier versions)."""
+    """Return key -> value of the section model.rope, from rope_parameters (transformers 5) or rope_theta and rope_scaling (earlier)."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
@@ -241,8 +241,8 @@ def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
 
 
 def _mscales(given: dict[str, Any]) -> dict[str, float]:
-    """Take mscale and mscale_all_dim out of `given`, YaRN's parameters. Returns the recipe's keys for them. Raises BadInput for the second
-    without the first."""
+    """Remove mscale and mscale_all_dim from `given`, YaRN's parameters, and return the recipe's values for them. Raises BadInput for
+    mscale_all_dim without mscale."""
     mscale, every = float(given.pop("mscale", None) or 0), float(given.pop("mscale_all_dim", None) or 0)
     if every and not mscale:
         _refuse("rope_parameters.mscale", "null", "mscale together with mscale_all_dim")
@@ -250,7 +250,7 @@ def _mscales(given: dict[str, Any]) -> dict[str, float]:
 
 
 def _leading_and_groups(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's keys for DeepSeek's dense first layers and groups of experts. Raises BadInput for groups without topk_group."""
+    """Return the recipe's values for DeepSeek's dense first layers and groups of experts. Raises BadInput for groups without topk_group."""
     kind, first = kind_of(config), config.get("first_k_dense_replace")
     dense, groups, top = _LEADING[kind]
     dense, groups, top = dense if first is None else int(first), config.get("n_group") or groups, config.get("topk_group") or top

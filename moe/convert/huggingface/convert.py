@@ -3,10 +3,10 @@
     config.json       <->  recipe              config.py; unsupported keys are refused by name
     *.safetensors     <->  checkpoints/step-0  tensors.py; one tensor in memory at a time
     tokenizer.json    <->  the run's tokenizer tokenizer.py
-    chat template ... <->  huggingface/        moe/train/start/resume.py: files that stay with the model from run to run
+    chat template ... <->  huggingface/        moe/train/start/resume.py: files that runs pass on with the model
 
 All names and shapes are compared before anything is written. A folder is written under a temporary name and renamed when it is complete,
-so a failed conversion leaves nothing behind. Tensors are written back in their original dtype, so a round trip is bitwise exact.
+so a failed conversion leaves nothing behind. Exported tensors get their original dtype again, so a round trip is bitwise exact.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
-ORIGINAL_DTYPES = "dtypes.json"  # name of the kept file with the dtypes that the tensors had in transformers' files
+ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors in transformers' files
 _COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
-MOST_FURTHER = 64  # most layers for multi-token prediction; published models have one
+MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(run: Run) -> Shapes:
-    """Return the shapes of all parameters in a checkpoint of the run, by their names there."""
+    """Return name -> shape of all parameters in a checkpoint of the run."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     return {name: tuple(tensor.shape) for name, tensor in by_global_name(model, lay_out(model)).items()}
 
 
 def biases_of(run: Run) -> Shapes:
-    """Return the shapes of the routers' selection biases, which are not parameters, by their names in a checkpoint."""
+    """Return name -> shape of the routers' selection biases in a checkpoint of the run. They are buffers, not parameters."""
     sparse = run.model.layers_with_experts() if run.router.bias_rate is not None else ()
     return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
 
 
 @contextmanager
 def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `out` at the end, or removed after an error. `what`: the argument that names `out`.
-    `earlier`: `out` has an earlier conversion, which is replaced at the end."""
+    """Yield a temporary folder. When the context exits, it is renamed to `out`; after an error, it is removed. `what`: the argument that
+    names `out`, for errors. `earlier`: `out` has an earlier conversion, which is replaced."""
     if not earlier and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix=f"choose another folder, or remove {out}")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
@@ -99,8 +99,8 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
 
 
 def _replace(base: Path, part: Path) -> None:
-    """Rename `part` to `base`, which is removed. It is renamed instead if its weights differ and its run has checkpoints, which may be
-    adapters that need them."""
+    """Replace the folder `base` by `part`. The old folder is removed. If its weights differ and the run has checkpoints, it is only
+    renamed, because the checkpoints may be adapters that need these weights."""
     aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
     needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
         (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
@@ -112,9 +112,9 @@ def _replace(base: Path, part: Path) -> None:
 
 
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False, earlier: bool = False) -> list[str]:
-    """Convert the folder `source` to the run `out`. Returns the lines to print. Raises BadInput before the run's folder exists.
-    `without_mtp`: leaves out the files' layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has
-    an earlier conversion, which is replaced when the new one is complete."""
+    """Convert the transformers folder `source` to the run `out`. Return lines to print. Raises BadInput before the run's folder exists.
+    `without_mtp`: leave out layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has an earlier
+    conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinels
@@ -155,7 +155,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
 
 
 def _further_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers for multi-token prediction, which follow the main model's layers in the files."""
+    """Return the number of layers for multi-token prediction. In the files they come after the main model's layers."""
     counts = {key: config.get(key) or 0 for key in ("num_nextn_predict_layers", "num_mtp_layers")}
     for key, count in counts.items():
         if type(count) is not int or not 0 <= count <= MOST_FURTHER:
@@ -165,8 +165,8 @@ def _further_layers(config: Mapping[str, Any]) -> int:
 
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
-    """Convert the folder of `--init_from hf:PATH` to the run `base`, whose weights the run of `recipe` then loads. Returns lines to print.
-    An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model."""
+    """Convert the folder `source` of `--init_from hf:PATH` to the run `base`; a run of `recipe` then loads its weights. Return lines to
+    print. An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model."""
     run = load(recipe, overrides)[0]
     differs = _differences(run, shapes_of(run), config_in(source))
     if differs:
@@ -179,18 +179,18 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
 
 
 def into_base(source: Path, base: Path) -> list[str]:
-    """Convert the folder `source` to the run `base`, with which another run begins. Returns lines to print. An earlier conversion in `base`
-    is replaced; it stays as `base`.before-N if other checkpoints of that run may need it."""
+    """Convert the transformers folder `source` to the run `base`, with which another run begins. Return lines to print. An earlier
+    conversion in `base` is replaced; if checkpoints of the other run may need it, it is renamed to `base`.before-N."""
     earlier = (base / KEPT).is_dir() and (base / "checkpoints").is_dir()
     return to_run(source, base, overrides={}, earlier=earlier)[:-1]
 
 
 def config_in(source: Path) -> dict[str, Any]:
-    """Return config.json of a folder of transformers. Raises BadInput if there is none that can be read."""
+    """Return the contents of config.json in a transformers folder. Raises BadInput if it cannot be read."""
     try:
         config = json_text.loads(read_text(source / "config.json"))
         if not isinstance(config, dict):
-            raise ValueError("no object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         why = f"{error.strerror or error}" if isinstance(error, OSError) else error
         needed = "a folder that transformers' save_pretrained wrote"
@@ -199,11 +199,13 @@ def config_in(source: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe of `values` with `overrides`, key -> origin of its value). Raises BadInput for an override of the model's keys.
-    `values`: section -> key -> value. `path`: a temporary file, whose name is the origin of the `values`."""
+    """Return (the recipe of `values` with `overrides`, key -> origin of its value). Raises BadInput if an override changes the model.
+    `values`: section -> key -> value. `path`: path of a temporary file; its name becomes the origin of `values`."""
     fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
     if fixed:
-        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
+        raise BadInput(
+            f"--{fixed[0]}", got="a key that config.json decides", needed="keys that only affect training", fix=f"remove --{fixed[0]}"
+        )
     build_run(values)
     path.write_text(yaml.safe_dump(values))
     run, origins = load(str(path), dict(overrides))
@@ -213,7 +215,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 
 
 def _take_along(source: Path, into: Path) -> None:
-    """Copy the files of a model's folder that are not tensors, such as its tokenizer and its license."""
+    """Copy files other than tensors from a model's folder, such as its tokenizer and its license."""
     into.mkdir(exist_ok=True)
     for path in sorted({path for pattern in _COME_ALONG for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
@@ -222,8 +224,8 @@ def _take_along(source: Path, into: Path) -> None:
 
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
-    """Convert the run `source` to the folder `out` for transformers. Returns the lines to print. Raises BadInput before the folder exists.
-    `dtype`: dtype of the weights, a key of DTYPES (parallel/numerics/precision.py). None: their original dtype, or the run's."""
+    """Convert the run `source` to a transformers folder `out`. Return lines to print. Raises BadInput before the folder exists. `dtype`:
+    dtype of the written weights, a key of DTYPES (parallel/numerics/precision.py); None: their original dtype, or the run's."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
@@ -235,7 +237,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    for key in ("torch_dtype", "quantization_config", "auto_map"):  # weights are written as they are, for transformers' own code
+    # not true of the written files: weights are not quantised, and transformers' own code reads them
+    for key in ("torch_dtype", "quantization_config", "auto_map"):
         config.pop(key, None)
     config["model_type"] = kind_of(config)
 
@@ -260,7 +263,7 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
 
 
 def adapters_of(source: Path, out: Path) -> list[str]:
-    """Write the adapters of the run `source`, without their base, to the folder `out` for PEFT. Returns the line to print. Raises BadInput
+    """Write the adapters of the run `source`, without their base, to a folder `out` for PEFT. Return lines to print. Raises BadInput
     before the folder exists."""
     path = find(source)
     reader = whole(path)
@@ -276,9 +279,9 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return name -> dtype in which each tensor is written: `asked` for weights, else the original dtype, else the dtype in the checkpoint.
-    `own`: name -> dtype in the checkpoint. `kinds`: name -> weight, or EXTRA for other tensors. `came`: the folder with the files that came
-    with the model from transformers. `trained`: the run has trained the model."""
+    """Return name -> dtype in which a tensor is written: for weights `asked`, if it is not None; else the original dtype; else the
+    checkpoint's. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for biases. `came`: folder with the files that
+    came with the model from transformers. `trained`: whether the run has trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
@@ -295,8 +298,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes this model: the original (`kept`) if it fits, else one of the first family that fits. Raises
-    BadInput if none fits. `ends`: id of the token that ends a text."""
+    """Return a config.json that describes the run's model: `kept`, the imported one, if it does; else one of the first family for which it
+    does. Raises BadInput if no family fits. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]
@@ -315,8 +318,8 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the longest max_position_embeddings: its own, that of `kept`, or the run's max_length. A length that would
-    change what the model computes is not taken."""
+    """Return `config` with the largest max_position_embeddings of `config`, `kept` and the run (max_length), unless it would change what
+    the model computes."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}
@@ -324,8 +327,8 @@ def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, A
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """Return the differences of a config.json's model from the run's: changed keys, and `parameter NAME` for other shapes. Raises BadInput
-    for an unsupported config.json."""
+    """Return the differences between the run's model and the model of a config.json: changed keys, and `parameter NAME` for different
+    shapes. Raises BadInput for an unsupported config.json."""
     other = build_run(recipe_values(config))
     theirs = shapes_of(other) | biases_of(other)
     training = ("data.", "router.bias_rate")  # not compared: config.json has no data, and the shapes show whether there is a bias
@@ -343,7 +346,8 @@ def main(
     without_mtp: bool = False,
     json: str | None = None,
 ) -> int:
-    """Convert the folder `source` = hf:PATH to the run `to`, or else the run `source` to the folder `to`; print what was done."""
+    """Convert the transformers folder `source` (hf:PATH) to the run `to`, or the run `source` to the folder `to` (hf:PATH). Print a
+    report."""
     if source.startswith(PREFIX):
         folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
         said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)

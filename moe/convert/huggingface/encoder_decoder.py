@@ -1,4 +1,4 @@
-"""T5 and Switch of transformers: config.json and tensor names. Each half counts its layers from 0. Needs no torch.
+"""T5 and Switch in transformers: config.json and tensor names. Encoder and decoder each number their layers from 0. Needs no torch.
 
     encoder.block.{i}.layer.0.SelfAttention.q.weight       layers.{i}.attention.q.weight
     decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: layers of the encoder
@@ -18,12 +18,12 @@ from moe.convert.huggingface.families import Family, Row
 from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
-LENGTH = 512  # tokens that the encoder reads if the config has no n_positions: T5's positions have no limit, but recipes need one
+LENGTH = 512  # model.max_length if config.json has no n_positions: T5's positions have no limit, but recipes need one
 NO_MORE = 1e-9  # a capacity factor that gives less than one slot, so that router.min_capacity decides
 
 
 def for_layers(family: Family, config: dict[str, Any]) -> Family:
-    """Return the family with the tensor names of a model with this config's numbers of layers."""
+    """Return the family with its `rows`: the tensor names for this config's numbers of layers."""
     encoder = int(config["num_layers"])
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
     rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None, gated=gated))
@@ -62,7 +62,7 @@ def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[
 
 
 def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's values that are not in the table of keys (families.py). `given`: recipe key -> value by the table."""
+    """Return the recipe's values that the table of keys (families.py) does not give. `given`: recipe key -> value from the table."""
     encoder, decoder = int(config["num_layers"]), _decoder_layers(config)
     length = int(config.get("n_positions") or LENGTH)
     values: dict[str, Any] = {"model.num_layers": encoder + decoder, "model.encoder_layers": encoder, "model.max_length": length}
@@ -78,7 +78,7 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
 
 
 def config_of(family: Family, run: Run) -> dict[str, Any]:
-    """Return the values of config.json that are not in the table of keys (families.py)."""
+    """Return the values of config.json that the table of keys (families.py) does not give."""
     m, spec = run.model, run.router
     encoder, decoder = m.decoder_begins, m.num_layers - m.decoder_begins
     values: dict[str, Any] = {"num_layers": encoder, "num_decoder_layers": decoder, "n_positions": m.max_length}
@@ -95,6 +95,7 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
 
 
 def _sparse(layers: int, count: int) -> list[int]:
-    """Return the indices of the `count` layers with experts in a half of `layers` layers, by transformers' rule, where 0 counts as 1."""
+    """Return the indices of the layers with experts in an encoder or decoder of `layers` layers, by transformers' rule. `count`: their
+    number; 0 is treated as 1, as in transformers."""
     step = layers // count if count > 0 else layers
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]

@@ -1,4 +1,4 @@
-"""The families of models that can be converted, as tables for both directions. Needs no torch.
+"""The supported families of models, as tables that are used for both directions of the conversion. Needs no torch.
 
     ROWS      a tensor of transformers                                a parameter of a run, by its name in checkpoints
               model.layers.{l}.self_attn.o_proj.weight                layers.{l}.attention.out.weight
@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: transposed in the file. `half`: if one tensor of
-    the file holds both gate projection (0) and up projection (1): joined along the first dim of an expert, or, with `mixed`, interleaved in
-    the last dim."""
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: it is transposed in the file. `half`: 0 for the
+    gate projection, 1 for the up projection, if one tensor in the file has both. They are concatenated along an expert's first dim, or,
+    with `mixed`, interleaved in the last dim."""
 
     theirs: str
     ours: str
@@ -55,7 +55,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# rows of routers and experts, by the form of their names; `stacked`: one tensor for all experts, as in transformers' memory and some files
+# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as transformers has in memory and in some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -106,8 +106,9 @@ NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json (`theirs`: its names, of which the first is written) and the key of a recipe with the same meaning (`ours`).
-    `absent`: the value if config.json has none of the names, or REQUIRED. `values`: value of config.json -> of the recipe; None: equal."""
+    """A key of config.json and the key of a recipe with the same meaning (`ours`). `theirs`: names of the former; all are read, the first
+    is written. `absent`: its value if config.json does not have it, or REQUIRED. `values`: value in config.json -> in the recipe; None:
+    equal."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -167,9 +168,9 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """The sliding windows of a family. `asked`: layers have windows only if use_sliding_window is true. `absent`: the window if config.json
-    has no sliding_window. `layers` with a window: `every` layer; layers `from` max_window_layers on; or every `other` layer (0, 2, ...),
-    with `asked` below max_window_layers. If config.json has layer_types, these replace the rules `from` and `other`."""
+    """The rule for sliding windows in a family. `asked`: layers have windows only if use_sliding_window is true. `absent`: the window if
+    config.json has no sliding_window. `layers` that have it: `every` layer; layers `from` max_window_layers on; every `other` layer (0, 2,
+    ...; with `asked`, only below max_window_layers). layer_types in config.json takes precedence over `from` and `other`."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -180,10 +181,10 @@ class Windows:
 class Family:
     """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
 
-    `must`: key of config.json -> the only supported values; the first is written. `latent`: multi-head latent attention. `picks_layers`:
-    decoder_sparse_step and mlp_only_layers choose the layers with experts; otherwise all layers have experts. `leading`: dense layers come
-    first, and experts may be in groups. `halves`: the model has an encoder and a decoder. `base`, `turning`: rope_theta and
-    partial_rotary_factor if config.json has none; without `turning` all channels rotate.
+    `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
+    mlp_only_layers choose the layers with experts; otherwise all layers have experts. `leading`: the first layers are dense, and experts
+    may be in groups. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and partial_rotary_factor;
+    `turning` None: all channels are rotated.
     """
 
     architecture: str
@@ -205,7 +206,7 @@ class Family:
         return "shared.weight" if self.halves else "model.embed_tokens.weight"
 
 
-# by model_type; a run that several families can describe is written as a model of the first
+# model_type -> family; a run that fits several families is written as a model of the first
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS),
     "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, windows=Windows("every", asked=False)),
@@ -297,16 +298,16 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-_SAME = {"kimi_k2": "deepseek_v3"}  # model_type of remote code -> the family that it copies
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type of a model with its own code -> the family whose code it copies
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type, or the family that it copies."""
+    """Return the config's model_type; if it copies a family, that family's."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 
 
-# keys of config.json without an effect on what the model computes
+# keys of config.json that do not change what the model computes, or that are read apart from the tables
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     quantization_config use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling

@@ -1,11 +1,11 @@
-"""Reads the tensors of a model's safetensors files, one file or several, by their keys; and writes such files.
+"""Reads tensors from a model's safetensors files by their keys, and writes such files.
 
-    Source(folder)             the *.safetensors files of a folder; reads only their headers
+    Source(folder)             opens the *.safetensors files of a folder; reads only their headers
     Source.check(shapes)       checks that each parameter has a tensor of the right shape, and that no tensor is left over
-    Source.tensor(name)        one parameter; from a stack of experts only its part; must be finite
-    write(folder, forms, read) model.safetensors, or numbered files with their index
+    Source.tensor(name)        reads one parameter, which must be finite; of a stack of experts, only one expert's part
+    write(folder, forms, read) writes model.safetensors, or numbered files with their index
 
-Files are never in memory whole: only the tensor being converted is (parallel/store/stored.py reads the same format).
+Only one tensor is in memory at a time (parallel/store/stored.py reads the same format).
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from parallel.mesh.layout import Box
 from parallel.store.files import read_text
 from parallel.store.stored import STORED, TensorFile, finite
 
-FILE_BYTES = 2**29  # largest size of a file with several tensors
+FILE_BYTES = 2**29  # largest size of a written file that has several tensors
 Shape = tuple[int, ...]
-Form = tuple[torch.dtype, Shape]  # of a tensor in a file
+Form = tuple[torch.dtype, Shape]  # dtype and shape of a tensor in a file
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a parameter in the files: `key` of the tensor that holds it, and its index `expert` if the tensor is a stack of experts.
-    `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
+    """Location of a parameter in the files. `key`: of the tensor that contains it. `expert`: its index if that tensor is a stack of
+    experts. `row`: says whether it is transposed, and whether it is one half of the tensor."""
 
     row: Row
     key: str
     expert: int | None = None
 
     def whole(self, shape: Shape, experts: int) -> Shape:
-        """Return the shape of the file's tensor that holds a parameter of this shape."""
+        """Return the shape of the file's tensor that contains a parameter of this shape."""
         there = list(shape[::-1] if self.row.turned else shape)
         if self.row.half is not None:
             there[-1 if self.row.mixed else 0] *= 2
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """Return the region of the file's tensor that holds a parameter of this shape; of an interleaved tensor, both halves."""
+        """Return the region of the file's tensor that contains a parameter of this shape. Of an interleaved tensor, it has both halves."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
@@ -66,15 +66,15 @@ class Location:
         return (mine, slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
 
     def of_box(self, read: Tensor) -> Tensor:
-        """Return the parameter as a view of `read`, the tensor's region `box`."""
+        """Return the parameter as a view of `read`, which is the region `box` of the file's tensor."""
         read = read[0] if self.row.stacked else read
         read = read[..., self.row.half :: 2] if self.row.mixed else read
         return read.t() if self.row.turned else read
 
 
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
-    """Yield the possible locations of a parameter, given its name in checkpoints. Files are written with the first location. `stacked`:
-    also yield the location in a stack of experts, if the family has experts."""
+    """Yield the possible locations of a parameter, given its name in checkpoints. The first is used for writing. `stacked`: also yield the
+    location in a stack of experts."""
     kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
@@ -90,9 +90,9 @@ def _pattern(ours: str) -> re.Pattern[str]:
 
 @dataclass
 class Source:
-    """The safetensors files of a folder. Raises BadInput if there are none, or a damaged one. `quantization`: quantization_config of its
-    config.json. `files`: key of a tensor -> the tensor, decoded to bf16 if it is quantised. `found` and `shapes`: name of a parameter ->
-    its location and shape, once `check` was called."""
+    """The safetensors files of a folder. Raises BadInput if there are none, or if one is damaged. `quantization`: quantization_config of
+    the config.json. `files`: key of a tensor -> the tensor, decoded to bf16 if it is quantised. `found`, `shapes`: name of a parameter ->
+    its location and its shape, after a call of `check`."""
 
     folder: Path
     quantization: Any = None
@@ -126,8 +126,8 @@ class Source:
     def check(
         self, family: Family, shapes: Mapping[str, Shape], *, tied: bool, further: tuple[str, ...] = (), without_further: bool = False
     ) -> None:
-        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `further`: how the
-        keys of layers for multi-token prediction begin; `without_further`: these are not read."""
+        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `further`:
+        prefixes of the keys of layers for multi-token prediction. `without_further`: leave these layers out instead of refusing them."""
         self.shapes, experts = shapes, _experts(shapes)
         for name, shape in shapes.items():
             candidates = list(locations(name, family))
@@ -158,7 +158,7 @@ class Source:
             raise BadInput("tensor lm_head.weight", got=got, needed="the same matrix", fix=fix)
 
     def dtypes(self) -> dict[str, Any]:
-        """Return {"most": the dtype of most parameters, "others": dtypes of the others by name}. Call `check` first."""
+        """Return {"most": dtype of most parameters, "others": name -> dtype of the other parameters}. Call `check` first."""
         found = {name: str(self.files[location.key].dtype).removeprefix("torch.") for name, location in self.found.items()}
         most = Counter(found.values()).most_common(1)[0][0]
         return {"most": most, "others": {name: dtype for name, dtype in found.items() if dtype != most}}
@@ -178,14 +178,14 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """Return the files that the index names. Without an index: all files but Mistral's second copy (consolidated*.safetensors)."""
+    """Return the files that the index names. Without an index: all files except Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         named = set()
     if "model.safetensors" not in named and (folder / "model.safetensors").is_file():
-        named = set()  # model.safetensors alone has all tensors, so the index belongs to another copy of the model
+        named = set()  # model.safetensors has all tensors, so the index belongs to another copy of the model
     chosen = [path for path in paths if path.name in named]
     return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
 
@@ -201,7 +201,7 @@ def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
-    """Return key of a tensor in the files -> names of the parameters that the tensor holds."""
+    """Return key of a tensor in written files -> names of the parameters that it contains."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_written(name, family).key, []).append(name)
@@ -209,7 +209,7 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
-    """Return a tensor for the files, assembled from the parameters `names`; `read` returns a parameter by name."""
+    """Return a tensor for a written file, made of the parameters `names`. `read`: returns a parameter by its name."""
     out = None
     for name in names:
         tensor, location = read(name), _written(name, family)
@@ -223,7 +223,7 @@ def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], r
 
 
 def shape_of(names: Sequence[str], family: Family, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of the files' tensor that holds the parameters `names`."""
+    """Return the shape of the tensor in a written file that contains the parameters `names`."""
     location, shape = _written(names[0], family), shapes[names[0]]
     return location.whole(shape, _experts(shapes)[names[0].partition(".experts.")[0]] if location.row.stacked else 0)
 
@@ -233,7 +233,8 @@ def _written(name: str, family: Family) -> Location:
 
 
 def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
-    """Write tensors as files of at most FILE_BYTES each; a larger tensor has a file of its own. `read` returns a tensor by its key."""
+    """Write tensors into files of at most FILE_BYTES each; a larger tensor gets its own file. `forms`: key -> dtype and shape. `read`:
+    returns a tensor by its key."""
     sizes = {key: dtype.itemsize * math.prod(shape) for key, (dtype, shape) in forms.items()}
     counts, keys = _tensors_of_files(list(sizes.values())), iter(forms)
     index: dict[str, str] = {}
@@ -248,7 +249,7 @@ def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]
 
 
 def write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
-    """Write the file that safetensors' save_file would write, byte for byte, with one tensor in memory at a time."""
+    """Write the same bytes as safetensors' save_file, but with only one tensor in memory at a time."""
     names = {dtype: name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

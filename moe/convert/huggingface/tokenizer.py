@@ -1,7 +1,7 @@
-"""Converts tokenizer.json to the tokenizer of a run, and back, with an encoder's sentinel tokens.
+"""Converts tokenizer.json to the tokenizer of a run, and back, with the sentinel tokens of an encoder-decoder.
 
-read_tokenizer(folder, config, run)    the tokenizer's description; if it cannot be used, the description of plain bytes and the reason
-write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if the model came without them, and a new template
+read_tokenizer(folder, config, run)    returns the tokenizer's description; if it cannot be used, the byte tokenizer's, and the reason
+write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if they are missing, and a changed chat template
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Return (description of the model's tokenizer, or of plain bytes if it cannot be used; lines to print)."""
+    """Return (description of the model's tokenizer, or of the byte tokenizer if the model's cannot be used; lines to print)."""
     room = run.vocab_size - run.num_sentinels
     held = f"a vocabulary of {run.vocab_size}{f' with {run.num_sentinels} sentinels' if run.num_sentinels else ''}"
     try:
@@ -43,7 +43,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (`Tokenizer.chat`: the model's chat templates, special tokens and ids `ends`, or None; lines to print)."""
+    """Return (value of `Tokenizer.chat`: the model's chat templates, special tokens and ids `ends`, or None; lines to print)."""
     about = loaded(source / "tokenizer_config.json")
     templates: dict[str, Any] = {}
     for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):
@@ -65,18 +65,18 @@ def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[st
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
-    """Return whether this is the tokenizer.json of plain bytes that `write_tokenizer` writes."""
+    """Return whether `tokenizer` is the tokenizer.json that `write_tokenizer` writes for the byte tokenizer."""
     plain = Bytes.for_others()
     return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
 
 
 def _sentinels(run: Run) -> dict[int, str]:
-    """Return id -> text in transformers of each of the run's sentinels, ascending."""
+    """Return id -> text in transformers, for each of the run's sentinels; ids ascend."""
     return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return `tokenizer` with the run's sentinels, and with the token `ends` after each text, which has the id `separator`."""
+    """Return `tokenizer` with the run's sentinels added. It also appends the token `ends` (id `separator`) to each text."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
@@ -88,13 +88,13 @@ def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: s
 
 
 def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """Return `tokenizer` without the sentinels that have the same ids in the run, because the run adds its sentinels itself."""
+    """Return `tokenizer` without the sentinels that have the same ids in the run, because the run adds sentinels itself."""
     added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
     return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
 
 def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
-    """Return a line to print if the tokenizer's sentinels have other ids than the run's, for example because of a padded vocabulary."""
+    """Return a line to print if sentinels have other ids in the tokenizer than in the run, for example because the vocabulary is padded."""
     added = tokenizer.get("added_tokens") or ()
     theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
     last = run.vocab_size - 1
@@ -110,15 +110,16 @@ def _ends(source: Path, config: dict[str, Any]) -> int | None:
 
 
 def _all_ends(source: Path, config: dict[str, Any]) -> list[int]:
-    """Return the ids that end a text, of config.json before the others of generation_config.json."""
+    """Return the ids that end a text: config.json's, then further ones of generation_config.json."""
     given = [found.get("eos_token_id") for found in (config, loaded(source / "generation_config.json"))]
     ids = [end for ends in given for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
     return list(dict.fromkeys(ids))
 
 
 def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
-    """Write tokenizer.json and tokenizer_config.json into the folder `part` if it has none. Returns the lines to print. `described`: the
-    run's tokenizer. `came`: the model came from transformers. Then no tokenizer of bytes is written, because it is not the model's."""
+    """Write tokenizer.json and tokenizer_config.json into the folder `part` if they are missing. Return lines to print. `described`:
+    description of the run's tokenizer. `came`: the model came from transformers; then a byte tokenizer is not written, because the model
+    was not trained with it."""
     tokenizer = load_tokenizer(described)
     if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
         reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"
@@ -127,7 +128,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     ends = tokenizer.token_bytes[tokenizer.separator].decode()
     if not (part / "tokenizer.json").is_file():
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        # the library takes added tokens only if their ids follow the tokenizer's without a gap
+        # the library accepts added tokens only if their ids follow the tokenizer's ids without a gap
         if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:
             model = _with_sentinels(model, run, tokenizer.separator, ends)
         (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
@@ -141,7 +142,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if the file cannot be read or holds no object."""
+    """Return the object in a JSON file; {} if the file cannot be read or has no object."""
     try:
         found = json_text.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

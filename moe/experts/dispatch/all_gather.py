@@ -37,9 +37,9 @@ class AllGather(Dispatcher):
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
-        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes of a choice: its gate in fp32, its expert's place in int64
-        back = (gather(4 * load.width), sums(load.width + load.choices, calls=2))  # sums: gradients of tokens and of gates
-        return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), back)
+        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, place (placement.py) of the expert in int64
+        of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)  # gradients; inputs: tokens, gates
+        return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), (of_results, of_inputs))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return Gathered.over(("ep",), mesh, sizes)
@@ -56,7 +56,7 @@ class Gathered(Exchange):
         x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
         place_AK = self.gathered(place_TK, longest, wider=most - choices)
-        plan = self._plan_held(place_AK, held=held).cut(rows_N[self.etp.index])  # this rank computes only few of the rows
+        plan = self._plan_held(place_AK, held=held).cut(rows_N[self.etp.index])  # cut to the rows that this rank computes
         arrived = Arrived(all_gather(plan.counts_E.unsqueeze(0), self.etp), rows_N)
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
         rows_RD = self.kernels.permute(x_AD, plan)
@@ -74,7 +74,7 @@ class Gathered(Exchange):
         from parallel.mesh.host import on_device, read_later
 
         ranks, here = self.axis.size, self.axis.index
-        rank_N = (place_TK - 1).div(held, rounding_mode="floor").flatten() + 1  # 0: dropped
+        rank_N = (place_TK - 1).div(held, rounding_mode="floor").flatten() + 1  # 0: a dropped choice
         rows_P = rank_N.new_zeros(ranks + 1).scatter_add_(0, rank_N, torch.ones_like(rank_N))[1:]
         mine = torch.cat((on_device(torch.tensor(place_TK.shape), place_TK.device), rows_P))
         told = all_gather(all_gather(mine.unsqueeze(0), self.axis), self.etp).view(self.etp.size, ranks, -1)

@@ -58,11 +58,11 @@ def open_exchange(settings: sections.Dispatch, mesh: Mesh, sizes: Sizes) -> Exch
 
 
 def examples() -> dict[str, dict[str, Any]]:
-    """Return the dispatchers that `moe verify` compares: name of the row -> keys of the section `dispatch`."""
+    """Return the settings that `moe verify` compares: name of a row of its table -> keys of the section `dispatch`."""
     found = {row: {"kind": d.name, **keys} for d in DISPATCHERS.values() for row, keys in (d.examples or {d.name: {}}).items()}
     return {row: found[row] for row in sorted(found, key=lambda row: row not in DISPATCHERS)}
 
 
 def rows_for(ep: int) -> list[str]:
-    """Return the names of `examples` that send rows differently on `ep` ranks; one name if a rank holds all experts."""
+    """Return the names of the `examples` whose dispatchers differ on `ep` ranks (`least_ranks`); one name if no example does."""
     return [row for row, section in examples().items() if ep >= DISPATCHERS[section["kind"]].least_ranks] or [PLAIN]

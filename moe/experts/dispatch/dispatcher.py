@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's MoE layers: `width` of a row, the largest number of `experts`, `choices` of a token. `kernels`: of moe.kernels."""
+    """Sizes of a model's MoE layers: `width` of a row, largest number of `experts` of a layer, `choices` of a token. `kernels`: a module of
+    moe.kernels."""
 
     width: int
     experts: int
@@ -45,9 +46,10 @@ class Sizes(NamedTuple):
 class Dispatcher(ABC):
     """A method of sending rows, with the recipe's section `dispatch`. Its attributes are facts, which checks, planner and tables read.
 
-    `about`: when to use it. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of each row that
-    `moe verify` has for it -> keys of `dispatch`; empty: one row, by its name. `least_ranks`: smallest ep for which it differs from
-    all_to_all. `returns_rows`: the rank that sent a row gets its result and keeps it; False: the rank that computed it does.
+    `about`: when to use it. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of each of its
+    rows in `moe verify` -> keys of `dispatch`; empty: one row, by its name. `least_ranks`: smallest ep for which it differs from
+    all_to_all. `returns_rows`: results of rows are sent back, so the rank that sent the rows keeps them for the backward pass; False: the
+    rank that computed them keeps them.
     """
 
     settings: sections.Dispatch

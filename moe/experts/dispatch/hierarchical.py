@@ -59,8 +59,8 @@ class Hierarchical(Dispatcher):
             copies = load.tokens * load.copies(targets)
             busiest = min(load.busiest, targets / load.copies(targets))
             rows = Message(axis, "all_to_all", copies * load.row_bytes, ranks, stride, busiest=busiest)
-            gates = rows._replace(handed=copies * 4 * load.choices)  # fp32
-            places = gates  # int32
+            gates = rows._replace(handed=copies * 4 * load.choices)  # a gate is sent in fp32
+            places = gates  # a place is sent in int32, so in as many bytes
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
             backward += [rows, rows, gates]
@@ -71,8 +71,9 @@ class Hierarchical(Dispatcher):
 
 
 class Tokens(NamedTuple):
-    """Tokens held by a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py), counted from the first
-    place that these tokens can still reach; -1: dropped, or elsewhere. `position_T`: each token's index in the step, for dropout.
+    """Tokens held by a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py), counted from the
+    first place of the ranks that these tokens can still reach; -1: dropped, or on another rank. `position_T`: each token's index in the
+    step, for dropout.
     """
 
     x_TD: Tensor
@@ -81,11 +82,12 @@ class Tokens(NamedTuple):
     position_T: Tensor | None
 
     def target_TK(self, places: int, targets: int) -> Tensor:
-        """Return the target of each choice, if each of `targets` ranks or nodes has `places` places; `targets` if it has none."""
+        """Return the index of the rank or node to which each choice is sent; `targets` for a choice with place -1. Each of the `targets`
+        ranks or nodes has `places` places."""
         return (self.place_TK // places).where(self.place_TK >= 0, targets)
 
     def reached(self, places: int, targets: int) -> Tensor:
-        """Return bool [T, targets]: whether a token has a choice at the target."""
+        """Return whether each token chose an expert at each target: bool [T, targets]."""
         import torch
 
         found = torch.zeros(len(self.place_TK), targets + 1, dtype=torch.bool, device=self.place_TK.device)
@@ -186,7 +188,7 @@ class OncePerNode(Exchange):
             sum_TD: Tensor = experts(tokens.x_TD, counts=Routed(tokens.gate_TK, plan), dropped_RF=dropped_RF)
             return sum_TD
         rows_RD = self.kernels.permute(tokens.x_TD, plan)
-        # other ranks' choices are unknown in a rehearsal: a part of this rank's rows for each expert held here
+        # in a rehearsal, other ranks' choices are unknown: assume equally many rows for each expert held here
         counts_E = supposed(plan.counts_E, lambda: _even(len(rows_RD), len(plan.counts_E)))
         arrived = Arrived(all_gather(counts_E.unsqueeze(0), self.etp), rows_P)
         rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)

@@ -86,8 +86,8 @@ def compute(
 
 
 def _plan(arrived: Arrived, longest: int, kernels: Any) -> Plan:
-    """Return the plan of the rows in P blocks of `longest` slots, as "tokens" of one choice: the expert held here. Slots at a block's end
-    may be empty.
+    """Return the plan that sorts the rows in P blocks of `longest` slots by expert. Each slot counts as a token with one choice, the expert
+    of its row. Slots at a block's end may be empty; they have no choice.
     """
     end_PE = arrived.counts_PE.cumsum(1)
     slot_PS = torch.arange(longest, device=end_PE.device).expand(len(end_PE), -1).contiguous()

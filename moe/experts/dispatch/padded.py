@@ -92,7 +92,8 @@ class Slots(Exchange):
 
 
 def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
-    """Return the plan of the filled slots among the N P H `slots` that arrived, as "tokens" of one choice: the expert held here."""
+    """Return the plan that sorts the filled ones of the N P H `slots` that arrived by expert. Each slot counts as a token with one choice,
+    the expert of its row."""
     import torch
 
     filled_NPHS = torch.arange(slots, device=counts_NPH.device) < counts_NPH.unsqueeze(3)
@@ -102,7 +103,7 @@ def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
 
 
 def _one_token(x_TD: Tensor, routing: Routing, dropout: Dropout | None) -> tuple[Tensor, Routing, Dropout | None]:
-    """Return the input of a rank without tokens with one token, for empty slots to copy. All its choices are dropped."""
+    """Add one token, whose choices are all dropped, to the input of a rank without tokens, because empty slots must copy some token."""
     import torch.nn.functional as F
 
     def one(values: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ Placement = tuple[int, ...]
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
-    """Return the expert at each place: the heaviest expert first, each to the least loaded rank that has a free place. Ties go to the lower
-    expert and the lower rank, so all ranks compute the same placement. Raise BadInput if `ranks` does not divide the number of experts.
+    """Return the expert at each place. Experts are placed in order of descending load, each on the least loaded rank that has a free place.
+    Ties go to the lower expert and the lower rank, so all ranks compute the same placement. Raise BadInput if `ranks` does not divide the
+    number of experts.
     """
     if ranks < 1 or len(load_E) % ranks:
         raise BadInput("ranks", got=ranks, needed=f"a divisor of {len(load_E)} experts", fix=f"use one of {divisors(len(load_E))}")

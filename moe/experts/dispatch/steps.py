@@ -1,4 +1,4 @@
-"""Rows are sent to the ranks that hold their experts, in one step or in a step for each chunk of a rank's experts. Results come back.
+"""Sends rows to the ranks that hold their experts, and the results back: all at once, or one chunk of each rank's experts after another.
 
 x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of the experts held here, by expert
 y_TD <--combine-- results in the same order          <--inverse, exchange---------- their results
@@ -29,8 +29,8 @@ from parallel.mesh.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """The planned exchange over `axis` of one chunk's rows. `send`, `receive`: rows to and from each rank. `order_R`: index of each
-    received row, in the order of experts. `arrived`: numbers of received rows of each expert.
+    """The planned exchange over `axis` of one chunk's rows. `send`, `receive`: rows to and from each rank. `order_R`: the
+    indices that sort received rows by expert. `arrived`: numbers of received rows of each expert.
     """
 
     axis: Axis
@@ -49,7 +49,8 @@ class Step:
         return rows_RD
 
     def follow(self, values_R: Tensor) -> Tensor:
-        """Send a value of each row, without gradient, and return the received values in the order of the rows of `finish`."""
+        """Send one value for each row, such as its token's position, without gradient. Return the received values in the order of the rows
+        from `finish`."""
         return all_to_all(values_R, self.axis, send=self.send, receive=self.receive)[self.order_R]
 
     def back(self, rows_RD: Tensor, kernels: Any) -> StartedRows:
@@ -96,7 +97,7 @@ class Steps(Exchange):
         plan = self.kernels.plan(self.places(routing, order), routing.kept_TK, num_experts=ranks * held)
         send_NPE = plan.counts_E.view(self.chunks, ranks, each)
         receive_PH = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis)
-        arrived_PH = all_gather(receive_PH.sum(0, keepdim=True), self.etp)  # of each etp rank
+        arrived_PH = all_gather(receive_PH.sum(0, keepdim=True), self.etp)  # rows that each etp rank receives
         read = read_later(send_NPE, receive_PH, arrived_PH)
 
         def steps() -> list[Step]:

@@ -79,8 +79,9 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> int:
-    """Return how many row tiles of a weight gradient [height, width] pass through all columns together. `rows`: the mean of the experts'
-    numbers of rows, in the dtype of `like`. The narrower operand stays in the L2 cache if it fits, so that both are read once.
+    """Return how many row tiles of a weight gradient [height, width] pass through all columns together. `rows`: mean number of
+    rows of an expert. `like`: an operand, for dtype and device. The narrower operand stays in the L2 cache if it fits, so that both are
+    read once.
     """
     room = _l2_bytes(like.device) // 3  # each half of the cache may keep a copy, and the wider operand passes through it
     row_bytes = max(rows, 1) * like.dtype.itemsize
@@ -95,7 +96,7 @@ def _l2_bytes(device: torch.device) -> int:
 
 
 def _shared_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024))  # absent on AMD
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024))  # AMD has no such property
 
 
 def hopper(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
-# M a tile's rows, N its columns, K what is summed over; R rows, D model, F hidden, E experts
+# M a tile's rows, N its columns, K the dim of the sum; R rows, D model, F hidden, E experts
 
 
 @triton.jit
@@ -27,7 +27,8 @@ def _dot(a_MK, b_KN, sum_MN):
 
 @triton.jit
 def in_group(tile, rows, columns, group):
-    """Return the row and the column of a matrix's tile. `group` rows of tiles pass all columns together; what they read stays in the L2."""
+    """Return the row and the column of a matrix's tile. In the order of tiles, `group` rows of tiles go through all columns together, so
+    that the operands that they share stay in the L2 cache."""
     number = tile // (group * columns)
     size = tl.minimum(rows - number * group, group)
     inside = tile % (group * columns)
@@ -122,7 +123,8 @@ def up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward
-    pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice of each row, `choices` a token; None: x has rows.
+    pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x
+    has rows instead of tokens.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -219,7 +221,8 @@ def back(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute dH, dG and gate * A, all [R, F], and `parts` [R, column tiles] fp32: summands of the gate's gradient <dA, A>. `gate`,
-    `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: the flat choice of each row; None: `grad` has rows.
+    `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: the flat choice of each row; None: `grad` has rows
+    instead of tokens.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
@@ -284,7 +287,7 @@ def weights(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: the flat choice of each row,
-    if the operand has tokens. `ends` [E]: end of each expert's rows. `group`: see `in_group`.
+    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group`: see `in_group`.
     """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)

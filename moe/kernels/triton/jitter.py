@@ -1,4 +1,4 @@
-"""Jitter of a router's input in one kernel each way: its random numbers, hashes of the tokens' positions, are computed where they are used.
+"""Jitter of a router's input, in one kernel for each pass, which also computes the random numbers, hashes of the tokens' positions.
 
 The formulas of parallel/numerics/random.py and `jittered` of moe/router/scores.py. The backward pass hashes again and keeps no numbers.
 """
@@ -18,7 +18,7 @@ from moe.kernels.triton.moves import put
 
 # T tokens, D channels
 
-_ELEMENTS = 1024  # of a block: 8 for each thread
+_ELEMENTS = 1024  # elements of a block: 8 for each thread
 
 
 @triton.jit

@@ -41,7 +41,8 @@ def put(at, value, mask):
 
 @triton.jit
 def best(score_TE, open_TE, expert_E):
-    """Return each token's expert with the highest score among its open ones. Ties go to the lowest expert. NaN counts as infinity."""
+    """Return each token's expert with the highest score, among the experts in open_TE. Ties go to the lowest expert. NaN counts as
+    infinity."""
     score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
     left_TE = tl.where(open_TE, score_TE, float("-inf"))
     found_TE = open_TE & (left_TE == tl.max(left_TE, axis=1)[:, None])
@@ -140,11 +141,11 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
 
 @triton.jit(do_not_specialize=["R"])
 def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows arrived sorted by (source, bin), counts [P, B] of each. Write the R rows' indices in the order of (bin, source)."""
+    """Write the indices that sort R rows by (bin, source). The rows arrived sorted by (source, bin). `counts` [P, B]: rows of each pair."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R
-    for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): those that end before the row, and their rows
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of (bin, source): count the pairs before the row's pair, and their rows
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N % P * B + pair_N // P, mask=pair_N < P * B, other=0).to(tl.int32)
         ended_RN = (end + tl.cumsum(count_N, axis=0))[None, :] <= row_R[:, None]
@@ -152,7 +153,7 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
         begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
         end += tl.sum(count_N, axis=0)
     mine_R = passed_R % P * B + passed_R // P
-    for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: rows before the row's own pair
+    for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: subtract the rows before the row's own pair
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)
         begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)
@@ -217,7 +218,7 @@ def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: t
 @triton.jit(do_not_specialize=["R"])
 def combine_backward(grad, rows, gate, choice, row, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """Compute grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, reading grad once. `row`: the row of each
-    choice. A row r that it does not have, such as an empty slot, changes no gate's gradient.
+    choice. A row that is not in `row`, such as an empty slot, changes no gate's gradient.
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     choice_R = tl.load(choice + row_R, mask=row_R < R, other=0)

@@ -36,7 +36,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 @dataclass(frozen=True)
 class Rows:
     """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which products gather and sum; None: they are rows.
+    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which are then gathered and summed; None: they are rows.
     """
 
     number: int
@@ -84,7 +84,7 @@ def _constants(activation: Activation) -> dict[str, Any]:
 
 
 def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return H, G and A, all [R, F]. H and G are None without `keep`, if no backward pass follows; G also without a gated activation."""
+    """Return H, G and A, all [R, F]. G is None without a gate. keep: False if no backward pass follows; H and G are then None."""
     w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
@@ -148,8 +148,8 @@ def back(
 
 
 def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, gathered: str) -> Tensor:
-    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the columns that aligned the operands.
-    `gathered`: the operand that has tokens: left, right or neither.
+    """Return left^T right of each expert, in the shape and dtype of the weight `like`, without the zero columns that `_aligned` appended.
+    `gathered`: the operand that has tokens instead of rows: left, right or neither.
     """
     height, width = left.shape[1], right.shape[1]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
@@ -233,7 +233,7 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return `_cast` of w1 and w3, by one kernel."""
+    """Return w1 and w3, both cast as by `_cast`, but by one kernel."""
     if w3 is None or w1.dtype == like.dtype:
         return _cast(w1, like), None if w3 is None else _cast(w3, like)
     w1, w3 = w1.contiguous(), w3.contiguous()

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm of 16-bit tokens in one kernel each way: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
+"""RMSNorm and LayerNorm of 16-bit tokens, one kernel for each pass: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
 
     forward     blocks of tokens                              x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
-    backward    programs that take blocks of tokens in turn   gradient of x; a sum for the gain's gradient a program, added up afterwards
+    backward    programs that take blocks of tokens in turn   gradient of x; each program's sum of the gain's gradient, added up afterwards
 
 scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) takes 0 for the mean. No atomics, so results repeat bit by bit.
 """
@@ -21,7 +21,7 @@ from moe.kernels.triton.moves import put
 
 # T tokens, D channels, P programs
 
-_ELEMENTS = 4096  # of a block: 32 for each thread
+_ELEMENTS = 4096  # elements of a block: 32 for each thread
 _PROGRAMS = 4 if INTERPRETED else 264  # of the backward pass, two for each multiprocessor of an H100
 
 

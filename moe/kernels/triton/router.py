@@ -4,7 +4,7 @@
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, each expert's load, drops
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
-The formulas of moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` says for which routers they serve.
+The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
 
-_PROGRAMS = 256  # of `choose`, about two for each multiprocessor; `finish` reads a row of each
+_PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads a row of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
-_LEAST = torch.finfo(torch.float32).tiny  # least probability before its logarithm
-_ELEMENTS = 1024  # of a block: 8 for each thread, of each tensor
+_LEAST = torch.finfo(torch.float32).tiny  # least probability of which a logarithm is taken
+_ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 
 class Fused(NamedTuple):
     """Results for T tokens. `expert_TK` int64. With gradient: `gate_TK` fp32, and `loss` fp32, the weighted balance and z losses.
     Without: `probs_TE` fp32, rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts` int64 [E + 2]: choices of each
-    expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss counts instead of the chosen
-    ones, None if it counts these.
+    expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss counts; None: it counts the
+    chosen ones.
     """
 
     expert_TK: Tensor
@@ -49,9 +49,9 @@ class Fused(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Inputs of a layer in addition to its logits. `slots` of an expert in a group of tokens, None if dropless. `bias_E` fp32 is added to
-    the scores that are compared. `valid_T` bool: False for padding, which is not counted. `open_groups`: the number of groups of experts
-    from which a token chooses, and of all groups. `expert_TK` int64: choices already made, with the `load_TK` of Fused.
+    """Inputs of a router in addition to its logits. `slots`: slots of an expert in a group of tokens; None if dropless. `bias_E` fp32 is
+    added to the scores that are compared. `valid_T` bool: False for padding, which is not counted. `open_groups`: (number of groups of
+    experts from which a token chooses, number of all groups). `expert_TK` int64: choices already made, with the `load_TK` of Fused.
     """
 
     num_groups: int
@@ -90,7 +90,7 @@ def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _counted(valid, token_T, here_T):
-    """Return which of the tokens that exist are no padding."""
+    """Return a mask of the tokens that exist (`here_T`) and are no padding."""
     counts_T = here_T
     if valid is not None:
         counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
@@ -99,7 +99,7 @@ def _counted(valid, token_T, here_T):
 
 @triton.jit
 def _log_score(logit_TE, SIGMOID: tl.constexpr):
-    """Return the logarithms of scores; of a softmax's, all of a token are off by the same number."""
+    """Return the logarithms of the scores. For softmax scores, all of a token's are off by the same number, which NORMED gates cancel."""
     if SIGMOID:
         return tl.minimum(logit_TE, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit_TE)))
     else:
@@ -130,8 +130,8 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route `each` of a group's `tokens`. `bias` [E] is added to what is compared. `given` [T, K] replaces the choice. `load` [T, K], if
-    not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
+    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K] replaces the
+    choice. `load` [T, K], if not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
     Experts are chosen from OPEN of GROUPS groups. CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4,
     W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
@@ -335,5 +335,5 @@ class _Route(torch.autograd.Function):
 
 
 def route(logits_TE: Tensor, given: Given, spec: RouterSpec) -> Fused:
-    """Route the tokens with logits [T, E] fp32, group after group."""
+    """Choose experts for tokens with logits [T, E] in fp32. The tokens of each group are consecutive."""
     return Fused(*_Route.apply(logits_TE.contiguous(), given, spec))

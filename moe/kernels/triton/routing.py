@@ -51,14 +51,14 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan by counting sort. The host does not wait for the number of rows: choice_R goes on with zeros, up to T K."""
+    """Make the plan by counting sort. The host does not wait for the number of rows: zeros follow in choice_R, up to length T K."""
     made = Plan(expert_TK.new_empty(expert_TK.numel()), expert_TK.new_empty(expert_TK.shape), expert_TK.new_empty(num_experts))
     _sort(expert_TK, kept_TK, made, num_groups=1, num_experts=num_experts)
     return made
 
 
 def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
-    """Compute parallel.mesh.exchange.by_bin."""
+    """Return the result of `by_bin` in parallel/mesh/exchange.py, by a kernel."""
     counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
     with on(counts_PB):
         moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)

@@ -1,4 +1,5 @@
-"""Lists all plans for training a network on a given number of ranks: degrees of parallelism, engine, schedule, kinds, micro-batch.
+"""Lists all plans for training a network on a given number of ranks. A plan has degrees of parallelism, a data-parallel engine, a pipeline
+schedule, a kind of tensor parallelism and of sequence parallelism, and a micro-batch size.
 
     ranks = pp x tp x sp x dp;  ep x etp divides dp x sp x tp;  global batch = dp x micro-batch x micro-batches
 
@@ -24,8 +25,8 @@ from parallel.sequence.kinds import DEFAULT, SEQUENCES
 class Space:
     """Values that are tried for each setting of a plan. tensors, sequences: kinds of tensor and sequence parallelism.
 
-    schedules: (name, stages on each rank). lists: for each schedule, at most this number of cuts of the layers into stages (cut.py).
-    largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch.
+    schedules: (name, stages on each rank). lists: largest number of ways to cut the layers into stages (cut.py) for each schedule.
+    largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch are tried.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -41,7 +42,7 @@ class Space:
 
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
-    """Yield all (pp, tp, sp, dp) with the product `world`."""
+    """Yield all (pp, tp, sp, dp) whose product is `world`, within the limits of `space`."""
     for pp in (n for n in divisors(world) if n <= min(space.largest_pp, network.depth)):
         for tp in (n for n in divisors(world // pp) if n <= space.largest_tp):
             for sp in (n for n in divisors(world // pp // tp) if n <= space.largest_sp):
@@ -70,8 +71,8 @@ def degree_choices(network: Network, *, world: int, global_batch: int, space: Sp
 def candidates(
     network: Network, *, world: int, global_batch: int, base: Plan, space: Space, only: Collection[Degrees] | None = None
 ) -> Iterator[Plan]:
-    """Yield plans for `world` ranks, also plans that cannot run. Settings that `space` does not have (precision, tiles) come from `base`.
-    only: if given, only plans with these degrees of parallelism."""
+    """Yield plans for `world` ranks, including plans that cannot run. `base` gives the settings that `space` does not vary (precision,
+    tiles). only: if given, only plans with these degrees of parallelism."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
             continue
@@ -92,12 +93,12 @@ def candidates(
             )  # fmt: skip
             lists = layer_lists(network, made, pp * chunks, space.lists) if pp > 1 else ()
             for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else (PLAIN,)):
-                reshard = base.reshard or "reshard" not in ENGINES[engine].keys  # only fsdp has this choice
+                reshard = base.reshard or "reshard" not in ENGINES[engine].keys  # only FSDP can keep gathered weights
                 yield made.but(engine=engine, reshard=reshard, stage_layers=layers)
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
-    """Return (kind of tensor parallelism, depth of the 2.5D grid, otherwise 1) for all kinds that `tp` ranks can have."""
+    """Return (kind, depth) for all kinds of tensor parallelism that are possible with `tp` ranks. depth: of a 2.5D grid, otherwise 1."""
     if tp == 1:
         return [("1d", 1)]
     found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
@@ -105,7 +106,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides the number of ranks of a pipeline `stage`."""
+    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides `stage`, the ranks of a pipeline stage."""
     if network.experts is None:
         yield 1, 1
         return

@@ -6,8 +6,8 @@ Memory is checked before time because it is cheaper. A plan that fits without re
 last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit with
 one kind, larger micro-batches of the same plan do not either, because they need more memory (except if a step has only one micro-batch).
 The ranking is a best-first branch and bound: the plan with the smallest lower bound gets its next, tighter bound, and at last its exact
-seconds. A plan is ranked when its exact seconds are the smallest number left. So few plans need exact seconds. Among equally fast plans,
-the one with less memory comes first, then the one with fewer kinds of parallelism.
+seconds. A plan is ranked when its exact seconds are the smallest number left. Most plans never need exact seconds. Among equally fast
+plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import NamedTuple
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
-ROUNDED = 1 + 1e-9  # tolerance: the order of a sum changes its last digits
+ROUNDED = 1 + 1e-9  # tolerance of comparisons, because the order of a sum changes its last digits
 
 
 @dataclass(frozen=True)
 class Ranked:
     """A plan that can run and fits into memory. seconds: predicted time of a step. held_bytes: memory of the rank that needs most. advice:
-    reason why the plan is not recommended; None if it is."""
+    reason why the plan is not recommended; None if it is recommended."""
 
     plan: Plan
     seconds: float
@@ -37,8 +37,8 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Refused:
-    """`count` plans that were refused for one reason. over_bytes: by how much `example` exceeds the memory limit, 0 for other reasons.
-    example: of plans that exceed the memory limit, the one that exceeds it the least; for other reasons, the first plan."""
+    """`count` plans that were refused for the same reason. over_bytes: bytes by which `example` exceeds the memory limit; 0 if the reason
+    is not memory. example: the plan that exceeds the memory limit the least; if the reason is not memory, the first of the plans."""
 
     reason: str
     count: int
@@ -62,16 +62,16 @@ class Ranking:
 
 
 class Refusals(dict[str, Refused]):
-    """Reason -> refused plans."""
+    """Maps each reason to the plans that were refused for it."""
 
     def add(self, more: Refused) -> None:
-        """Add refused plans to the plans with the same reason."""
+        """Add refused plans to the entry of their reason."""
         before = self.get(more.reason, more)
         nearest = min(before, more, key=lambda of: of.over_bytes)
         self[more.reason] = more if before is more else replace(nearest, count=before.count + more.count)
 
     def sorted(self) -> tuple[Refused, ...]:
-        """Return the most frequent reason first."""
+        """Return all entries, the most frequent reason first."""
         return tuple(sorted(self.values(), key=lambda of: -of.count))
 
 
@@ -95,7 +95,7 @@ def choose(
     enough: Callable[[Ranked], bool] = lambda ranked: False,
     given: Plan | None = None,
 ) -> Ranking:
-    """Rank the best `top` plans that need at most `limit_bytes` on each rank. Plans that are not recommended come after all others.
+    """Rank the `top` best plans that need at most `limit_bytes` on each rank. Plans that are not recommended come after all others.
 
     held_bytes: plan -> memory of the rank that needs most. seconds: plan -> seconds of a step. least: functions that give lower bounds of
     `seconds`, the cheapest first, the tightest last. recompute: kinds in order of preference; the last needs the least memory. enough: the
@@ -125,17 +125,17 @@ def choose(
 
 
 class _Held:
-    """Memory of plans. too_large: (plan, but with one micro-batch of one sequence; kind of recompute) -> (the first micro-batch with which
-    it does not fit, its bytes)."""
+    """Computes the memory of plans, and remembers plans that did not fit. too_large: (plan with microbatch=1 and microbatches=1, kind of
+    recompute) -> (size of the first micro-batch with which the plan did not fit, bytes of the plan with it)."""
 
     def __init__(self, held_bytes: Callable[[Plan], float], limit_bytes: float) -> None:
         self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
         self.too_large: dict[tuple[Plan, Recomputed], tuple[int, float]] = {}
-        self.doubtful = False  # the plan before did not fit, so probably the next does not either
+        self.doubtful = False  # True if the previous plan did not fit; then the last kind of recompute is tried first
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
-        """Return (the plan with the first kind of recompute that fits, its bytes); if none fits, with the last, which needs least. If a
-        smaller micro-batch does not fit, its bytes are returned, a lower bound."""
+        """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none: (plan with the last
+        kind, its bytes). If a smaller micro-batch did not fit either, the bytes are those of the smaller one, which are a lower bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
         def held(kind: Recomputed) -> float:
@@ -160,7 +160,7 @@ class _Held:
 
 
 def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
-    """Yield plans by ascending seconds. bounds: functions that give lower bounds of a plan's seconds; the last gives the seconds."""
+    """Yield plans by ascending seconds. bounds: functions that give lower bounds of a plan's seconds; the last gives the exact seconds."""
     last = len(bounds) - 1
     waiting = [(bounds[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(fitting)]
     heapify(waiting)

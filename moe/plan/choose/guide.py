@@ -20,7 +20,7 @@ from moe.plan.machine.cluster import Cluster
 
 _GIB = 2**30
 ABOUT_EQUAL = 0.1  # two times are called about equal if they differ by less than this fraction
-FAST_LINK = 50.0  # links within a node are fast if a device sends at least this number of GB/s: NVLink has 100 and more, PCIe 10 to 30
+FAST_LINK = 50.0  # GB/s that a device sends from which links in a node are called fast: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
     "DDP": lambda p: _data_alone(p) and p.stage == 0,
@@ -42,7 +42,8 @@ Best = Callable[[str, int], Ranked | None]  # (name in FAMILIES, number of devic
 
 @dataclass(frozen=True)
 class GuideRule:
-    """One rule. numbers: the predictions, as text. holds: whether the predictions agree with the rule; None if they cannot decide."""
+    """One rule of thumb. numbers: the predictions, as text. holds: whether the predictions agree with the rule; None if they do not decide
+    it."""
 
     rule: str
     numbers: str
@@ -56,7 +57,8 @@ class GuideRule:
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
     """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
 
-    one_device: the plan that needs least memory on one device, even if it does not fit. offloaded: this plan with model states on the host.
+    one_device: plan for one device that needs the least memory, even if it does not fit. offloaded: the same, with model states on the
+    host.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
@@ -132,7 +134,7 @@ def _always(best: Best, cluster: Cluster) -> Iterator[GuideRule]:
         apart = sharded.seconds / whole.seconds - 1
         yield GuideRule(
             "A pipeline goes with DDP or ZeRO-1: ZeRO-2 and 3 would scatter and gather for every micro-batch.",
-            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.4g} GiB in the place of {whole.held_bytes / _GIB:.4g})",
+            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.4g} GiB instead of {whole.held_bytes / _GIB:.4g})",
             apart >= 0,
         )
 
@@ -144,7 +146,7 @@ def _precision(peaks: dict[str, float], compute: str) -> GuideRule:
         rule = "The device has bf16: prefer it to fp16, which needs loss scaling."
         return GuideRule(rule, numbers, peaks["bf16"] >= peaks.get("fp16", 0.0))
     if compute == "bf16":
-        numbers += ", which the device only imitates: it is predicted as fast as fp16, and is not"
+        numbers += ", which this device only emulates: it is slower than fp16, but is predicted to be as fast"
     return GuideRule("The device has no bf16: fp16 with precision.loss_scale=dynamic, or fp32.", numbers, None)
 
 

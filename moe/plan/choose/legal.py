@@ -1,4 +1,4 @@
-"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended. Each rule returns its text.
+"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended. Each rule yields a text for each violation.
 
 The rules repeat the recipe's checks (moe/checks/) for the settings that the planner varies; test_legal.py compares both on many plans.
 They use only arithmetic and take a microsecond, so that the planner can check a hundred thousand plans.
@@ -33,11 +33,11 @@ def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None)
 
 def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
     if plan.pp > 1 and plan.stage >= 2 and plan.reshard:
-        yield f"degrees.pp={plan.pp} with {plan.engine}: gradients or weights would travel again for each micro-batch"
+        yield f"degrees.pp={plan.pp} with {plan.engine}: gradients or weights would be communicated again for each micro-batch"
     if plan.tp > 1 and plan.tensor == "copied":
-        yield "tensor.kind=copied saves nothing: it is there to check engines"
+        yield "tensor.kind=copied saves neither memory nor time: it is only there to check engines"
     if devices_per_node is not None and plan.tp > devices_per_node:
-        yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: each layer's sums would cross the network"
+        yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: its all-reduces would cross the network"
     kind = SCHEDULES.get(plan.schedule)
     if plan.pp > 1 and kind is not None and kind.advice is not None:
         yield f"pipeline.schedule {plan.schedule}: {kind.advice}"
@@ -60,7 +60,7 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
 def _sizes(network: Network, plan: Plan) -> Iterator[str]:
     made, tp = grid(plan.tensor, plan.tp, plan.depth), plan.tp
     if made is None:
-        yield f"degrees.tp={tp} is no grid of tensor.kind={plan.tensor}"
+        yield f"degrees.tp={tp} ranks do not form a grid of tensor.kind={plan.tensor}"
         return
     n, on_grid = network, plan.tensor in GRIDS
     dense = n.hidden if len(n.with_experts) < n.depth or n.ahead > 0 else 0
@@ -68,14 +68,14 @@ def _sizes(network: Network, plan: Plan) -> Iterator[str]:
         if size % ways and on_grid:
             yield f"a side of tp's grid, {ways}, does not divide {what}={size}"
         elif size % ways and what == "model.num_kv_heads":
-            yield f"degrees.tp={tp} neither divides {what}={size} nor holds equally many copies of them"
+            yield f"degrees.tp={tp} is neither a divisor nor a multiple of {what}={size}"
         elif size % ways:
             yield f"degrees.tp={tp} does not divide {what}={size}"
     if n.vocab < made.units:
         ranks = f"a side of tp's grid, {made.units}," if on_grid else f"degrees.tp={tp}"
         yield f"{ranks} is more than the vocabulary's {n.vocab}"
     if plan.tensor == "sliced" and n.length % (tp * plan.sp):
-        yield f"slices over degrees.tp * degrees.sp={tp * plan.sp} do not divide {_length(n)}"
+        yield f"degrees.tp * degrees.sp={tp * plan.sp}, the ranks that share a sequence, do not divide {_length(n)}"
 
 
 def _halves(network: Network, plan: Plan) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _halves(network: Network, plan: Plan) -> Iterator[str]:
         yield f"degrees.sp={plan.sp} does not go with model.document_mask and an encoder"
     ways = plan.sp * (plan.tp if plan.tensor == "sliced" else 1)
     if network.encoder.length % ways:
-        yield f"slices over {ways} ranks do not divide model.max_length={network.encoder.length}"
+        yield f"{ways} ranks that share a sequence do not divide model.max_length={network.encoder.length}"
 
 
 def _ahead(network: Network, plan: Plan) -> Iterator[str]:
@@ -118,10 +118,10 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
         return
     ways = 2 * sp if plan.method.orders[0] == "zigzag" else sp
     if network.length % ways:
-        yield f"degrees.sp={sp} cuts sequences into {ways} runs, which do not divide {_length(network)}"
+        yield f"degrees.sp={sp} cuts sequences into {ways} chunks, which do not divide {_length(network)}"
     held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
-        yield f"degrees.sp={sp} ranks that trade heads for tokens do not divide the {held} heads that each holds"
+        yield f"degrees.sp={sp} does not divide the {held} heads of a rank, which {plan.sequence} exchanges for tokens"
 
 
 def _length(network: Network) -> str:
@@ -156,7 +156,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
-    kind = SCHEDULES.get(name)  # None if the schedule is a file of actions, which also says which rank holds each stage
+    kind = SCHEDULES.get(name)  # None if the schedule is a file of actions (parallel/pipeline/order_file.py)
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.depth:
@@ -170,7 +170,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     if kind is not None:
         yield from _schedule(kind, plan)
     if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
-        yield f"with degrees.pp={pp} the optimizer alone is offloaded, to cpu: FSDP carries out stages 2 and 3"
+        yield f"with degrees.pp={pp} only optimizer states can be offloaded, and only to cpu: FSDP carries out ZeRO stages 2 and 3"
 
 
 def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
     if refused is not None:
         yield f"{KEYS[refused.what]}={refused.got}: needed {refused.needed}"
     if kind.continuous and (every := kind.update_every or m) != m:
-        yield f"pipeline.microbatches={m}: an update of {name} sums {every}, and a step is one update"
+        yield f"pipeline.microbatches={m}: an update of {name} sums {every} micro-batches, and a step is one update"
     if kind.continuous and not plan.kind.steps_by_stage:
         yield f"{name} updates its stages at different times: ddp alone does"
 
@@ -187,11 +187,11 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
 def _engine(network: Network, plan: Plan) -> Iterator[str]:
     for what, place in _offloaded(plan):
         if (what, place) not in plan.kind.offloads:
-            yield f"offload of the {what} to {place} needs zero stage {offloading(what, place).stage}, not {plan.engine}"
+            yield f"offload of the {what} to {place} needs ZeRO stage {offloading(what, place).stage}, not {plan.engine}"
 
 
 def _offloaded(plan: Plan) -> list[tuple[str, str]]:
-    """Return all offloaded states, each as (`optimizer` or `parameters`, `cpu` or `nvme`)."""
+    """Return the kinds of states that are offloaded, each as (`optimizer` or `parameters`, `cpu` or `nvme`)."""
     placed = ("optimizer", plan.offload_optimizer), ("parameters", plan.offload_parameters)
     return [(what, place) for what, place in placed if place != "none"]
 

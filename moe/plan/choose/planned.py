@@ -1,10 +1,10 @@
 """Finds the best plans of a recipe on a cluster, and the recipe of each.
 
-    round 1    all degrees of parallelism (pp, tp, sp, dp, ep), each with a few values of the other settings   -> the fastest degrees
-    round 2    these degrees with every engine, schedule, tensor kind, micro-batch and etp                     -> the ranking
+    round 1    all sets of degrees (pp, tp, sp, dp, ep), each with a few values of the other settings   -> the fastest sets of degrees
+    round 2    these sets with every engine, schedule, tensor kind, micro-batch and etp                 -> the ranking
 
-The cost of round 2 grows with the number of its degrees, not with the cluster. Without round 1 (`num_degrees=None`, or if the cluster has
-few degrees), round 2 tries all degrees. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
+The cost of round 2 grows with the number of its sets of degrees, not with the cluster. Without round 1 (`num_degrees=None`, or if few sets
+are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
-NUM_DEGREES = 24  # number of degrees (pp, tp, sp, dp, ep) that round 2 tries
+NUM_DEGREES = 24  # number of sets of degrees (pp, tp, sp, dp, ep) that round 2 tries
 TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
-SMALL = 32  # up to this number of devices, round 1 also tries larger micro-batches
+SMALL = 32  # for at most this number of devices, round 1 also tries micro-batches above FIRST.largest_microbatch
 _GIB = 2**30
 Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput
 FIRST = Space(
@@ -60,8 +60,8 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: plan of the given
-    recipe; None if the checks refuse that recipe on the cluster."""
+    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: the plan that the
+    given recipe states; None if the checks refuse that recipe on the cluster."""
 
     network: Network
     cluster: Cluster
@@ -76,7 +76,7 @@ class Planned:
         return peak(self.network, plan, stack_on(self.cluster))
 
     def speed(self, ranked: Ranked) -> Speed:
-        """Return the speed of a ranked plan. Recomputation does not count as work."""
+        """Return the speed of a ranked plan. FLOPs of activation recomputation do not count."""
         run, cluster = self.runs[0], self.cluster
         tokens = run.train.global_batch * run.model.read_length
         tflops = counted_training(run) * tokens / cluster.world / ranked.seconds / 1e12
@@ -84,16 +84,16 @@ class Planned:
         return Speed(tokens / ranked.seconds, tflops, tflops / top if top else None)
 
     def tight(self, ranked: Ranked) -> bool:
-        """Return whether the plan uses more than nine tenths of the memory. The allocator may then have to wait for freed blocks."""
+        """Return whether the plan uses more than the fraction TIGHT of the memory. The allocator may then have to wait for freed blocks."""
         return ranked.held_bytes > TIGHT * self.cluster.memory_bytes()
 
 
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of
-    degrees (dp, tp, ...), the best of a first quick round, whose plans are all tried; None: all sets. Raises
-    BadInput if no plan fits into memory; its message has a change of the recipe or cluster with which one fits."""
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of degrees (dp, tp, ...) from the quick round
+    1 that round 2 examines in full; None: all sets. Raises BadInput if no plan fits into memory; its message proposes a change of the
+    recipe or of the cluster with which a plan fits."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -145,9 +145,9 @@ def planned(
 
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
-    """Yield plans of a run with resolved degrees, also plans that cannot run. only: if given, only plans with these degrees."""
+    """Yield plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run)
-    if not run.is_flat:  # then another engine of `space` carries out the others
+    if not run.is_flat:  # leave out engines that another engine of `space` would replace in this run
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         like = stored[plan.carrier.name]
@@ -155,14 +155,15 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
 
 
 def _offloading(space: Space, run: Run) -> Space:
-    """Return the space; if the recipe offloads model states, only with the engines that can offload."""
+    """Return `space`. If the recipe offloads model states, the engines are replaced by all engines that can offload."""
     offload = run.sharding.offload
     on_host = (offload.optimizer, offload.parameters) != ("none", "none")
     return replace(space, engines=tuple(name for name, kind in ENGINES.items() if kind.offloads)) if on_host else space
 
 
 class _Accepted:
-    """Collects the `top` best plans that the recipe's checks accept. Plans that they refuse are collected with the error as reason."""
+    """Collects the `top` best plans that the recipe's checks accept, and the refused plans, each with the error of the checks as its
+    reason."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
         """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""
@@ -195,7 +196,8 @@ class _Accepted:
 
 
 def _storages(run: Run) -> dict[str, Plan]:
-    """Return, for each engine that can run (`Plan.carrier`), a plan without stages, with the bytes per element that the recipe then has."""
+    """Return, for each engine, the recipe's plan with this engine and without pipeline stages. It states the bytes per element that this
+    engine stores with the recipe's precision."""
     return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
 
@@ -207,7 +209,8 @@ def _joined(*rounds: Ranking) -> tuple[Refused, ...]:
 
 
 def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) -> BadInput:
-    """Return the error for a recipe that no plan can train on the cluster. Only fixes with which some plan can are proposed."""
+    """Return the error for a recipe that no plan can train on the cluster. It proposes only fixes that were found to make a plan
+    possible."""
     if (nearest := found.nearest) is None:
         no_dp = f"no possible dp divides train.global_batch={run.train.global_batch}"
         reason = found.refused[0].reason if found.refused else no_dp
@@ -215,7 +218,7 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
         fix = typed(larger) if works else "change that size, or --cluster"
-        return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="one", fix=fix)
+        return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="at least one", fix=fix)
     mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
     return BadInput(
         "plan",
@@ -226,8 +229,8 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
 
 
 def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Iterator[Fix]:
-    """Yield a change of the recipe and a number of nodes, each only if a plan then fits. least: memory of the smallest plan divided by the
-    memory of a device."""
+    """Yield up to two fixes, each only if a plan fits with it: a change of the recipe, and a larger cluster. least: memory of the smallest
+    plan divided by the memory of a device."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
@@ -251,12 +254,12 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
-    """Return a plan that fits with full recomputation and that the recipe's checks accept; None if round 1 has no such plan."""
+    """Return a plan that fits with full recomputation and that the recipe's checks accept; None if no plan of the space FIRST does."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
     fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
-    for plan in islice(fitting, 100):  # after 100 refusals, probably all are refused
+    for plan in islice(fitting, 100):  # gives up after 100 refusals, because the checks then probably refuse every plan
         with suppress(BadInput):
             checked(recipe_of(plan, run), cluster.world)
             return plan
@@ -264,7 +267,7 @@ def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
 
 
 def gib(size_bytes: float) -> str:
-    """Format bytes as GiB, with one digit after the point. Below 0.1 GiB, with two significant digits."""
+    """Format bytes as GiB, with one digit after the point, or with two significant digits below 0.1 GiB."""
     size = size_bytes / _GIB
     return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 

@@ -1,4 +1,4 @@
-"""Predicts memory and time of a run before it starts, whether it fits into memory, and a change of the recipe with which it fits.
+"""Predicts a run's memory and time before it starts. If it does not fit into memory, finds a change of the recipe with which it fits.
 
     predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py if the place has a cluster
     change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
@@ -9,9 +9,9 @@
                                                             7  full recompute, loss in chunks, shorter sequences
 
 A run is refused only if a lower bound of its memory is too large. On a GPU, the bound is the bytes of tensors, without the allocator's
-reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and those of each rank into its `ulimit`. The
-bound counts equally many rows of experts on all ranks of ep.
-If only the full prediction is too large, the run may fit, and a warning is printed (moe/records/prediction.py). No torch.
+reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and the tensors of one rank into the `ulimit`
+of its process. The bound assumes that all ep ranks compute equally many rows.
+If only the full prediction is too large, the run may fit, and a warning is printed (moe/records/prediction.py). This file needs no torch.
 
 Each change passes the recipe's own checks and the prediction before it is printed. Source of the order: the guide
 (moe/plan/choose/guide.py); of step 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
@@ -36,12 +36,12 @@ from parallel.data.kinds.kind import EngineKind
 from parallel.errors import BadInput
 from parallel.fixes import Fix, typed
 
-SHORTEST = 64  # number of tokens below which no sequence length is proposed
+SHORTEST = 64  # tokens: shorter sequences are not proposed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Devices on which ranks train. cluster: their description, for predicting time; None if unknown.
+    """Devices on which a run trains. cluster: their description, for predicting time; None if unknown.
 
     limit_bytes: memory of one rank's device, or on a CPU its share of the host's memory; None if unknown. own_bytes: bytes that one
     process on a CPU may still allocate (`ulimit`); None without such a limit.
@@ -54,14 +54,14 @@ class Place:
 
     @classmethod
     def of(cls, cluster: Cluster, world: int) -> Place:
-        """Return the nodes of this cluster that `world` ranks need, as a place."""
+        """Return as a Place the nodes of `cluster` that `world` ranks need."""
         return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and time of a run. ranks: memory of each pipeline rank, for the busiest of ep. even: the same with equally many rows on all
-    ranks of ep."""
+    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank with the most rows. even: the same if all ep
+    ranks had equally many rows."""
 
     place: Place
     network: Network
@@ -92,7 +92,7 @@ class Prediction:
 
     @property
     def tightest(self) -> Bound | None:
-        """The memory limit with the largest excess, or with the smallest reserve if the run exceeds no limit; None if no limit is known."""
+        """The memory limit that the run exceeds the most, or comes closest to if it exceeds none; None if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -116,7 +116,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit. least: bytes that a run needs with any allocator. limit: available bytes. of: text that names the ranks."""
+    """A memory limit. least: lower bound of the bytes that the run needs. limit: available bytes. of: text that names the ranks."""
 
     least: float
     limit: float
@@ -128,7 +128,7 @@ class Bound:
 
 
 def predict(run: Run, place: Place) -> Prediction:
-    """Predict memory and time of a run that was checked and has degrees for all ranks. Raises BadInput for an unknown schedule."""
+    """Predict memory and time of a run that has passed its checks and has resolved degrees. Raises BadInput for an unknown schedule."""
     network, plan = network_of(run), plan_of(run)
     stack = OURS_ON_CPU if place.kind == "cpu" else OURS
     ranks, even = (memory(of, plan, stack) for of in (network, network.balanced))
@@ -175,8 +175,8 @@ class Change:
 def change_that_fits(
     run: Run, world: int, *, fits: Callable[[Run], bool], checked: Callable[[Run, int], Run], has_gpus: bool
 ) -> Change | None:
-    """Return the first change with which the run fits on `world` ranks; None if none works. checked: makes the recipe's checks, which raise
-    BadInput. has_gpus: also try to move model states to the host's memory."""
+    """Return the first change with which the run fits on `world` ranks; None if none works. checked: returns a run after the recipe's
+    checks, which raise BadInput. has_gpus: also try to offload model states to the host's memory."""
     for values in _changes(run, has_gpus=has_gpus):
         try:
             changed = checked(with_values(run, values), world)
@@ -194,7 +194,7 @@ def _named(kind: EngineKind) -> Values:
 def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
     again: list[Values] = [{"recompute.kind": "selective"}, {"recompute.kind": "full"}]
     smaller: list[Values] = [{"pipeline.microbatches": run.pipeline.microbatches * 2**n} for n in range(1, 11)]
-    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # of both engines with stage 3, ZeRO first
+    engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # zero3 before fsdp, which is also stage 3
     sharded = [_named(kind) for kind in engines if kind.stage]
     chunked: Values = {"recompute.loss_chunks": 8}
     host = _named(offloading("parameters", "cpu")) | {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "cpu"}

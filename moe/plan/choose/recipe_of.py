@@ -1,4 +1,4 @@
-"""Changes keys of a recipe, such that a plan trains it. The inverse is plan_of (moe/plan/job/of_recipe.py)."""
+"""Writes a plan's settings into a recipe. The inverse is plan_of (moe/plan/job/of_recipe.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from moe.plan.job.of_recipe import plan_of, stage_layers
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
-Values = dict[str, Any]  # key of the recipe with its section, such as train.global_batch -> value
+Values = dict[str, Any]  # full name of a recipe key, such as train.global_batch -> its value
 
 
 def recipe_of(plan: Plan, run: Run) -> Run:
-    """Return the run with the plan's degrees, kinds, pipeline, batch and recomputation. Model, data, precision and optimizer stay.
+    """Return `run` with the plan's parallelism, batch, recomputation and offload. Model, data, precision and optimizer stay as they are.
 
     Rounds train.eval_sequences up to a number that the plan's ranks can share. Raises BadInput if the plan's bytes per element are not the
     recipe's; `as_stored` sets them. With them, plan_of(recipe_of(plan, run)) == plan. The result still needs check_run (moe/checks/).
@@ -23,14 +23,14 @@ def recipe_of(plan: Plan, run: Run) -> Run:
     fitting = as_stored(plan, run)
     for key in ("storage", "compute_bytes"):
         if getattr(plan, key) != getattr(fitting, key):
-            needed = f"{getattr(fitting, key)}, as the recipe's precision has it"
+            needed = f"{getattr(fitting, key)}, which follows from the recipe's precision"
             fix = "plan with the recipe's precision, or call as_stored(plan, run)"
             raise BadInput(f"plan.{key}", got=getattr(plan, key), needed=needed, fix=fix)
     return _changed(plan, run)
 
 
 def as_stored(plan: Plan, run: Run) -> Plan:
-    """Return the plan with the bytes per element that the recipe's precision and the plan's engine have."""
+    """Return the plan with the bytes per element that follow from the recipe's precision and the plan's engine."""
     made = plan_of(_changed(plan, run))
     return replace(plan, storage=made.storage, compute_bytes=made.compute_bytes)
 

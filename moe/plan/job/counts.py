@@ -1,10 +1,10 @@
 """Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
     attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
-    norms, router, down-projections of latent attention     all on every tp rank
+    norms, router, down-projections of latent attention     whole on every tp rank
     experts                                                 1 / (ep etp)
 
-The first stage has the embedding, the last stage the head. Tied and on the same rank, they are one matrix.
+The first stage has the embedding, the last stage the head. If they are tied and on the same rank, they are one matrix.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Elements(Summed):
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Return the numbers of parameters that a rank holds of layer `index` of this stack, LoRA adapters included."""
+    """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: of the layer in this stack."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole + _adapters(network, plan, index)
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's adapters: LoRA rank x (rows + columns) of each matrix. Only experts' adapters are divided among ranks."""
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of each matrix. Only ep and etp divide adapters."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0
@@ -85,7 +85,8 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def dense(network: Network, count: float, *parts: str) -> Elements:
-    """Return `count` parameters outside of experts that belong to all of these parts in moe/recipe/frozen.py."""
+    """Return `count` parameters outside of experts as Elements. They are frozen if the recipe freezes one of `parts`
+    (moe/recipe/frozen.py)."""
     return Elements(count, frozen_dense=count * network.freezes(*parts))
 
 
@@ -100,8 +101,8 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Parameters of one layer's attention on a rank, without norms, if `t` ranks divide its matrices and `over` its heads (on grids,
-    over < t). With fewer key-value heads than `over`, several ranks hold a copy of each."""
+    """Number of parameters of one layer's attention on a rank, without norms. t: number of ranks that divide its matrices. over: number of
+    ranks that divide its heads (on grids, over < t). With fewer key-value heads than `over`, several ranks hold a copy of each."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
@@ -110,8 +111,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Number of parameters in a layer's attention matrices on one of `t` ranks. If there are fewer than
-    `over` key-value heads, they are copied to `over`."""
+    """Number of parameters in the matrices of one layer's attention on a rank. t, over: as in `attention`."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -121,14 +121,14 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def inner_gains(network: Network) -> int:
-    """Number of parameters in the norms of a layer's queries, keys and latents, all of which every tp rank holds."""
+    """Number of parameters in the norms of a layer's queries, keys and latents. Every tp rank holds all of them."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels + latents
 
 
 def embedding(network: Network, plan: Plan) -> float:
-    """Number of parameters of the embedding table on a rank, which is also the number of the head's."""
+    """Number of parameters of the embedding table on a rank. The head has the same number."""
     return network.vocab * network.width / plan.grid.matrix
 
 
@@ -139,13 +139,13 @@ def table(network: Network, plan: Plan, part: Literal["embedding", "head"]) -> E
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction. first, last: whether the
-    rank has the first, the last stage of the model."""
+    rank has the model's first stage, and whether it has the last."""
     positions = network.length * network.width if network.learned_positions and first else 0
-    runs = [run for run in network.halves if (last if run is network else first)]
-    found = dense(network, sum(map(norm, runs)), "norms") + dense(network, positions)
-    for run in runs if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
-        of_first, _ = network.at(network.before if run is network else 0)
-        found += dense(of_first, run.heads / plan.grid.units * run.buckets, "attention")
+    stacks = [stack for stack in network.halves if (last if stack is network else first)]
+    found = dense(network, sum(map(norm, stacks)), "norms") + dense(network, positions)
+    for stack in stacks if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
+        of_first, _ = network.at(network.before if stack is network else 0)
+        found += dense(of_first, stack.heads / plan.grid.units * stack.buckets, "attention")
     if first or (last and (network.tied or network.ahead)):  # multi-token prediction needs the embedding on the last stage
         found += table(network, plan, "embedding")
     if last and not network.tied:
@@ -154,7 +154,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters of multi-token prediction per further token: a dense layer, the matrix that merges its two inputs, three norms."""
+    """Parameters of multi-token prediction for each further token: a dense layer, a matrix that merges its two inputs, three norms."""
     joined = dense(network, 2 * network.width**2) + dense(network, 3 * norm(network), "norms")
     return joined + layer(replace(network, experts=None), plan, 0)
 
@@ -164,8 +164,8 @@ def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[i
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:
-            run, number = network.at(index)
-            found += layer(run, plan, number)
+            stack, number = network.at(index)
+            found += layer(stack, plan, number)
     return found
 
 
@@ -186,7 +186,8 @@ def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[i
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage. Numbers differ by one at most; the last stage is the first to get fewer, then the first stage."""
+    """Number of layers of each stage. Numbers differ by one at most. One layer less goes to the last stage, then the first, then the last
+    but one, and so on."""
     size = -(-layers // stages)
     smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
     return tuple(size - (stage in smaller) for stage in range(stages))

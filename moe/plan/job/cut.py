@@ -26,7 +26,7 @@ from parallel.fixes import Set
 from parallel.mesh.grids import LINES
 
 _EPSILON = 1e-12  # costs that differ by less than this fraction count as equal
-EMPTIER = 0.95  # largest stage of the cut by parameters / largest stage of the cut by work, at most, for the former to be tried
+EMPTIER = 0.95  # the cut by parameters is tried if its largest stage has at most this fraction of the largest stage of the cut by work
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def _least_largest(ends: Sequence[float], stages: int) -> float:
 
 
 def _needed(ends: Sequence[float], most: float) -> int:
-    """Return the least number of stages if none may cost more than `most`; the number of layers + 1 if one layer alone costs more."""
+    """Return the least number of stages such that none costs more than `most`; the number of layers + 1 if a single layer costs more."""
     at, found, count = 0, 0, len(ends) - 1
     while at < count:
         further = bisect_right(ends, ends[at] + most, lo=at) - 1
@@ -66,7 +66,7 @@ def _needed(ends: Sequence[float], most: float) -> int:
 
 
 def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage. The sum of squared costs is the least for stages that cost at most `limit`."""
+    """Return the number of layers of each stage, in the cut with the least sum of squared costs whose stages cost at most `limit`."""
     count = len(ends) - 1
     # best[n]: best cut of the layers from n on into the last stages: (sum of squared costs, number of layers of the first of these stages)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
@@ -105,7 +105,7 @@ def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: 
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
     kinds = [(index < network.before, index in network.with_experts) for index in range(network.depth)]
-    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (of the encoder, with experts) -> such a layer
+    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (in encoder, with experts) -> a layer
     total = {kind: counts.layer(run, plan, number).total for kind, (run, number) in of_kind.items()}
     held = [total[kind] for kind in kinds]
     sizes = cut([first, *held, last], stages)
@@ -125,14 +125,15 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 
 def operations(network: Network, index: int) -> float:
-    """Number of multiplications for one token in a layer's forward pass: by matrices that it uses, and of causal attention."""
+    """Number of multiplications in a layer's forward pass for one token: one for each parameter that it uses, plus causal attention."""
     n, e = network, network.experts
     active = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(active, Plan(), index).total + n.heads * n.channels * n.length
 
 
 def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
-    """Number of parameters of the largest stage. held: of each layer. first, last: of embedding, head. sizes: layers of each stage."""
+    """Number of parameters of the largest stage. held: parameters of each layer. first: of the embedding. last: of the head. sizes: number
+    of layers of each stage."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
     of_stage[0] += first
     of_stage[-1] += last

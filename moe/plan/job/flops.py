@@ -4,8 +4,8 @@
     training          = 3 * forward                                                    (backward has two products for each)
 
 With a causal mask, a token attends to (L + 1) / 2 positions on average; with a sliding window to fewer. FLOPs of an encoder-decoder are
-means over the tokens of both halves. A token passes only the layers of its half; keys and values of cross-attention are made of the
-encoder's tokens. Choices that an expert's capacity drops count as computed.
+means over the tokens of encoder and decoder. A token passes only the layers of its half; the encoder's tokens also pass cross-attention's
+matrices of keys and values. A token's choice of an expert counts as computed even if the expert's capacity drops it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
     if layer in model.layers_with_experts():
         ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
-        chosen = min(router.num_choices, num_experts)  # a token has no use for more choices than there are experts
+        chosen = min(router.num_choices, num_experts)  # a token cannot choose more experts than there are
         products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
             model.d_model if experts.shared_gate else 0
         )
@@ -73,7 +73,7 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)  # all layers of an encoder or decoder share their first's bias
+    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)  # T5: a stack's first layer holds the bias of all its layers
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and has_bias else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model, layer=layer)
@@ -91,14 +91,14 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
     width = 4.0 * core_width(model)
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
-    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # key, value: also of latents
+    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # latents: key down, value up
     of_token = own + width * (written + 1) / 2 + sum(queries) + out + width * read
     return (of_token * written + (key + value) * read) / model.read_length
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
-    """Mean number of experts that compute a token: its choices, but not more than the experts' capacity or the number of experts. If
-    experts choose tokens, they fill their capacity. The minimum and the rounding of capacities are left out."""
+    """Mean number of experts that compute a token: its number of choices, limited by the experts' capacity and their number. If experts
+    choose tokens, they fill their capacity. The minimum of the capacity and its rounding are left out."""
     slots = slots_of_token(router)
     return min(min(router.num_choices, slots) if method_of(router).tokens_choose else slots, num_experts)
 
@@ -185,7 +185,7 @@ def in_mask(model: sections.Model, *, layer: int) -> bool:
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token by the convention of published speeds (PaLM, arXiv 2204.02311, appendix B).
 
-    6 for each active parameter of a matrix, and 12 w L for each layer's attention (w: channels of all heads, L: sequence length). Masked
+    6 FLOPs for each active matrix parameter, and 12 w L for each layer's attention (w: channels of all heads, L: sequence length). Masked
     (query, key) pairs count, but not keys outside of a sliding window. Recomputation does not count.
     """
     m = run.model
@@ -225,7 +225,8 @@ def layer_flops(run: sections.Run) -> tuple[float, ...]:
 
 
 def stage_flops(run: sections.Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Return the forward FLOPs per token of each pipeline stage; the last has head and multi-token prediction. layers: of each stage."""
+    """Return the forward FLOPs per token of each pipeline stage. The last stage's include the head and multi-token prediction. layers: the
+    layers of each stage."""
     of_stage = [sum(block_size(run, layer=layer).forward for layer in held) for held in layers]
     return (*of_stage[:-1], of_stage[-1] + end_flops(run))
 

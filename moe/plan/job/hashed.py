@@ -1,4 +1,4 @@
-"""Dataclasses of the planner: one hash for each instance, which caches look up very often, and sums of instances field by field."""
+"""Tools for the planner's dataclasses: a hash that is computed once for each instance, because caches need it often; sums by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _T = TypeVar("_T")
 
 
 def hashed_once(kind: type[_T]) -> type[_T]:
-    """Store the hash of each instance of a frozen dataclass, but not in pickles: other processes hash strings differently."""
+    """Make each instance of a frozen dataclass store its hash. Pickles leave the hash out, because other processes hash strings
+    differently."""
     full: Callable[[Any], int] = vars(kind)["__hash__"]
 
     def of(self: Any) -> int:

@@ -3,8 +3,8 @@
     1f1b, 4 ranks     4 3 2 1 on ranks 0 to 3
     gpipe             all micro-batches on every rank
 
-The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). From a few
-micro-batches per rank on, more micro-batches do not change them, so they are counted in a short step.
+The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). With more
+than a few micro-batches per rank they do not change any more, so they are counted in a step with few micro-batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import InFlight, RankPeaks, rank_peaks
 
-STEADY = 3  # all rounds after this one are equal; a round has one micro-batch for each rank
+STEADY = 3  # a schedule's rounds after this number are equal; a round has one micro-batch for each rank
 
 
 @lru_cache(maxsize=5_000)
@@ -47,7 +47,7 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build a schedule, or take it from the cache of four: a schedule computes its order of actions at first use and keeps it."""
+    """Build a schedule. The last four stay cached, because a schedule computes its order of actions at first use and stores it."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 
@@ -61,8 +61,9 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Return the ranks that may need most memory. Leaves out a rank if an earlier rank has the same layers, and at least the same
-    micro-batches in flight, embedding and head. sizes: number of layers of each stage. sparse: layers with experts."""
+    """Return the pipeline ranks that may need the most memory. Leaves out a rank if an earlier rank certainly needs as much: it has the
+    same layers, at least as many micro-batches in flight, and the embedding and the head if the later rank has them. sizes: number of
+    layers of each stage. sparse: indices of the layers with experts. every: only every n-th layer is recomputed."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]

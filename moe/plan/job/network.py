@@ -26,7 +26,7 @@ from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
-LARGEST_EP = 8  # up to here, rows of the busiest rank grow with ep by default (docs/use/plan.md)
+LARGEST_EP = 8  # by default, the busiest rank's rows grow with ep only up to this ep (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
 
 
@@ -37,17 +37,17 @@ def repeats(index: int, every: int) -> bool:
 
 @dataclass(frozen=True)
 class Router:
-    """Parts of a router in addition to its matrix."""
+    """Properties of a router that need memory or time in addition to its matrix."""
 
     vectors: int = 0  # number of learned scalars for each expert
     noise: bool = False  # a second matrix gives the scale of the noise
     norm: bool = False  # the input is normalized
     jitter: bool = False  # the input is multiplied by noise
     capped: bool = False  # the logits are bounded
-    kept: int = 0  # bytes for each token that the routing method keeps for the backward pass
-    group: int | None = None  # number of sequences whose tokens are needed together; 0: of a micro-batch; None: each token alone
-    decides: int = 0  # bytes of each token that ranks exchange if they have parts of a group, for the decision
-    balances: tuple[int, int] = (0, 0)  # the same for the balance losses, in the (forward, backward) pass
+    kept: int = 0  # bytes per token that the routing method keeps for the backward pass
+    group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
+    decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
+    balances: tuple[int, int] = (0, 0)  # bytes per token that they exchange for the balance losses, in the (forward, backward) pass
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Experts:
     hidden: int  # hidden units of one expert
     gated: bool = False
     shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
-    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: 1, unequal over experts
+    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: no capacity, all computed
     slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
     exchange: Dispatcher | None = None  # None: an all-to-all
     biases: bool = False
@@ -70,9 +70,9 @@ class Experts:
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
-    apart: bool = False  # a token's choices are rows of their own from the start, because gates weigh the experts' inputs
+    apart: bool = False  # a token is sent once for each choice, because gates weigh the experts' inputs and rows of a token differ
     busiest: float | None = None  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it; None: by `excess`
-    excess: float = 0.0  # what each rank of ep after the first adds to `busiest`
+    excess: float = 0.0  # increase of `busiest` for each ep rank after the first
 
     @property
     def mean_rows(self) -> float:
@@ -80,8 +80,8 @@ class Experts:
         return 1.0 if self.rows is None else self.rows
 
     def reached(self, targets: int) -> float:
-        """Expected number of different ones of `targets` ranks or nodes that get a token's rows. Choices are spread evenly over the open
-        groups, and are random in each."""
+        """Expected number of ranks (or nodes), out of `targets`, to which a token is sent. Its choices are spread evenly over the open
+        groups of experts, and are random within a group."""
         rows, (few, groups) = self.choices * self.mean_rows, self.open_groups
         if self.apart:
             return rows
@@ -89,11 +89,12 @@ class Experts:
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def unlimited(self, ep: int) -> float:
-        """Return `busiest` or, by `excess`, its value for `ep` ranks. Beyond LARGEST_EP, no growth is assumed."""
+        """Rows of the busiest of `ep` ranks / mean over ranks, before capacities limit it: `busiest`, or else computed from `excess`.
+        Beyond LARGEST_EP ranks, no growth is assumed."""
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Computed rows of the busiest of `ep` ranks / mean over ranks. Capacities limit it; without them, all tokens do."""
+        """Computed rows of the busiest of `ep` ranks / mean over ranks. At most the experts' capacity; without one, at most all tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 
@@ -162,8 +163,8 @@ class Network:
     frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
     ahead: int = 0  # number of further tokens of multi-token prediction
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
-    windows_in_runs: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
-    windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask, because they are above half of the length
+    windows_in_chunks: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
+    windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask instead of chunks (flops.py)
     documents: bool = False  # attention has a mask of documents; a GPU's flash attention takes no masks
     sees: Literal["past", "all"] = "past"  # `past`: attention is causal
     encoder: Network | None = None  # stack whose output cross-attention reads; None: decoder-only model
@@ -196,8 +197,8 @@ class Network:
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """Return (stack that has layer `index` of the model, the layer's index in that stack). All parts of a frozen layer's stack are
-        frozen."""
+        """Return (stack that has layer `index` of the model, the layer's index in that stack). If the layer is frozen, all parts of the
+        returned stack are frozen."""
         run = self if self.encoder is None or index >= self.before else self.encoder
         return run.all_frozen if index in self.frozen_layers else run, index if run is self.encoder else index - self.before
 
@@ -212,7 +213,7 @@ class Network:
 
     @cached_property
     def unreached(self) -> int:
-        """Number of first layers that the backward pass does not reach, because they and everything before them are frozen."""
+        """Number of leading layers that the backward pass does not reach, because they and everything before them are frozen."""
         if "embedding" not in self.frozen or self.learned_positions or self.encoder is not None:
             return 0
         return next((index for index in range(self.layers) if index not in self.frozen_layers), self.layers)
@@ -223,7 +224,7 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """True if training leaves weights as they are that belong to all of these parts, as the norms of queries belong to two."""
+        """True if weights are frozen that belong to all of these parts. (The norms of queries belong to two parts, attention and norms.)"""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property
@@ -239,7 +240,7 @@ class Network:
 
     @property
     def groups(self) -> int:
-        """Number of key-value heads (of query groups)."""
+        """Number of key-value heads. Each serves a group of query heads."""
         return self.kv_heads or self.heads
 
 
@@ -256,7 +257,7 @@ class Plan:
     etp: int = 1
     engine: str = PLAIN  # data-parallel engine
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"  # Megatron-LM: `1d`, with sequence parallelism `sliced`
-    depth: int = 1  # number of layers of the 2.5D grid
+    depth: int = 1  # depth of the 2.5D grid: it has `depth` 2D grids
     sequence: str = sequences.DEFAULT  # method of attention over the sp ranks
     order: Places = "zigzag"  # which positions of a sequence each sp rank holds; ranks with early positions have less causal attention
     schedule: str = "1f1b"
@@ -284,7 +285,7 @@ class Plan:
         return made
 
     def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
-        """Return a plan with the named settings of this plan, with `changes`, and otherwise with defaults. Equal results are one object."""
+        """Return a plan with these settings of this plan, with `changes`, and defaults for all others. Equal results are one object."""
         return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property
@@ -303,13 +304,13 @@ class Plan:
 
     @property
     def carrier(self) -> EngineKind:
-        """Catalog entry of the engine that runs. With pipeline stages, another engine may replace the plan's."""
+        """Catalog entry of the engine that is really used. With pipeline stages, another engine may replace the plan's."""
         kind = self.kind
         return ENGINES[kind.with_stages] if self.pp > 1 and kind.with_stages else kind
 
     @property
     def carried(self) -> Plan:
-        """This plan with the name of the engine that runs."""
+        """This plan with the name of the engine that is really used (`carrier`)."""
         return self if self.carrier is self.kind else self.but(engine=self.carrier.name)
 
     @property
@@ -319,7 +320,7 @@ class Plan:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the tp ranks. Only for plans whose tp ranks can form one."""
+        """Grid of the tp ranks. May only be read if the tp ranks can form a grid of this kind."""
         made = grid(self.tensor, self.tp, self.depth)
         assert made is not None
         return made

@@ -2,7 +2,7 @@
 
 Bytes of fp32 optimizer states for each parameter, of which `optimizer_bytes` returns the means:
 
-    adamw, kfac   8     two moments; also for a user's own optimizer. K-FAC's factors do not count (docs/parallel/kfac.md)
+    adamw, kfac   8     two moments; assumed for a user's own optimizer too. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum
     muon          4     of matrices, 8 of embedding, head, gates and norms
     adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
@@ -49,7 +49,7 @@ def compute_bytes(run: Run) -> int:
 
 
 def network_of(run: Run) -> Network:
-    """Return the recipe's model. If layers have different numbers of experts, each layer gets the mean number."""
+    """Return the recipe's model. If layers differ in their number of experts, each layer with experts gets the mean number."""
     m = run.model
     decoder = _decoder(run)
     if m.kind == "decoder":
@@ -87,7 +87,7 @@ def _decoder(run: Run) -> Network:
         dropout=m.dropout > 0,
         ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
-        windows_in_runs=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        windows_in_chunks=sum(in_chunks(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         windows_masked=sum(in_mask(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         documents=m.document_mask,
         experts=_experts(run),
@@ -140,8 +140,8 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes of a token in the exchanges of moe/router/slices.py: of the decision, logits, position and id; of balance losses,
-    probabilities, experts, gates and chances."""
+    """Return the bytes per token that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id.
+    balances: probabilities, chosen experts, and the gates and load probabilities that importance and load losses need."""
     weights = (spec.balance_weight, spec.importance_weight, spec.load_weight)
     if spec.balance_scope == "global_batch":
         balances = (0, 0)
@@ -185,7 +185,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def stage_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the number of layers that the trainer gives to each stage by FLOPs; None without stages or with more stages than layers."""
+    """Return the number of layers of each stage in the trainer's own cut by FLOPs; None without stages or with more stages than layers."""
     stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
     if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
         return None
@@ -198,7 +198,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Return the number of stages on each rank. A schedule from a file has as many stages as pipeline.layers has numbers."""
+    """Return the number of stages on each rank. If the schedule is a file, the length of pipeline.layers is the number of all stages."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -217,7 +217,8 @@ def storage_of(run: Run) -> Storage:
 
 
 def _with_adam(run: Run) -> Storage:
-    """Return the storage with AdamW, for the recipe's master precision. Some engines compute with a copy of the master parameters."""
+    """Return the bytes of a parameter, its gradient and its optimizer states if the optimizer is AdamW. Some engines store master
+    parameters and a copy in the compute dtype."""
     carrier = run.carrier
     copied = carrier.master_copy or (run.precision.casts in carrier.casts[1:] and compute_bytes(run) == 2)
     if run.precision.master == "bf16":
@@ -231,7 +232,7 @@ def _with_adam(run: Run) -> Storage:
 
 
 class Matrices(NamedTuple):
-    """`num` equal matrices. kind: `expert`: of experts; `outer`: embedding, head and gates; `inner`: all others, which Muon updates."""
+    """`num` matrices of the same shape. kind: `expert` (in experts), `outer` (embedding, head and gates), or `inner` (all others)."""
 
     kind: Literal["inner", "outer", "expert"]
     num: int
@@ -244,7 +245,7 @@ class Matrices(NamedTuple):
 
 
 def optimizer_bytes(run: Run) -> tuple[float, float]:
-    """Return (mean bytes of optimizer states of a parameter outside of experts, the same of a parameter of an expert)."""
+    """Return the mean bytes of optimizer states of one parameter: (outside of experts, in experts)."""
     kind, found = run.optimizer.kind, list(_matrices(run))
     if kind in ("adamw", "kfac") or run.optimizer.is_own:
         return 8.0, 8.0

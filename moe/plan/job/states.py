@@ -1,4 +1,4 @@
-"""Bytes of model states that a rank of data parallelism holds, in closed form. Needs no torch.
+"""Bytes of model states that a data-parallel rank holds, in closed form. Needs no torch.
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
     stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
@@ -6,8 +6,8 @@
     stage 2   ZeRO-2            whole      | 1/N       | 1/N
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
 
-Dense parameters have copies on the ranks of dp, experts only on edp = dp / (ep etp) ranks. Activations, weights gathered for the current
-layer, and buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3 and 5.
+For dense parameters, N = dp. For experts, N = edp = dp / (ep etp). Activations, weights gathered for the current layer, and communication
+buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3 and 5.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class States(Summed):
 
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one of N = `copies` ranks that hold the same P parameters, sharded by ZeRO stage 0 to 3. For MIXED: 16 P
-    in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
+    """Bytes of the model states of P parameters on one of N = `copies` data-parallel ranks with ZeRO stage 0 to 3. For MIXED: 16 P in stage
+    0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
     assert stage in STAGES and copies >= 1, f"no stage {stage} on {copies} ranks"
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
@@ -73,7 +73,7 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
     """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
-    The dp ranks hold the same dense parameters. dp / (ep etp) ranks hold the same 1 / (ep etp) of the experts' parameters."""
+    N (`model_states`) is dp for the dense parameters, and dp / (ep etp) for the 1 / (ep etp) of the experts' parameters on a rank."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

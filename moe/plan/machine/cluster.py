@@ -1,7 +1,7 @@
 """Description of a cluster for the planner: devices, nodes, and the links between them.
 
     Cluster    `nodes` nodes of `devices_per_node` Devices (device.py)
-    inside     links within a node. A collective takes its measured time, if there is one, otherwise latency + bytes / bandwidth
+    inside     links within a node. A collective takes its measured time if it has been measured, otherwise latency + bytes / bandwidth
     between    all network adapters of a node together. Groups of ranks that send at the same time share them
     host, disk links from a device to its host's memory, and from a node to its disk
 
@@ -42,9 +42,9 @@ def _of_program(key: str) -> str:
 class Inside:
     """Links within a node.
 
-    bus_gb_s: number of ranks -> bus bandwidth, GB/s that each rank sends in a ring collective. sum_bus_gb_s: bus bandwidth of all-reduces
-    that switches compute. latency_us: of any collective. hop_us: latency from one device to the next. pair_gb_s: GB/s from one device to
-    another. times: name of a collective -> measured times.
+    bus_gb_s: number of ranks -> bus bandwidth, GB/s that each rank sends in a ring collective. sum_bus_gb_s: the same for all-reduces that
+    switches compute (NVLink SHARP). latency_us: latency of a collective. hop_us: latency of a message between two devices. pair_gb_s: GB/s
+    from one device to another. times: name of a collective -> measured times.
     """
 
     __pydantic_config__ = FILE
@@ -56,7 +56,7 @@ class Inside:
     times: dict[Text, Table] = field(default_factory=dict, hash=False)
 
     def bus(self, ranks: int, *, sums: bool = False) -> float:
-        """Bus bandwidth in bytes per second: what each of `ranks` ranks sends in a ring collective. sums: it is an all-reduce."""
+        """Bus bandwidth in bytes per second: the rate at which each of `ranks` ranks sends in a ring collective. sums: in an all-reduce."""
         table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
         known = min((n for n in table if n >= ranks), default=max(table))
         return table[known] * 1e9
@@ -67,8 +67,8 @@ class Between:
     """Network of a node.
 
     node_gb_s: GB/s of all adapters of the node in one direction. device_gb_s: GB/s that one device can send at most.
-    share: fraction of these rates that collectives reach. exchange_share: an all-to-all reaches this fraction of the fraction.
-    latency_us, tree_us: latency of one step of a ring collective, of a tree collective.
+    share: fraction of these rates that collectives reach. exchange_share: an all-to-all reaches the fraction share * exchange_share.
+    latency_us: latency of one step of a ring collective. tree_us: latency of one step of a tree collective.
     """
 
     __pydantic_config__ = FILE
@@ -107,7 +107,7 @@ class Cluster:
     sources: tuple[Text, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """Compute time of one of `world` ranks that share the cores of a CPU host / its time on a core of its own; 1 for accelerators."""
+        """Compute time of a rank if `world` ranks share the cores of a CPU host / its time if it has one core alone; 1 for accelerators."""
         here = min(self.devices_per_node, world)
         if not self.cores:
             return 1.0
@@ -117,7 +117,7 @@ class Cluster:
         return 1 / max((speed for count, speed in self.threads.items() if count <= have), default=1.0)
 
     def memory_bytes(self, ranks: int | None = None) -> float:
-        """Memory of one rank in bytes. On a CPU host, `ranks` ranks share the memory; default: devices_per_node."""
+        """Memory of one rank in bytes. On a CPU host, `ranks` ranks share the host's memory; None: devices_per_node ranks."""
         whole = self.device.memory_gib * 2**30
         return whole / (ranks or self.devices_per_node) if self.cores else whole
 
@@ -164,7 +164,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _whole_node(name: str) -> Cluster | None:
-    """Return the shipped cluster of one whole node for the name of a part of it: h100-8 for h100-2. None for other names."""
+    """Return the shipped whole node if `name` means some devices of it: h100-8 for h100-2. None for other names."""
     device, _, count = name.rpartition("-")
     if not re.fullmatch(r"[1-9]\d?", count) or name in cluster_names():
         return None
@@ -173,10 +173,11 @@ def _whole_node(name: str) -> Cluster | None:
 
 
 def larger_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Yield (what to do, cluster) for the whole node of a part of a node, and for 2, 4, ... 16,384 times as many nodes."""
+    """Yield larger clusters, each as (fix in words, cluster): the whole node if `cluster` is a part of one, then 2, 4, ... 16,384 times as
+    many nodes."""
     node, whole = cluster, _whole_node(cluster.name)
     if whole is not None and replace(whole, name=cluster.name, devices_per_node=cluster.devices_per_node, nodes=cluster.nodes) == cluster:
-        node = whole  # its values are those of the shipped node, so it is no file of the user that happens to have this name
+        node = whole  # all values are equal, so `cluster` is not a user's file that happens to have the name of a shipped cluster
         yield f"take --cluster {node.name}", node
     shipped = node.name in cluster_names() and load_cluster(node.name).of(node.nodes) == node
     for nodes in (node.nodes * 2**n for n in range(1, 15)):
@@ -220,7 +221,7 @@ def cluster_of(mapping: Any, *, name: str) -> Cluster:
 
 
 def _explained(what: str, errors: list[ErrorDetails]) -> BadInput:
-    """Return the error of the cluster file `what` for one of pydantic's errors: an unknown key if there is one, otherwise the first."""
+    """Return one of pydantic's errors in the cluster file `what` as BadInput: an unknown key if there is one, otherwise the first error."""
     unknown = "unexpected_keyword_argument"
     first = next((error for error in errors if error["type"] == unknown), errors[0])
     *section, key = (str(name) for name in first["loc"] or ("the file",) if name != "[key]")
@@ -236,7 +237,7 @@ def _explained(what: str, errors: list[ErrorDetails]) -> BadInput:
 
 
 def mapping_of(cluster: Cluster) -> dict[str, Any]:
-    """Return the cluster as the content of its file, which `cluster_of` reads."""
+    """Return the content of a cluster file with this cluster. `cluster_of` is the inverse."""
     mapping = asdict(cluster)
     mapping.pop("name")
     mapping["device"]["attention"] = list(cluster.device.attention)
@@ -250,8 +251,8 @@ def measured_file() -> Path:
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """Return the cluster that `moe plan --calibrate` measured on this machine; None without such a file or if it is for another device.
-    (Several machines may share a home folder.)"""
+    """Return the cluster that `moe plan --calibrate` measured on this machine; None if there is no such file, or if it was measured on
+    another kind of device. (Several machines may share a home folder.)"""
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

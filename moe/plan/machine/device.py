@@ -1,11 +1,11 @@
 """Predicts the time of one kernel on one accelerator: a roofline model with tiles, waves and a shortest time (floor).
 
-    product (m, n, k)     tiles of a by b outputs, one after another on `units` processors: waves = ceil(tiles / units)
+    product (m, n, k)     tiles of a x b outputs; `units` processors compute one tile each at a time: waves = ceil(tiles / units)
                           seconds = max(waves * (k + ramp) * 2 a b / (rate of one processor), bytes / memory bandwidth, floor)
     all other kernels     seconds = max(bytes / memory bandwidth, floor)
 
 Rates are sustained rates of large products, not the data sheet's peak. The fastest of several tile sizes counts: small tiles leave fewer
-processors idle, but reach a lower rate. Products whose rows are no multiple of 128 bytes load slowly.
+processors idle, but reach a lower rate. A product is slower if the rows of its operands are not multiples of 128 bytes.
 
 Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); Williams et al., Roofline (CACM 2009).
 """
@@ -67,7 +67,7 @@ FILE = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 # Tiles of a product's output: (rows, columns, fraction of a processor's rate). Small tiles need more memory traffic per operation. NVIDIA's
 # guide measures tiles of 128 x 128 at about nine tenths of the rate of 256 x 128, the standard size.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RAMP = 96  # start and end of a tile take as long as 96 more elements of k
+RAMP = 96  # the start and end of a tile take as long as a k that is larger by this number
 SPLITS = (1, 2, 4, 8)  # split-k: if tiles leave processors idle, k may be cut into this number of parts, which are summed in fp32
 
 
@@ -81,7 +81,7 @@ class Device:
     memory_share: fraction of the memory bandwidth that pointwise kernels reach. launch_us: shortest time from one kernel to the next.
     rates: dtype -> FLOPs of a product -> measured TFLOP/s; a dtype in `rates` is not predicted by tiles.
     attention_times: dtype -> measured picoseconds of fused attention: forward per FLOP and per (query, key) pair, backward per FLOP and
-    per pair. (On a CPU core, the softmax of a pair takes time of its own.)
+    per pair. (On a CPU core, the softmax of a pair takes considerable time.)
     """
 
     __pydantic_config__ = FILE
@@ -112,8 +112,8 @@ class Device:
         return self.memory_gb_s * 1e9 * self.memory_share
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
-        """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, summed over
-        tokens (k), across the operands' rows in memory, so that k needs no alignment."""
+        """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, so k counts
+        tokens. Then m and n, not k, are the lengths of the operands' rows in memory, which should be aligned."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))
@@ -134,7 +134,7 @@ class Device:
 
 @lru_cache(maxsize=200_000)
 def _product(device: Device, m: int, n: int, k: int, count: int, kind: str, row: int) -> float:
-    """Return the result of `Device.product`. row: elements of an operand's row in memory."""
+    """Return the result of `Device.product`. row: number of elements in a row of the first operand in memory."""
     if kind in device.rates:
         return max(count * _measured(device.rates[kind], 2.0 * m * n * k), device.launch_us * 1e-6)
     element = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
@@ -164,7 +164,7 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """Fraction of the full rate of a product whose rows have `num_bytes` bytes: 1 for multiples of 128 bytes (as A100 needs), else less."""
+    """Fraction of the full rate that a product reaches if its rows have `num_bytes` bytes: 1 for multiples of 128 bytes, otherwise less."""
     for multiple, share in ((128, 1.0), (64, 0.85), (32, 0.8), (16, 0.7), (4, 0.5)):
         if num_bytes % multiple == 0:
             return share

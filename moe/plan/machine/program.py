@@ -17,7 +17,7 @@ ALONE = 0.3  # default of Program.alone, fitted to vTrain's measured steps of sm
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. `overlapped`: at the same time as computation, so that it takes no additional time."""
+    """One training program. The value `overlapped` means: at the same time as computation, so that it takes no additional time."""
 
     name: str
     attention: Literal["fused", "scores"] = "fused"  # one kernel that keeps scores on the chip, or kernels that write and read them
@@ -27,10 +27,10 @@ class Program:
     step_ms: float = 1.0  # host's time once per step: data, gradient norm, loss scale, logging
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
-    gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the backward pass, or with its last micro-batch
-    staged: Literal["as gradients", "by stage"] = "as gradients"  # reductions with stages; `by stage`: once a stage has all gradients
-    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # of sharded parameters, with the layer before
-    alone: float = ALONE  # a pass takes the longer of the host's and the device's time, plus this fraction of the shorter (1: no overlap)
+    gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the backward pass, or during the last micro-batch's
+    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or when a stage's gradients are complete
+    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # all-gathers of sharded parameters; computation hides all, 2/3, none
+    alone: float = ALONE  # a pass takes the longer of host's and device's time + this fraction of the shorter; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients
     gather_gb_s: float | None = None  # largest rate at which a rank receives gathered parameters; None: the rate of its links
     gather_us: float = 0.0  # host's time for an all-gather or reduction of a layer's sharded parameters: copies to and from buffers
@@ -45,10 +45,10 @@ class Program:
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds / time of a micro-batch
     sent_gradients: Literal["stored", "computed"] = "stored"  # dtype of sent gradients: of stored gradients, or of computed activations
-    accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed in a kernel of its own, or within the product
+    accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by a separate kernel, or by the product's
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
-    selective: Literal["core", "second", "half"] = "core"  # selective recompute repeats scores, a layer's second half, half of the layer
-    casts: Literal["use", "step"] = "step"  # of weights to the compute dtype, as far as the times above include casts
+    selective: Literal["core", "second", "half"] = "core"  # it repeats attention scores, a layer's second half, or half of the forward time
+    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 
@@ -66,7 +66,7 @@ OWN = Program(
     dispatch_kernels=(12, 9),  # these, the line before and the next are counted by `moe rehearse --device cuda`
     exchange_kernels=(8, 4),
 )
-# this project's trainer on a CPU host, where a core either computes or communicates
+# this project's trainer on a CPU host, on which a core either computes or communicates
 OWN_ON_CPU = replace(
     OWN,
     name="moe-parallel-cpu",

@@ -3,12 +3,14 @@
 moe/plan/memory/stack.py defines the parts for one rank. Under a Plan a rank keeps:
 
     sp                   length / sp tokens of every part
-    tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp 1d                1 / t of attention and network; all of norms and masks (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
     tp sliced            1 / t of everything (34 s b h / t), except inputs that are gathered for a product, if the software keeps them
     tp 2d, 2.5d, 3d      1 / tp of everything (moe/plan/time/tensor.py)
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
-    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units;
-                         counted is the rank with the most rows (`Experts.share`)
+    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units.
+                         The rank with the most rows is counted (`Experts.share`)
+
+I and W are the two parts of a backward pass that some schedules split: gradients of inputs first, gradients of weights later.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -28,8 +30,8 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Tokens:
-    """Number of tokens of a micro-batch on a rank, in the tensors of one place. inside: of attention and networks. between: of the norms
-    and dropout masks before and after these. read: of the kept inputs of the products after norms."""
+    """Number of a micro-batch's tokens that a rank has in three kinds of tensors. inside: tensors in attention and feed-forward networks.
+    between: residuals, norms and dropout masks. read: kept inputs of the products that follow a norm."""
 
     inside: float
     between: float
@@ -61,7 +63,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
             parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         else:
             parts["attention"] += c * bias_elements(n, plan, stack) * masks
-        parts["attention"] += n.length**2 * (masks if n.sees == "past" or n.documents else 0)  # a mask of what is seen has 1 byte
+        parts["attention"] += n.length**2 * (masks if n.sees == "past" or n.documents else 0)  # mask of visible pairs: 1 byte
     elif stack.keys == "repeated" and plan.sp == 1:  # torch converts a mask to the queries' dtype; documents need one for each sequence
         parts["attention"] += c * (masks if n.documents else n.windows_masked) * n.length**2
     elif stack.core == "scores":
@@ -84,8 +86,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs (the normalized input of attention, the same of the feed-forward network or experts). It does
-    not if all weights that multiply this input are frozen. A router always needs its input."""
+    """Return whether the backward pass needs the normalized input of (attention, the feed-forward network or experts). It does not if all
+    weights that multiply this input are frozen. A router always needs its input."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
@@ -102,7 +104,7 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
 
 
 def _masks(n: Network, plan: Plan) -> float:
-    """Number of masks of attention that a micro-batch needs on a rank: with documents one for each sequence."""
+    """Number of attention masks that a micro-batch needs on a rank: one, or with document masks one for each sequence."""
     return plan.microbatch / plan.grid.sequences if n.documents else 1
 
 
@@ -118,7 +120,7 @@ def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes that a norm keeps for each element of its input; `Stack.rms` more for the gradient of RMSNorm's gain."""
+    """Bytes that a norm keeps for each element of its input. `Stack.rms` is added if RMSNorm's gain is trained."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and not n.freezes("norms") else 0)
 
 
@@ -128,7 +130,7 @@ def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
-    """Bytes that the norm of queries keeps for each token, or the norm of keys. heads: number of heads of its input."""
+    """Bytes that the norm of queries, or of keys, keeps for each token. heads: number of heads of the queries, or of the keys."""
     if n.qk_norm == "none":
         return 0.0
     of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
@@ -140,7 +142,7 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
-    """Number of heads of the keys that the backward pass reads, as a mean over layers, without chunks of windows."""
+    """Number of key heads that the backward pass reads, as a mean over layers. Layers with chunked windows count in `_attention`."""
     repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
     return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
@@ -152,20 +154,20 @@ def _attention(n: Network, stack: Stack, itemsize: int) -> float:
         return (
             2 * inner
             + 2 * keys
-            + n.windows_in_runs * (inner + 2 * chunks)
-            + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
+            + n.windows_in_chunks * (inner + 2 * chunks)
+            + ((1 - n.windows_in_chunks) * inner + 4 * n.heads if n.sinks else 0)
             + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
     late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # all heads share the rotary key; each keeps a copy
     value = n.heads * late.value_size
     if stack.padded:  # the kernel's values and output are padded to the size of keys
-        return 4 * key + 3 * n.windows_in_runs * key + value
+        return 4 * key + 3 * n.windows_in_chunks * key + value
     return 2 * key + 2 * value
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes kept for the latents of multi-head latent attention: their norms' inputs (own tokens) and outputs (all tokens). If tp divides
-    the heads, one gathered tensor holds the norms' outputs, the rotary key and, if queries have no latent, x."""
+    """Bytes kept for the latents of multi-head latent attention: the inputs of their norms (this tp rank's tokens) and the outputs (tokens
+    of all tp ranks). If tp divides the heads, one gathered tensor holds the outputs, the rotary key and, if queries have no latent, x."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
@@ -180,7 +182,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
 
 
 def rows_of(network: Network, plan: Plan) -> float:
-    """Mean number of rows of one micro-batch that a rank sends to experts, and that its experts compute; the same on all etp ranks."""
+    """Mean number of rows that a rank's experts compute for one micro-batch. The etp ranks of an expert compute the same rows."""
     e = network.experts
     if e is None:
         return 0.0
@@ -193,7 +195,7 @@ def most_rows(network: Network, plan: Plan) -> float:
 
 
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Return the messages over ep of one MoE layer, for `tokens` tokens whose choices need `rows` rows, with `number_bytes` per element."""
+    """Return the messages over ep of one MoE layer that sends `rows` rows for `tokens` tokens. number_bytes: bytes of an element."""
     e = network.experts
     assert e is not None
     slots = None if e.slots is None else tokens * e.choices * e.slots
@@ -223,7 +225,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # others are results of the rows that it sent
+    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # results are of rows that it sent
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
@@ -258,8 +260,8 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 
 def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that one layer keeps between I and W. W computes the gradient of each trained matrix from the product's input and from the
-    gradient of its output, so both are kept. Products with the same input share it."""
+    """Bytes that one layer keeps between I and W. W computes the gradient of each trained matrix from its product's input and from the
+    gradient of its product's output, so both are kept. Products with the same input share it."""
     n, at, late, e = network, tokens_of(network, plan, stack), network.latent, network.experts
     trains_attention, reads_norm = _norm_outputs(n, index)
     *into, _ = attention_shapes(n.width, n.heads, n.groups, n.channels, late)  # all matrices but the last, as (outputs, inputs)
@@ -286,13 +288,13 @@ def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes that a micro-batch keeps on a stage with these layers. first, last: it is the model's first, last stage."""
+    """Bytes that a micro-batch keeps on a stage with these layers. first, last: whether it is the model's first stage, its last stage."""
     casts, input_bytes = casts_kept(plan, stack), crossing_bytes(network, plan, stack)
     kept = ends_kept(network, plan, stack, first=first, last=last)
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    if network.encoder is not None and layers and not first:  # the half of the received tensor that the first layer's norm does not count
+    if network.encoder is not None and layers and not first:  # the first norm counts encoder's or decoder's input, not both
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
@@ -300,12 +302,12 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 
 
 def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes of a micro-batch between two stages, which of an encoder-decoder holds the tokens of both halves."""
+    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, these are the tokens of encoder and decoder."""
     return plan.compute_bytes * network.width * sum(tokens_of(half, plan, stack).between for half in network.halves)
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
-    """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage and no layer or norm counts."""
+    """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage in addition to the layers' tensors."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
     wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in the norm's dtype
     if layers or last:
@@ -330,7 +332,7 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of kept copies, in the compute dtype, of the weights of layer `index` outside of its experts. Recomputed parts keep none."""
+    """Bytes of the copies in the compute dtype that are kept of layer `index`'s weights outside of experts. Recomputed parts keep none."""
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
@@ -346,7 +348,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of kept copies, in the compute dtype, of the weights of multi-token prediction for one further token."""
+    """Bytes of the copies in the compute dtype that are kept of multi-token prediction's weights, for one further token."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
@@ -376,7 +378,7 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     """Bytes that multi-token prediction keeps for one further token: two norms, the product of both, a layer, the last norm, logits."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
-    same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps its own fp32 copy
+    same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps an fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))

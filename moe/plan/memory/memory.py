@@ -7,7 +7,7 @@
     temporary      of the loss, of a layer's backward pass, of ZeRO stage 3         temporary.py
     buffers        gradient buckets
 
-The device needs more, because torch's allocator reserves blocks, and CUDA's context is no tensor:
+The device needs more, because torch's allocator reserves whole blocks, and CUDA's context is not a tensor:
 
     reserved  = 1.10 allocated         median of 16 published measurements of both (1.06 to 1.15)
     used      = reserved + 1.5 GB      CUDA's context, 1.3 to 1.6 GB on A100 nodes
@@ -33,9 +33,9 @@ from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
-MOST_STARTED = 8  # DDP's buckets that are summed at the same time (parallel/data/buckets.py)
+MOST_STARTED = 8  # at most this number of DDP's buckets are all-reduced at the same time (parallel/data/buckets.py)
 EMPTY = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")  # no micro-batch is in flight
-ROUNDED = 1e-9  # relative tolerance: the order of a sum changes its last digits
+ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
     *("activations", "loss and logits", "embedding's gradient", "layer at work", "dispatch buffers"),
@@ -45,7 +45,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one pipeline rank. parts: name in PARTS -> bytes. host: name in PARTS -> bytes offloaded to the host."""
+    """Peak memory of one pipeline rank. parts: name in PARTS -> bytes on the device. host: name in PARTS -> bytes offloaded to the host."""
 
     rank: int
     parts: dict[str, float]
@@ -66,19 +66,19 @@ class Memory:
 
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
-    """Return the memory of each pipeline rank. Raises BadInput if the schedule cannot have the plan's sizes. Ranks that differ only on
-    other axes need the same."""
+    """Return the memory of each pipeline rank. Ranks that differ only on other axes need the same memory. Raises BadInput if the schedule
+    does not allow the plan's numbers of stages and micro-batches."""
     plan = plan.carried if stack.gathers == "moments" else plan
     engine = _Engine(plan, stack)
     return tuple(_memory(plan, rank, engine.fullest_moment(rank)) for rank in ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
-    """Return the memory of the pipeline rank that needs most."""
+    """Return the memory of the pipeline rank that needs the most."""
     return _peak(network, without_order(plan.carried if stack.gathers == "moments" else plan), stack)
 
 
-@lru_cache(maxsize=512)  # the planner asks again for plans that differ only in the order of sequences
+@lru_cache(maxsize=512)  # plans that differ only in the order of positions (`without_order`) share the result
 def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
     engine = _Engine(plan, stack)
     ranks = [(rank, engine.fullest_moment(rank)) for rank in ranks_of(network, plan, stack, "fullest")]
@@ -89,7 +89,7 @@ def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
 
 
 def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
-    """Return the peak memory of a rank whose states are sharded by the plan. full: the rank's fullest moment."""
+    """Return the memory of a rank at its fullest moment, `full`."""
     (states, host), at = _states(plan, rank.held), full.moment
     sizes = (
         *(states.parameters, states.gradients - full.missing, states.optimizer),
@@ -119,8 +119,8 @@ class _Full(NamedTuple):
 class _Engine:
     """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and what the engine adds to a moment of a rank.
 
-    dense, expert: bytes of the states of one parameter outside of experts, and inside. of_dense, of_expert: bytes of their gradients that
-    are missing until their first backward pass. of_head: bytes of an element of a tied head's separate gradient.
+    dense, expert: bytes of the states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of the parameter's
+    gradient that do not exist until its first backward pass. of_head: bytes of an element of a tied head's separate gradient.
     """
 
     def __init__(self, plan: Plan, stack: Stack) -> None:
@@ -162,8 +162,8 @@ class _Engine:
 
 
 def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
-    """Bytes of the copies of gradients that are summed after a stage's last backward pass: of whole stages if other pipeline ranks hold
-    them too, else of DDP's buckets that are on their way."""
+    """Bytes of the copies of gradients that are all-reduced after a stage's last backward pass: gradients of whole stages if two pipeline
+    ranks hold each stage, otherwise the DDP buckets that are being all-reduced at the same time."""
     if placed(plan.schedule) == "both_ways":
         return _states(plan, rank.held)[0].gradients
     if plan.kind.gradients != "buckets":
@@ -201,9 +201,9 @@ def _freed(plan: Plan) -> tuple[bool, bool]:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for these parameters. With an offloaded optimizer,
-    gradients are on the host too. With pipeline stages or FSDP, the device sums gradients, and the host has this rank's shard of the
-    sums."""
+    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for the parameters `held`. With an offloaded
+    optimizer, gradients are on the host too. With pipeline stages or FSDP, the device sums gradients, and the host only has this rank's
+    shard of the sums."""
 
     def of(elements: Elements, stage: int) -> States:
         dense = model_states(elements.dense, stage=stage, copies=plan.copies, storage=plan.storage)
@@ -227,7 +227,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     left = States(whole.parameters - moved.parameters, whole.gradients - moved.gradients, whole.optimizer - moved.optimizer)
     if plan.offload_optimizer != "none" and (plan.pp > 1 or not plan.carrier.master_copy):
         moved, left = replace(moved, gradients=states(2).gradients), replace(left, gradients=whole.gradients)
-    if not plan.carrier.master_copy:  # the host steps a copy of the weights
+    if not plan.carrier.master_copy:  # the host's optimizer updates a copy of the weights
         moved = replace(moved, parameters=whole.parameters)
     return left, {name: size for name, size in vars(moved).items() if size}
 

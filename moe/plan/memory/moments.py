@@ -1,4 +1,4 @@
-"""Lists the moments of a step at which the memory of a pipeline rank may be at its peak, without the states of its parameters.
+"""Lists the moments of a step at which the memory of a pipeline rank may be at its peak, with the bytes at each, except for model states.
 
     loss        logits in two dtypes and their gradients
     work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
@@ -79,7 +79,7 @@ def _moment(
 
 @dataclass(frozen=True, eq=False)
 class RankMoments:
-    """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that it keeps.
+    """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that the schedule keeps.
 
     held: its parameters. gathered: for each kind of its layers, the parameters that ZeRO stage 3 holds whole at the same time.
     table: parameters of its embedding or head; none without them. moments: the moments of a step that may be its memory peak.
@@ -99,11 +99,12 @@ class RankMoments:
 
 
 class _Stage(NamedTuple):
-    """Sizes of a pipeline stage on a rank. number: its place among all stages. kinds: (sizes of a layer, number of such layers) for each
+    """Sizes of a pipeline stage on a rank. number: index of the stage. kinds: (sizes of a layer, number of such layers) for each
     kind of layer. elements: parameters of its layers.
 
-    kept, ends_kept: bytes that a micro-batch keeps from F until B or I, on the stage's layers and outside of them. pending, ends_pending:
-    the same from I until W. of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
+    kept, ends_kept: bytes that a micro-batch keeps from its forward pass (F) until its backward pass (B, or I if it is split), in the
+    stage's layers and outside of them. pending, ends_pending: the same from I (gradients of inputs) until W (gradients of weights).
+    of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
     """
 
     number: int
@@ -117,8 +118,8 @@ class _Stage(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """Candidate for the fullest moment of a rank: a backward action begins. once: no backward pass of the step has ended yet. total: bytes
-    that all micro-batches in flight keep."""
+    """Candidate for the fullest moment of a rank, when a backward action begins. once: no backward pass of the step has ended yet. total:
+    bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
     once: bool
@@ -126,8 +127,8 @@ class _Now(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> the moment of this kind at which most bytes are
-    kept."""
+    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> of such moments, the one with the most kept
+    bytes."""
 
     number: int
     versions: int
@@ -135,7 +136,7 @@ class _Rank(NamedTuple):
     candidates: dict[tuple[bool, bool], _Now]
 
     def exceeds(self, other: _Rank) -> bool:
-        """Return whether each candidate of the other rank, which has the same stages, keeps at most as much as this rank's."""
+        """Return whether each of the other rank's candidates keeps at most as many bytes as this rank's. Both have the same stages."""
         mine = self.candidates
         return all(key in mine and mine[key].total >= now.total for key, now in other.candidates.items())
 
@@ -149,7 +150,8 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 
 def without_order(plan: Plan) -> Plan:
-    """Return the plan with only the settings on which memory depends: with most methods of sequence parallelism, memory is the same."""
+    """Return the plan with the default order of positions, which does not change memory, and the default sequence-parallel method, unless
+    the plan's method needs more memory."""
     if plan.sp == 1:
         return plan
     return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)
@@ -173,7 +175,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number]) for number in numbers])))
 
 
-_Kind = tuple[bool, bool, bool, int]  # (of the encoder, with experts, recomputed, frozen: 1, and not reached by the backward pass: 2)
+_Kind = tuple[bool, bool, bool, int]  # (in encoder, with experts, recomputed, 0: trained, 1: frozen, 2: frozen and without backward pass)
 
 
 @lru_cache(maxsize=100)
@@ -218,7 +220,7 @@ class _Step:
         return [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
 
     def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
-        """Return the parameters of layers, given as by `kinds_of`."""
+        """Return the parameters of the layers that `kinds_of` returned."""
         key = tuple([(id(of), n) for of, n in kinds])
         if key not in self.sizes:
             self.sizes[key] = sum((of.elements.times(n) for of, n in kinds), NOTHING)
@@ -240,7 +242,7 @@ class _Step:
         return _Rank(number, peaks.versions, stages, self._candidates(peaks, stages))
 
     def fullest(self, ranks: Sequence[_Rank]) -> list[_Rank]:
-        """Leave out the ranks that need no more memory than another rank with the same layers."""
+        """Return `ranks` without the ranks that need at most the memory of another one with the same layers."""
         if len(ranks) == 1:
             return list(ranks)
         alike: dict[object, list[_Rank]] = {}
@@ -264,8 +266,8 @@ class _Step:
         return RankMoments(rank.number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of one kind are
-        compared: FSDP adds other bytes to each kind, which are not counted yet."""
+        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of the same kind are
+        compared, because FSDP adds bytes later that differ by kind."""
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
@@ -298,8 +300,8 @@ class _Step:
                 before = before + stage.elements if once else NOTHING
 
     def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
-        """Yield the moments before the first backward pass of a layer. kept, ends: bytes of all micro-batches in flight, on layers and
-        outside. whole: see `_gathered`. once: no backward pass of the step has ended yet."""
+        """Yield the moments before the first backward pass of a layer. kept, ends: bytes that all micro-batches in flight keep, in layers
+        and outside of them. whole: result of `_gathered`. once: no backward pass of the step has ended yet."""
         outside, plan, sharded = self.outside, self.plan, whole.get("loss", 0.0)
         to_come = held.trained if once else NOTHING
         if rank.stages[-1].number == self.last:
@@ -315,8 +317,8 @@ class _Step:
     def _in_stage(
         self, stage: _Stage, held: Elements, kept: float, ends: float, whole: dict[At, float], before: Elements, *, at_i: bool, once: bool
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. The other
-        arguments are those of `_at_loss`."""
+        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. at_i: the
+        action is I. The other arguments are those of `_at_loss`."""
         outside = self.outside
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, later, bytes_at_work, bytes_of_sums in self._at_work(stage, held, once, at_i):

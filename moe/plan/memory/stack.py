@@ -6,11 +6,11 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     norm_outputs    2 c D                        inputs of the products after the norms
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; k = w with `repeated` keys
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
-    core            (2 c + 1) heads L            with `scores`: softmax of all (query, key) pairs, dropout's mask and output; `fused`: none
+    core            (2 c + 1) heads L            if `core` is `scores`: softmax of all (query, key) pairs, dropout's mask and output
                     c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
     with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
                     micro-batch; in both cases L^2 per micro-batch
-    with a mask     `repeated` keys: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
+    with a mask     if keys are `repeated`: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
@@ -43,9 +43,8 @@ class Stack:
     rms: int = 0
     statistics: int = 0
     lse: int = 4
-    keys: Literal["grouped", "repeated"] = (
-        "grouped"  # repeated: in fp32, with T5's bias or a mask, and in chunks of windows, which flash does not take
-    )
+    # repeated: key-value heads are copied for each query head if flash attention does not run (fp32, T5's bias, a mask, chunked windows)
+    keys: Literal["grouped", "repeated"] = "grouped"
     padded: bool = False  # latent attention pads values and output to the size of keys
     core: Literal["fused", "scores"] = "fused"
     biased: Literal["fused", "scores"] = "fused"
@@ -58,18 +57,18 @@ class Stack:
     expert_plain: int = 2
     expert_gated: int = 3
     maps: int = 8
-    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # fraction of each part that selective recompute keeps; others: all
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; other parts: all
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: the engine's closed forms (temporary.py)
-    gathered: float = 2  # number of whole layers, or of whole elements, that ZeRO-3 holds at a time
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: by the engine's formulas (temporary.py)
+    gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
     casts: bool = False  # copies of wider weights in the compute dtype are kept
     bucket_elements: float = 0  # number of elements of a gradient bucket
     bucket_bytes: int = 2  # bytes of an element of a gradient bucket
-    reduce_bytes: int = 4  # bytes of an element of an unsharded gradient
+    reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether the software's gradient buffers stay allocated between steps
     over_ranks: int = 0
     pending: float = 1.0  # bytes of a product's input and output gradient between I and W / their bytes in the compute dtype
@@ -99,6 +98,6 @@ OURS = Stack(
     gradients="freed",
     over_ranks=1,
 )
-# On a CPU, keys and values are not repeated, and norms read an fp32 copy; torch computes RMSNorm in several kernels and also keeps
-# x / rms(x); a bias is only possible with written scores.
+# On a CPU, key-value heads are not copied, and norms keep an fp32 copy of their input. torch computes RMSNorm in several kernels and also
+# keeps x / rms(x). Attention with a bias writes its scores to memory.
 OURS_ON_CPU = replace(OURS, name="moe on a cpu", keys="grouped", norm=4, rms=4, biased="scores")

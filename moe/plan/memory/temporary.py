@@ -1,7 +1,7 @@
 """Predicts the bytes of tensors that exist for a short time: at the loss, in a layer's backward pass, and with ZeRO stage 3.
 
 ZeRO stage 3 adds gathered weights and unreduced gradients to a rank's shards. Each engine in the catalog (parallel/data/kinds/) has a
-closed form of their bytes at each kind of moment (At). For other software, only the largest of all moments is computed.
+formula for their bytes at each kind of moment (At). For other software, only the maximum over all moments is computed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NO_EXPERTS = -1  # index that stands for a layer without experts
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, these are the
-    logits of one chunk; the head's gradient, which is summed over chunks, is added."""
+    """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, only the logits
+    of one chunk exist at a time; the head's gradient, which is summed over chunks, is added."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
@@ -51,8 +51,8 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_gradient: float) -> float:
-    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest tensors and of its largest matrix.
-    matrix_gradient: bytes of the latter, from `largest_gradient`; 0 in I, which computes no gradient of a matrix."""
+    """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest activations and of its largest matrix.
+    matrix_gradient: bytes of the matrix's gradient, from `largest_gradient`; 0 in I, which computes no gradients of weights."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
@@ -77,9 +77,9 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
-    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: of
-    its largest matrix. In this project, the last product frees its input before the activation's gradients (two with a gate) are made. With
-    relu, this input is kept, because relu's gradient needs relu's output."""
+    """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
+    of its largest matrix's gradient. In this project, the last product frees its input before the activation's gradients (two with a gate)
+    are allocated. With relu, this input is kept, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
@@ -87,7 +87,8 @@ def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) 
 
 def largest_gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
     """Bytes of the largest matrix's gradient before it is added to the gradients of other micro-batches. In this project, a dense matrix's
-    gradient is computed in the compute dtype and then cast to fp32. The kernels of experts give the gradients of all matrices in fp32."""
+    gradient is computed in the compute dtype and then cast to fp32. The experts' kernels return the gradients of all their matrices in fp32
+    at the same time."""
     c, e = plan.compute_bytes, network.experts
     largest = widest(network, plan, sparse=sparse)
     if not network.trains("experts" if sparse else "dense") or network.adapters is not None:
@@ -100,7 +101,8 @@ def largest_gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool
 
 
 def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
-    """Number of elements of a layer's largest matrix. Gate and first product count as one matrix, and so do all experts of a rank."""
+    """Number of elements of a layer's largest matrix. Gate and first product count as one matrix, and so do the matrices of a rank's
+    experts."""
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
@@ -108,12 +110,13 @@ def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Temporary bytes with `sliced` activations: a product's gathered input, if it is not kept, and this input's gradient."""
+    """Temporary bytes of `sliced` tensor parallelism: a product's gathered input, if it is not kept, and this input's gradient."""
     return (2 if stack.reads_again else 1) * _whole_input(network, plan) if plan.tensor == "sliced" else 0.0
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that `sliced` activations add at the loss: the head's gathered input, without the slice of it that is counted as kept."""
+    """Bytes that `sliced` tensor parallelism adds at the loss: the head's gathered input, without this rank's slice, which counts as
+    kept."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)
@@ -127,7 +130,7 @@ def _whole_input(network: Network, plan: Plan) -> float:
 class LayerBytes:
     """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
-    gathered: its parameters that ZeRO stage 3 holds whole at the same time. kept: bytes that a micro-batch keeps for the backward pass.
+    gathered: its parameters that ZeRO stage 3 gathers at the same time. kept: bytes that a micro-batch keeps for the backward pass.
     pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
     dispatch: bytes of the buffers for rows sent to and from experts.
     """
@@ -166,10 +169,10 @@ def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> Lay
 class Outside:
     """Sizes of a rank outside of its layers: embedding, head, final norms, loss.
 
-    elements: (has the rank the first stage, has it the last stage) -> its parameters. keeps: same pair -> bytes that a micro-batch keeps.
-    crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head: their parameters.
-    ahead: parameters of multi-token prediction per further token. casts: bytes of their copies in the compute dtype.
-    head_pending: bytes that a micro-batch keeps for the head's gradient between I and W.
+    elements: (rank has the first stage, rank has the last stage) -> its parameters outside of layers. keeps: the same pair -> bytes that a
+    micro-batch keeps. crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head:
+    their parameters. ahead: parameters of multi-token prediction per further token. casts: bytes of the copies of these in the compute
+    dtype. head_pending: bytes that a micro-batch keeps for the head's gradient between I and W (kept.py).
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -206,8 +209,8 @@ def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
 
 
 class Unit(NamedTuple):
-    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 holds whole at the same time. matrix: elements of its
-    largest matrix. next: parameters of the layer after it, whose backward pass has just ended."""
+    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 gathers at the same time. matrix: number of elements of
+    its largest matrix. next: parameters of the layer after it, whose backward pass has just ended."""
 
     at_once: Elements = NOTHING
     matrix: float = 0.0
@@ -215,8 +218,8 @@ class Unit(NamedTuple):
 
 
 def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements) -> Callable[[At], float]:
-    """Return the function moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters. table:
-    parameters of the embedding or head."""
+    """Return a function: kind of moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
+    table: parameters of the embedding or head."""
     form = plan.carrier.gathered
     if form is None:
         return lambda at: 0.0
@@ -248,7 +251,7 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
     """Bytes of other software's gathered weights and unreduced gradients at the peak of ZeRO stage 3. held: parameters of the rank. table:
     parameters of the embedding. units: parameters of each kind of layer."""
-    if plan.pp > 1:  # the rank's weights and gradients stay unsharded between micro-batches
+    if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
     if not plan.reshard:
@@ -262,7 +265,7 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 class _Shared(NamedTuple):
-    """Whether ZeRO shards parameters outside, and inside of experts, because more than one rank would hold them."""
+    """Whether ZeRO shards parameters outside of experts, and in experts. It does if several data-parallel ranks would hold copies."""
 
     dense: bool
     expert: bool

@@ -11,8 +11,8 @@ annotated axes.
 Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter it takes the longest list of axes on
 which its tensors agree, and proposes to shard every dim with this letter over them. At first only element-wise operators propose, then all
 operators. Only in the last rounds may they propose an axis that shards two different letters of the operator. If proposals for a tensor
-exclude each other, the one that moves fewer bytes is kept, and the conflict is recorded. So the result does not depend on the order of
-operators. Propagation ends, because each round but the last extends the sharding of a dim.
+exclude each other, the one that needs fewer bytes of communication is kept, and the conflict is recorded. The result therefore does not
+depend on the order of operators. Propagation ends, because each round except the last extends the sharding of a dim.
 
 Sources: GSPMD (arXiv 2105.04663), section 3.5; the priorities of Shardy's propagation (openxla/shardy).
 """
@@ -29,7 +29,7 @@ from parallel.annotations.partition import Conflict, Cuts, Program, indices, sha
 from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
 from parallel.errors import BadInput, did_you_mean
 
-ByLetter = Mapping[str, Axes]  # of one tensor of an operator: letter of a dim -> mesh axes that shard this dim
+ByLetter = Mapping[str, Axes]  # sharding of one tensor: letter of a dim in an operator's rule -> mesh axes that shard this dim
 
 
 class Annotation(NamedTuple):
@@ -54,8 +54,8 @@ def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -
     """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
     head, colon, rest = text.partition(":")
     if colon and not head.strip().isdecimal():
-        fix = f'write "0:{rest}", or leave it out with its colon'
-        raise BadInput(f"annotation of {tensor}", got=f"a priority {head!r}", needed="a whole number from 0, 0 going first", fix=fix)
+        fix = f'write "0:{rest}", or remove the priority and its colon'
+        raise BadInput(f"annotation of {tensor}", got=f"a priority {head!r}", needed="a whole number from 0 (applied first)", fix=fix)
     words, _, never = (rest if colon else text).partition("|")
     dims = [word.strip() for word in words.split(",")] if words.strip() else []
     if len(dims) != len(shape):
@@ -110,7 +110,8 @@ class Proposal(NamedTuple):
 
 @dataclass
 class _State:
-    """State of the propagation. dims: tensor -> mesh axes of each dim. annotations: of every tensor; a tensor without one has all `_`."""
+    """State of the propagation. dims: tensor -> mesh axes of each dim. annotations: tensor -> its annotation, which is `_` for each dim if
+    the user gave none."""
 
     graph: Graph
     mesh: Sizes

@@ -1,7 +1,9 @@
-"""Translates a program of shardings into a Plan that this project's engines and layers can run, or says why there is none.
+"""Finds the Plan of this project that has the shardings of a program, or raises an error that says why no plan has them.
 
-    batch over rows, all dense weights whole                          dp, ddp     (weights over rows too: fsdp)
-    heads, hidden and vocab over columns, tokens whole between layers tp, 1d      (their length over columns too: sliced)
+A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py).
+
+    batch over rows, dense weights unsharded                          dp, ddp     (if weights are over rows too: fsdp)
+    heads, hidden and vocab over columns, length unsharded            tp, 1d      (if length is over columns between layers: sliced)
     experts over rows, columns or both, expert_hidden over either     ep, etp     (on the same ranks as dp and tp)
 
 The shardings are compared tensor by tensor with the shardings of the most similar plan; the first tensor that differs is named. A refused
@@ -31,12 +33,12 @@ def plan_of_layout(graph: Graph, mesh: Sizes, layout: str) -> Plan:
 
 
 def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Plan:
-    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong ones, and if no plan has the resulting shardings."""
+    """Return the Plan for annotations that GSPMD propagates. Raises BadInput for wrong annotations, or if no plan has the shardings."""
     return plan_of(gspmd.program(graph, mesh, annotations))
 
 
 def plan_of(program: Program) -> Plan:
-    """Return the Plan with the shardings of the program: degrees, kind of tensor parallelism and engine. Raises BadInput without one."""
+    """Return the Plan with the program's shardings: degrees, kind of tensor parallelism and engine. Raises BadInput if no plan has them."""
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
@@ -61,7 +63,7 @@ class _Kind:
 
     @staticmethod
     def nearest(program: Program) -> _Kind:
-        """Return the axes of the most similar plan: data axes cut tokens between layers, tensor axes cut dense weights."""
+        """Return the mesh axes of the most similar plan: data axes cut the batch between layers, tensor axes cut dense weights."""
         data, weights = _cutting(program, _stream(program), ("batch",)), program.graph.parameters
         experts = {name: letters for name, letters in weights.items() if _of_experts(program.graph, letters)}
         dense = {name: letters for name, letters in weights.items() if name not in experts}
@@ -81,14 +83,15 @@ def _of_experts(graph: Graph, letters: str) -> bool:
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """Return name -> letters of the tensors of the residual stream: embedded tokens, norms, and sums after attention and networks."""
+    """Return tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
+    networks."""
     dims, kinds = program.graph.dims, ("lookup", "pointwise", "norm")
     named = {op.name: op.output for op in program.graph.operators if op.kind in kinds}
     return {name: letters for name, letters in named.items() if {dims[letter].name for letter in letters} == {"batch", "length", "width"}}
 
 
 def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...]) -> Axes:
-    """Return the mesh axes that cut a dim of these `names` in any of the tensors. tensors: name -> letters of its dims."""
+    """Return the mesh axes that cut a dim with one of these `names` in any of the tensors. tensors: tensor -> letters of its dims."""
     found = {
         axis
         for tensor, letters in tensors.items()

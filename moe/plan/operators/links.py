@@ -18,7 +18,8 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Link:
-    """A link: a collective takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds a byte in an all-to-all (None: beta_s)."""
+    """A link on which a collective takes `alpha_s` + bytes * `beta_s` seconds. exchange_s: seconds per byte in an all-to-all (None:
+    beta_s)."""
 
     alpha_s: float
     beta_s: float
@@ -37,7 +38,7 @@ class Mesh:
     memory_bytes: float = inf
 
     def work(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds in which a device computes `flops` operations, and then reads and writes `moved_bytes`."""
+        """Return the seconds in which a device computes `flops` operations, then reads and writes `moved_bytes` without overlap."""
         return flops / self.flops + moved_bytes / self.moved
 
     def _ring(self, size_bytes: float, axis: int, turns: int) -> float:
@@ -60,7 +61,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with `nodes` nodes of `node_size` devices. inside: link within a node. between: one device's share of its node's network.
+    """`nodes` nodes of `node_size` devices each. inside: link within a node. between: one device's share of its node's network.
     flops: operations a second of a device. moved: bytes a second of its memory. memory_bytes: size of its memory."""
 
     nodes: int

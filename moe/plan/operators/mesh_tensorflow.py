@@ -6,16 +6,16 @@
     legal    each name is on at most one axis; no two names of a tensor or operator are on the same axis; the axis divides the size
     costs    partition.py: FLOPs of a rank, all-reduces over split sums, resharding of a tensor that is read under other names, bytes
 
-A tensor is sharded equally wherever it has the same names. To change its sharding it gets other names (Mesh-TensorFlow's reshape). In MoE
-layers, the experts' rows have the names `experts` and `expert_batch` between dispatch and combine, and all tensors outside have `batch`
-and `experts_whole`. If batch and experts are both on rows, this renaming is the all-to-all.
+The names of a tensor's dims decide its sharding. To change its sharding, it gets other names (Mesh-TensorFlow's reshape). In MoE
+layers, tensors between dispatch and combine have the names `experts` and `expert_batch`, and all other tensors have `experts_whole` and
+`batch`. If batch and experts are both on the axis `rows`, this renaming is the all-to-all.
 
 `best_layout` finds the best of all legal layouts by branch and bound. A step's cost is a sum of terms: FLOPs and all-reduces of each
 operator, resharding of each tensor. A term depends on a few dim names with few legal axes, so a table holds all its costs. Equal layers
 share their tables. The search chooses the axis of one name after another, first of the names with the largest differences of cost. The sum
-of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the best
-layout. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the memory of a
-forward pass.
+of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the cost of
+the best layout so far. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the
+memory of a forward pass.
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py; Land and Doig 1960 for the search.
 """
@@ -80,12 +80,12 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
 
 
 def together(graph: Graph) -> dict[str, str]:
-    """Return name of a tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
+    """Return tensor or operator -> letters of its dims. A layout must not put two of these dims on one mesh axis."""
     return {name: graph.letters(name) for name in (*graph.inputs, *graph.parameters)} | {op.name: op.factors for op in graph.operators}
 
 
 def renamed(graph: Graph) -> Graph:
-    """Return the graph with other names for the batch between MoE dispatch and combine, and for the experts everywhere else."""
+    """Return the graph with other names for two dims: the batch between MoE dispatch and combine, and the experts everywhere else."""
     roles = {op.name: {graph.dims[letter].name for letter in op.factors} for op in graph.operators}
     inside = {op.name for op in graph.operators if op.kind in ("product", "pointwise") and {"experts", "slots"} <= roles[op.name]}
     if not inside:
@@ -125,7 +125,7 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(layout: Cuts, op: Operator) -> Cuts:
-    """Return letter -> axes that cut an operator's work: the `layout` by letters, without dims that the operator needs whole."""
+    """Return letter -> axes that cut an operator's work: `layout`, as returned by `by_letter`, without dims that may not be cut."""
     return {letter: layout[letter] for letter in op.factors if letter in layout and letter not in op.whole}
 
 
@@ -141,8 +141,9 @@ class Best(NamedTuple):
 def best_layout(
     graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
-    """Find the legal layout with the fewest seconds (then bytes), or bytes (then seconds), that takes at most `most_bytes` a rank.
-    of_weight: bytes of a weight with its states, as in Program.bytes. Raises BadInput if no layout takes at most `most_bytes`."""
+    """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among equal
+    layouts, the other number decides. of_weight: bytes of a weight with its gradient and optimizer states, as in Program.bytes. Raises
+    BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:
@@ -155,8 +156,8 @@ def best_layout(
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of one term of a step's cost, for each legal choice of axes of the `names` that it depends on. times: number of equal terms.
-    found: cached results of `least`, by the axis of each name (None: not chosen yet)."""
+    """Costs of one term of a step's cost. names: the dims on which the term depends. costs: (choice of axes for these dims, cost) for all
+    legal choices. times: number of equal terms. found: cached results of `least`, by the axis of each name (None: not chosen yet)."""
 
     names: tuple[str, ...]
     costs: tuple[tuple[Choice, float], ...]
@@ -216,7 +217,7 @@ class _Search:
 
 
 def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
-    """Return name -> mesh axes that may split it, because they divide the sizes of all dims with this name."""
+    """Return name of a dim -> mesh axes that may split it, because they divide the sizes of all dims with this name."""
     found: dict[str, list[str]] = {}
     for dim in graph.dims.values():
         found[dim.name] = [axis for axis in found.get(dim.name, mesh) if dim.size % mesh[axis] == 0]
@@ -224,7 +225,7 @@ def _axes(graph: Graph, mesh: Sizes) -> dict[str, list[str]]:
 
 
 def _choices(graph: Graph, mesh: Sizes, together: Iterable[str]) -> Iterator[Choice]:
-    """Yield all legal choices of axes for the names of these dims. together: strings of letters; dims in one string need different axes."""
+    """Yield all legal choices of axes for some dims. together: strings of these dims' letters; dims in one string need different axes."""
     groups = [{graph.dims[letter].name for letter in letters} for letters in together]
     names, axes = sorted(set().union(*groups)), _axes(graph, mesh)
     apart = {frozenset(pair) for group in groups for pair in combinations(sorted(group), 2)}
@@ -262,7 +263,8 @@ def _times(graph: Graph, mesh: Sizes, machine: Machine) -> list[_Table]:
 
 
 def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tuple[Operator, ...]) -> Callable[[Choice], float]:
-    """Return a function from layout to seconds: of the operator `tensor` if `read` holds only it, else of resharding for its readers."""
+    """Return a function: layout -> seconds. If `read` is the operator that makes `tensor`: seconds of its work and its all-reduces. If
+    `read` are the operators that read `tensor`: seconds of resharding it for them."""
     constant = indices(graph)
 
     def seconds(layout: Choice) -> float:
@@ -279,7 +281,7 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Return tensor -> table of its elements on a rank. Tensors with equal letters share a table."""
+    """Return tensor -> table of its number of elements on a rank. Tensors with equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)

@@ -1,11 +1,11 @@
-"""A recipe's operators, recorded in one forward pass on the meta device: modules in order, with their shapes.
+"""Records a recipe's operators in one forward pass on the meta device, in the order in which modules run.
 
     graph_of(run, sequences=8)  ->  embedding, layers.0.attention_norm, layers.0.attention.q, ..., norm, head, loss
 
 A hook on each module adds the module's operators when it runs, with the sizes of its parameters. A MoE layer is not run, because routing
-needs data. Its experts are recorded as products of `slots` rows for each expert and sequence: as many as a balanced router sends, rounded
-up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Dropout, noise, top-k and the
-router's losses are left out: they are sharded like their neighbours.
+needs data. Its experts are recorded as products of `slots` rows for each expert and sequence. This is the number of rows that a balanced
+router sends, rounded up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Dropout, noise,
+top-k and the router's losses are left out, because they are sharded as the operators before and after them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass of `sequences` sequences, all replicas together. Raises BadInput for latent attention,
-    multi-token prediction and an encoder."""
+    """Return the operators of a forward pass of `sequences` sequences, which is the batch of all replicas. Raises BadInput for latent
+    attention, multi-token prediction and an encoder."""
     if run.model.latent.key_rank is not None:
-        needed = "null: an operator of latent attention has no rule here"
-        fix = "take another recipe; moe plan without --search prices this one"
+        needed = "null: latent attention has no sharding rule in this search"
+        fix = "take another recipe; moe plan without --search can plan this one"
         raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
     if run.model.kind != "decoder":
-        needed, fix = "decoder: an operator of two sequences has no rule here", "take moe plan without --search, which prices both halves"
+        needed, fix = "decoder: cross-attention has no sharding rule in this search", "take moe plan without --search"
         raise BadInput("model.kind", got=run.model.kind, needed=needed, fix=fix)
     if run.model.ahead:
-        needed, fix = "0: an operator that predicts further tokens has no rule here", "take moe plan without --search, which prices them"
+        needed, fix = "0: multi-token prediction has no sharding rule in this search", "take moe plan without --search"
         raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
     import torch
 
@@ -73,7 +73,8 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: what the next one reads."""
+    """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: name of the tensor that the
+    next operator reads. layer: index of the current layer."""
 
     run: Run
     sequences: int
@@ -118,7 +119,7 @@ class _Trace:
         self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", self.weight("embedding", f"{v}d"))
 
     def norm(self, name: str, module: Any) -> None:
-        """Add a norm and note the number of its layer (num_layers for the model's last norm). `attention` adds the norms of q and k."""
+        """Add a norm, and set `layer` to its layer (num_layers for the model's last norm). Norms of q and k are added by `attention`."""
         parts = name.split(".")
         if parts[-1] in ("q_norm", "k_norm"):
             return
@@ -126,7 +127,7 @@ class _Trace:
         self.x = self.add(name, "norm", "bld,d->bld", self.stream, self.weight(f"{name}.weight", "d"), statistics="d")
 
     def _join(self, name: str, y: str) -> None:
-        """Add the residual connection around attention, network or experts."""
+        """Add the sum of the residual stream and `y`, the output of attention, a feed-forward network or experts."""
         self.stream = self.add(name, "pointwise", "bld,bld->bld", self.stream, y)
 
     def attention(self, name: str, module: Any) -> None:

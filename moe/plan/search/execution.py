@@ -2,13 +2,13 @@
 
     each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch data from other devices; sum gradients
 
-A part of an operator reads a region of each input. If other devices have the region, one fetch brings it through the port of the part's
-device. If the input is a partial sum of t parts, 2/t of the bytes of each partial sum is fetched, as in a ring all-reduce. If several
-devices have copies of a region, it comes from the part's own device if possible, otherwise equally from all. A device and its port each
-handle one task at a time, in the order in which the tasks become ready. If tasks become ready together, their keys decide.
+A part of an operator reads a region of each input. If other devices have the region, one task fetches it through the network port of the
+part's device. If the input is the sum of t partial sums, 2/t of the bytes of each is fetched, as in a ring all-reduce. If several devices
+have copies of a region, it comes from the part's own device if possible, otherwise equally from all. A device and its port each handle one
+task at a time, in the order in which the tasks become ready. Of tasks that become ready together, the one with the smallest key is first.
 
-Delta simulation: tasks that became ready before the first change keep their times; only the others are simulated again. The paper
-instead recomputes the times that depend on a change. Both give the result of a full simulation.
+Delta simulation: after a change of placement, tasks that became ready before the first changed task keep their times, and only the others
+are simulated again. The paper instead recomputes the times that depend on a change. Both give the result of a full simulation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB,
 
 @dataclass(frozen=True)
 class Placed:
-    """Placement of an operator: part i runs on device first + i * stride. degrees: cuts as (letter of the dim, number of parts), outermost
-    first; letter "": copies that do the same work."""
+    """Placement of an operator: part i runs on device first + i * stride. degrees: how the work is cut, as (letter of the dim, number of
+    parts), outermost first. With the letter "", the parts are copies that do the same work."""
 
     degrees: tuple[tuple[str, int], ...] = ()
     first: int = 0
@@ -63,7 +63,8 @@ class Task(NamedTuple):
 
 @dataclass
 class Ran:
-    """Result of a simulation. ready, ends: key -> seconds at which the task could start, and ended. order: (ready, key) as executed."""
+    """Result of a simulation. ready: key -> time in seconds at which the task could start. ends: key -> time at which it ended. order:
+    (ready time, key) of all tasks in the order in which they were executed."""
 
     tasks: dict[Key, Task]
     order: list[tuple[float, Key]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Ran:
 
 
 def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
-    """Simulate all tasks. before: result of an earlier simulation; then only times that can differ from that result are simulated."""
+    """Simulate all tasks. before: result of an earlier simulation with similar tasks; times that cannot differ are copied from it."""
     ran = Ran(tasks)
     since = 0.0 if before is None else _first_change(tasks, before)
     free: dict[int, float] = {}
@@ -122,7 +123,7 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
 
 
 def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
-    """Return the earliest time at which `tasks` can differ from `before`'s: tasks that become ready earlier are equal."""
+    """Return the earliest time from which the simulation of `tasks` can differ from `before`. Tasks that become ready earlier are equal."""
     gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
     new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
     old = [before.ready[key] for key in new if key in before.ready]
@@ -188,7 +189,7 @@ class Simulator:
         return placed.first + placed.stride * np.arange(placed.parts)
 
     def _own(self, op: Operator, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task of an operator: forward and backward of each part, all-reduces of its parameters' gradients."""
+        """Return key -> task for one operator: forward and backward of each part, and all-reduces of its parameters' gradients."""
         placed, n, made = placement[op.name], self.number[op.name], {}
         devices, weight = self._devices(placed), self.weight[op.name]
         moved = sum(self.graph.size(term) / placed.num_pieces(term) for term in (*op.terms, op.output)) * self.graph.itemsize
@@ -212,14 +213,15 @@ class Simulator:
         return self._all_reduce(size, placed.parts, count) if count > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Return the seconds of an all-reduce over `count` of `span` devices, evenly spaced: within nodes, then between them."""
+        """Return the seconds of an all-reduce over `count` devices, evenly spaced among `span`: first within nodes, then between them."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Return key -> task of the all-reduce of one parameter's gradient. Its time is divided over the micro-batches of a step."""
+        """Return key -> task for the all-reduce of one parameter's gradient. It happens once a step, so a micro-batch gets its share of the
+        time."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
@@ -258,8 +260,8 @@ class Simulator:
         return made
 
     def _between(self, i: int, placement: Placement) -> dict[Key, Task]:
-        """Return key -> task of edge number i: the reader's parts fetch the tensor from the writer's parts, and these fetch its
-        gradient."""
+        """Return key -> task for edge number i: the reader's parts fetch the tensor from the writer's parts, and the writer's parts fetch
+        its gradient."""
         edge = self.graph.edges[i]
         writer, reader = self.graph.named[edge.writer], self.graph.named[edge.reader]
         size = self.graph.size(writer.output) * self.graph.itemsize

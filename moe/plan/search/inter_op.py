@@ -6,9 +6,10 @@ For every possible time t_max of the slowest stage, in ascending order:
 
     F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     for stages with t <= t_max
 
-F is the least sum of the times of s stages that hold the layers from l on, on d devices. The result is the smallest F(s, 0, D) + (B - 1)
-t_max. The last argument of t is the number of later stages, because 1F1B keeps one more micro-batch for each later stage. t is inf if the
-stage does not fit into memory. The search ends when B t_max exceeds the best result.
+t(l..k, n, later) is the time of a stage with the layers l to k on n devices; `later` is the number of later stages, because 1F1B keeps one
+more micro-batch for each of them. It is inf if the stage does not fit into memory. F(s, l, d) is the least sum of the times of s stages
+that hold the layers from l on, on d devices. The result is the smallest F(s, 0, D) + (B - 1) t_max over all s and t_max, for D devices. The
+search ends when B t_max exceeds the best result.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def total(times: Sequence[float], microbatches: int) -> float:
 
 
 def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, gap: float = 1e-9) -> Stages:
-    """Find the stages with the least time that use all devices. Raises BadInput if nothing fits into memory. time: (first, end, devices,
+    """Find the stages with the least time that use all devices. Raises BadInput if no stages fit into memory. time: (first, end, devices,
     number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: of
     two values of t_max that differ by less than this fraction, only the smaller is tried."""
     most = min(layers, devices)
@@ -71,7 +72,7 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # may be less than values[stages]: all stages may beat t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # less than values[stages] if all are below t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:

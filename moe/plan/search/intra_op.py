@@ -6,10 +6,11 @@
     such that   e_ij's rows add up to s_i, its columns to s_j, by state; and the live tensors fit into memory at every time
 
 A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R_ij has one row for each
-state, not for each strategy: several strategies give the same state. So e has few variables, which need not be integers, and the linear
-relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Mostly it takes one whole strategy for each operator,
-and is the answer. Otherwise the integer program is solved. Above `LARGE` variables the relaxation is rounded instead: operator by
-operator, take the cheapest strategy among those with a large value in the relaxation, given the earlier choices.
+state, not for each strategy, because several strategies give the same state. Therefore e has few variables, which need not be integers, and
+the linear relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Usually its solution takes exactly one
+strategy for each operator, and then it is the answer. Otherwise the integer program is solved. With more than `LARGE` variables, the
+relaxation is rounded instead: for one operator after another, takes the cheapest strategy among those with a large value in the relaxation,
+given the earlier choices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Options = dict[str, tuple[Strategy, ...]]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of the search. graph: the given graph with operators `NAME.read` (see read_together). chosen: operator -> strategy."""
+    """Result of the search. graph: the given graph with added operators `NAME.read` (`read_together`). chosen: operator -> strategy."""
 
     graph: Graph
     chosen: Mapping[str, Strategy]
@@ -52,7 +53,7 @@ def intra_op(
     large: int = LARGE,
     gap: float = 1e-9,
 ) -> Assignment:
-    """Find the cheapest strategies on `mesh`. Raises BadInput if nothing fits into memory.
+    """Find the cheapest strategies on `mesh`. Raises BadInput if no choice of strategies fits into memory.
 
     memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> required state of the
     output. same: pairs of operators whose outputs must have equal states. weight: layer -> number of layers that it represents. again:
@@ -114,7 +115,7 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """Return state -> columns of the operator's strategies with this state of input number `place`, or of the output for None."""
+        """Return state -> columns of the operator's strategies that have this state of input number `place`, or of the output if None."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -182,7 +183,8 @@ class _Program:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """Return operator -> strategy: one after another, the cheapest with a large value in the relaxation, given earlier choices."""
+        """Round the relaxation. Returns operator -> the cheapest strategy with a large value in it, given the earlier operators'
+        choices."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]

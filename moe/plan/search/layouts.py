@@ -5,8 +5,8 @@
     gspmd        for each mesh: the sets of annotations in SETS, propagated to all tensors (gspmd.py)
                  \\__ then the fastest layout or set that fits and can run, by the costs of its program (partition.py)
 
-A program runs one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans have
-no stages. Mesh-TensorFlow shards no weights over the batch's axis; annotations can (FSDP).
+A program computes one micro-batch of all replicas; gradients of weights are summed once a step. Neither paper has pipelines, so the plans
+have no stages. Mesh-TensorFlow cannot shard weights over the batch's axis; annotations can (FSDP).
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), section 4; GSPMD (arXiv 2105.04663), section 5, for what is annotated in Transformers.
 """
@@ -31,7 +31,7 @@ from parallel.annotations.resharding import Sizes
 from parallel.errors import BadInput
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
-SETS = ("batch", "batch and slices", "weights over the batch")  # names of sets of annotations: see `annotated`
+SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
 
 
 def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the set of annotations (see `annotated`) with the fewest seconds. Raises BadInput if none fits."""
+    """Find the set of annotations in SETS with the fewest seconds. Raises BadInput if none fits."""
     found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 
@@ -115,9 +115,9 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
-    """Return tensor -> text of the annotations of one of SETS, its `kind`. All sets annotate the embedded tokens, a matrix of each
-    attention and network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between layers; `weights over
-    the batch` also cuts every dense weight over rows. experts: the mesh axes of `experts` and `expert_hidden`, if they are cut."""
+    """Return tensor -> text of its annotation. kind: one of SETS. All sets annotate the embedded tokens, one matrix of each attention and
+    feed-forward network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between layers. `weights over
+    the batch` also cuts every dense weight over rows. experts: `experts` or `expert_hidden` -> the mesh axis that cuts this dim, if any."""
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
@@ -133,7 +133,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
             first = next((dim for dim in names if dim not in BY_TENSOR), None)
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
-            notes[name] = _note(graph, letters)  # routers are whole on every rank
+            notes[name] = _note(graph, letters)  # every rank holds whole routers
         elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":
@@ -142,7 +142,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """Return the text of an annotation, with a word for each dim. axes: name of a dim -> its word; other dims get `.` (whole)."""
+    """Return the text of an annotation, with a word for each dim. axes: name of a dim -> its word. All other dims get `.` (not cut)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 
@@ -179,7 +179,7 @@ def _best(
 
 
 def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
-    """Return the seconds of a step: gradients of weights are summed once, all else runs for each micro-batch."""
+    """Return the seconds of a step. Gradients of weights are summed once; everything else is repeated for each micro-batch."""
     weights = program.graph.parameters
     once = sum(rates.seconds(move.step) for move in program.communication if move.direction == "backward" and move.tensor in weights)
     return microbatches * (program.seconds(rates) - once) + once
@@ -189,9 +189,9 @@ def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:
-        said += f", {len(one.program.conflicts)} conflicts of what spread"
+        said += f", {len(one.program.conflicts)} conflicts between propagated shardings"
     if other:
-        said += f"; the best layout of all, {other}, is not one that the trainer runs here ({free / seconds:.0%} of the time)"
+        said += f"; the trainer cannot run the best legal layout, {other} ({free / seconds:.0%} of the time)"
     return SearchResult(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]
 
 

@@ -1,13 +1,13 @@
 """FlexFlow's random walk over SOAP placements (arXiv 1807.05358, sections 4 and 6).
 
-    start     with data parallelism; every operator may be cut by Sample, Operator (attribute) and Parameter dims over any devices
+    start     with data parallelism. Any operator may be cut along its dims of Samples, Attributes and Parameters (SOAP), over any devices
     propose   a random operator gets a random cut; with probability 0.25 one of its neighbours gets the same cut, then with probability
               0.75 a neighbour of that one, and so on
     accept    faster placements; slower ones with probability exp(-alpha (new - old) / best)
     restart   from the best placement, after each hundredth of the budget, or 1000 proposals
 
-Times come from the execution simulator (execution.py). There are two differences to the paper. A dim that is summed over may be cut too, as
-in Unity, so that Megatron's row-parallel layers are among the placements. And time differences are relative to the best time.
+Times come from the execution simulator (execution.py). There are two differences to the paper. A dim over which a product sums may be cut
+too, as in Unity, so that Megatron's row-parallel layers are among the placements. And time differences are relative to the best time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEIGHBOURS, ONWARDS = 0.25, 0.75
 
 @dataclass(frozen=True)
 class Walk:
-    """Result of a walk: the best placement and its seconds; numbers of all proposals, of slower proposals, of accepted slower proposals."""
+    """Result of a walk: the best placement, its seconds, and the numbers of proposals, slower proposals, and accepted slower proposals."""
 
     placement: Mapping[str, Placed]
     seconds: float
@@ -45,8 +45,9 @@ def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
 
 
 def legal(op: Operator, graph: Graph, devices: int, *, spread: Literal["any", "all"] = "any") -> tuple[Placed, ...]:
-    """Return all placements of an operator, on neighbouring or evenly spaced devices. spread: "all": only placements on all devices. The
-    number of its parts divides `devices`. At most two cuts, each of a dim or into copies, make the parts."""
+    """Return the placements of an operator that may be proposed, on neighbouring or evenly spaced devices. The number of parts divides
+    `devices`. The parts come from at most two cuts; each cut divides a dim or makes copies. spread="all": only placements on all
+    devices."""
     found: dict[tuple[tuple[str, int], ...], None] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for parts in divisors(devices) if spread == "any" else [devices]:
@@ -77,7 +78,7 @@ def mcmc(
     simulation: Literal["delta", "full"] = "delta",
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
-    the larger, the fewer slower placements are accepted."""
+    with a larger value, fewer slower placements are accepted."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}
@@ -114,7 +115,8 @@ def _proposal(
     options: Mapping[str, tuple[Placed, ...]],
     sets: Mapping[str, frozenset[Placed]],
 ) -> dict[str, Placed]:
-    """Return `now` with a new placement of an operator, and perhaps of neighbours. options, sets: operator -> its possible placements."""
+    """Return `now` with a new placement of an operator, and perhaps of its neighbours. options, sets: operator -> its possible placements,
+    as a tuple and as a set."""
     there, name = dict(now), draw.choice(list(options))
     there[name] = draw.choice(options[name])
     go = draw.random() < NEIGHBOURS

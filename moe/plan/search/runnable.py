@@ -35,7 +35,8 @@ _STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; valu
 
 @dataclass(frozen=True)
 class Folded:
-    """A graph with only one of several equal layers. weight: layer -> number of layers that it represents. of: original layer -> layer."""
+    """A graph with only one of several equal layers. weight: layer -> number of layers that it represents. of: original layer -> the layer
+    that represents it."""
 
     graph: Graph
     weight: Mapping[int, float]
@@ -43,7 +44,7 @@ class Folded:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Return the numbers of the layers, without embedding and head."""
+        """Return the indices of the layers, without embedding and head."""
         return self.graph.layers[1:-1]
 
     @cached_property
@@ -77,7 +78,7 @@ def fold(graph: Graph) -> Folded:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
-    """Return layer of a folded graph -> its cost. Resharding a tensor is counted in the layer that reads it."""
+    """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -93,8 +94,8 @@ def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[st
 
 
 class Runnable:
-    """Computes costs of plans on a machine from strategies of a graph's operators. graph: of a micro-batch of all replicas together.
-    allowed: returns whether the recipe can be trained with a plan."""
+    """Computes costs of plans on a machine from strategies of a graph's operators. graph: operators of a micro-batch of all replicas
+    together. allowed: returns whether the recipe can be trained with a plan."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
         self.allowed = allowed
@@ -153,7 +154,7 @@ class Runnable:
         return found
 
     def costs(self, plan: Plan) -> dict[int, Cost] | None:
-        """Return layer of the folded graph -> its cost; None if the plan cannot be expressed on this graph."""
+        """Return index of a layer in the folded graph -> its cost; None if the plan cannot be expressed by strategies of this graph."""
         key = (plan.dp, plan.sp, plan.tp, plan.ep, plan.etp, plan.tensor, plan.engine, plan.recompute)
         if key not in self._costs:
             chosen, sizes = self.chosen(plan), self.sizes(plan)
@@ -164,7 +165,7 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
+        """Return index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
         found = layer_costs(graph, mesh, self.settings, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input

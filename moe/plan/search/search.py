@@ -4,9 +4,9 @@
     flexflow    placements of every operator by mcmc.py, without stages
                 \\__ then the fastest plan that the trainer can run, by the cost model of the same search
 
-The `seconds` of a result are of its plan, by the cost model of strategies.py: with them, searches can be compared. The `free_seconds` are
-of the optimum among all strategies or placements, also if the trainer cannot run them. Equal layers are searched once (Folded): they
-get equal cuts, and tensors between layers have equal states.
+The `seconds` of a result are the step time of its plan by the cost model of strategies.py, which is the same for all searches. The
+`free_seconds` are the step time of the optimum among all strategies or placements, even if the trainer cannot run it. Equal layers are
+searched once (Folded): they get equal cuts, and tensors between layers have equal states.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. seconds: of a step with `plan`. free_seconds: of a step with the optimum, even if the trainer cannot run it.
-    assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to the nearest ranks, such as `b8 f4`.
-    nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line about this, for the user."""
+    """Result of a search. seconds: time of a step with `plan`. free_seconds: time of a step with the optimum, even if the trainer cannot
+    run it. assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to the nearest ranks, such as
+    `b8 f4`. stages: Alpa's stages. nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line for
+    the user about the two plans."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
@@ -50,8 +51,8 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Strategies of all layers on one submesh. sums: three rows (seconds, bytes of states, bytes of outputs), each for the first 0, 1, ...
-    layers together. assignment: as in SearchResult."""
+    """Strategies of all layers on one submesh. sums: cumulative sums over the first 0, 1, ... layers, in three rows (seconds, bytes of
+    states, bytes of outputs). assignment: as in SearchResult."""
 
     sums: tuple[tuple[float, ...], ...]
     assignment: Mapping[str, str]
@@ -63,7 +64,7 @@ GAP = 1e-3  # times count as equal if they differ by less than this fraction
 
 
 def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find stages and strategies with the least time (Alpa). Raises BadInput if nothing fits into memory. allowed: returns whether the
+    """Find stages and strategies with the least time (Alpa). Raises BadInput if no stages fit into memory. allowed: returns whether the
     recipe can be trained with a plan."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
@@ -93,7 +94,7 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """Return two arrays [first, end]: the least seconds of layers first to end - 1 in a solution that fits; index of this solution."""
+    """Return two arrays [first, end]: the seconds of the layers first to end - 1 in the fastest solution that fits, and its index."""
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
     seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
     times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
@@ -101,9 +102,10 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Return the solutions for a submesh with `devices` devices. Each is there twice: without and with recomputation. First the best
-    strategies without a memory limit. If they do not fit, the best within the memory for equal stages. If these do not fit either, the best
-    within the memory with recomputation. The strategies of all plans are added: no plan is faster than the result."""
+    """Return the solutions for a submesh with `devices` devices, each without and with recomputation. Solves without a memory limit first.
+    If the result does not fit, solves for the memory that equal stages have. If no strategies fit and recomputation did not help before,
+    solves for this memory with recomputation. The strategies of all plans of the trainer are added, so that no plan is faster than the
+    result of the search."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
@@ -111,8 +113,8 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search on one mesh shape and add the results to `found`. Return whether the plan fits [without, with]
-        recomputation; [] if there is no plan."""
+        """Search on one mesh shape and add the results to `found`. Return whether the strategies fit [without, with] recomputation; [] if
+        no strategies fit into `limit`."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation, because integer programs are slow if memory is tight
@@ -138,7 +140,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Return the solutions that no other solution dominates: a dominating one has in no layer more seconds or bytes."""
+    """Return the solutions that no other dominates. A solution dominates another if it has at most its seconds and bytes in every layer."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -152,7 +154,8 @@ def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, 
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
-    """Return logical grids (far, near) of a submesh. Ranks along `near` are in the same node. If there is none: a grid with one axis."""
+    """Return the logical grids (far, near) of a submesh. Ranks along `near` are in the same node. If no such grid exists, returns one with
+    a single axis."""
     near = [n for n in range(1, devices + 1) if devices % n == 0 and n <= node_size and n & (n - 1) == 0]
     return [(devices // n, n) for n in near if n > 1 or devices == 1] or [(1, devices)]
 
@@ -170,7 +173,8 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: numbers of layers of a further cut to try."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage, in one more cut to
+    try."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]

@@ -2,14 +2,15 @@
 
     a strategy     for each axis of the mesh the dim that it cuts, as a letter of the operator's einsum rule; without a letter, all ranks
                    along the axis do the same work
-    a state        sharding of a tensor: for each axis the number of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
+    a state        sharding of a tensor: for each axis the index of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
-    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis:
-    after an all-reduce, the result has state (0, WHOLE); after a reduce-scatter over l, state (0, 1): sequence parallelism
+    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis.
+    After an all-reduce, the result has state (0, WHOLE). After a reduce-scatter over l it has state (0, 1), as in sequence parallelism
 
 Costs are for one micro-batch, forward and backward. If an axis cuts a dim that an input does not have, each rank has a partial sum of this
 input's gradient. Gradients of parameters are summed once a step; gradients of activations when the state changes (`change`). The
-strategies are Alpa's (arXiv 2201.12023, section 4.2), but derived from the operator's rule, and with reduce-scatters and sharded states.
+strategies are Alpa's (arXiv 2201.12023, section 4.2), except that they are derived from the operator's rule, and that reduce-scatters and
+sharded optimizer states are added.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a search. microbatches: their number in a step; gradients are summed once for all. backward: False for inference.
-    sharded: ZeRO stages that may be chosen. gradient_bytes: bytes of an element of a sent gradient."""
+    """Settings of a search. microbatches: their number in a step, at the end of which gradients are summed over ranks. backward: False for
+    inference. storage: bytes of a parameter's states. gradient_bytes: bytes of an element of a sent gradient. sharded: ZeRO stages that may
+    be chosen."""
 
     microbatches: int = 1
     backward: bool = True
@@ -60,7 +62,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Return all strategies of an operator, except if they take more time and bytes than another one with equal states."""
+    """Return the strategies of an operator, without those that need more time and more bytes than another one with equal states."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
@@ -121,7 +123,8 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
 
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
-    """Return the seconds of a rank's part of the work. The backward pass takes twice as long as forward. Each tensor is moved once."""
+    """Return the seconds of a rank's part of the work. The backward pass takes twice as long as the forward pass. Each tensor is read or
+    written once."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
 
@@ -145,7 +148,7 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """Return (seconds a micro-batch to sum a parameter's gradient and gather the parameter, bytes of the parameter's states on a rank)."""
+    """Return (seconds per micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its states on a rank)."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
     summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient
@@ -164,9 +167,13 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 
 @lru_cache(maxsize=1 << 18)
 def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
-    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back. Collective for
-    the tensor / for its gradient, axis by axis: WHOLE to cut: none / all-gather. Cut to WHOLE: all-gather / none. Cut to LATER: all-gather
-    / reduce-scatter. WHOLE to LATER: none / all-reduce. Another cut dim: all-to-all / all-to-all. LATER to others: inf."""
+    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back.
+
+    Collectives for the tensor / for its gradient on each axis:
+        WHOLE to cut          none / all-gather             cut to WHOLE      all-gather / none
+        cut to another dim    all-to-all / all-to-all       cut to LATER      all-gather / reduce-scatter
+        LATER to others       impossible: inf               WHOLE to LATER    none / all-reduce
+    """
     seconds, now = 0.0, list(gives)
     for axis, (a, b) in enumerate(zip(gives, reads, strict=True)):
         others = prod(n for i, n in enumerate(mesh.sizes) if i != axis and now[i] >= 0)
@@ -187,7 +194,8 @@ def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backwar
 
 
 def read_together(graph: Graph) -> Graph:
-    """Return the graph with an operator `NAME.read` between a tensor NAME and the products that read it: they share one resharding."""
+    """Return the graph with an operator `NAME.read` between a tensor NAME and several products that read it, so that they share one
+    resharding."""
     made: list[Operator] = []
     for op in graph.operators:
         made.append(op)

@@ -1,6 +1,6 @@
-"""Predicts the seconds of one collective on a cluster, if several groups of ranks run it at the same time.
+"""Predicts the seconds of one collective on a cluster, while other groups of ranks run the same collective.
 
-    ring        all-gather, reduce-scatter: (n-1)/n S / B + latency of a turn around the ring;    all-reduce: twice that
+    ring        all-gather, reduce-scatter: (n-1)/n S / B + latency of one turn around the ring;    all-reduce: twice as long
     tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
     pairwise    all-to-all: bytes within the node and bytes to other nodes, each over its own links
 
@@ -43,14 +43,14 @@ def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group
 
 
 def network(cluster: Cluster, group: Group) -> float:
-    """Bytes per second that one group can send over the network while the other groups send, too."""
+    """Bytes per second that one group can send over the network while the other groups of the node send at the same time."""
     b = cluster.between
     return min(b.node_gb_s / group.sharing, group.inside * b.device_gb_s) * 1e9 * b.share
 
 
 def _measured(table: dict[int, dict[int, float]], ranks: int, num_bytes: float) -> float | None:
-    """Return the seconds of a collective of `num_bytes`, interpolated in measured microseconds table[ranks][bytes]; None without `ranks`.
-    Fewer bytes than were measured take the time of the smallest size. Above the largest size, the time is proportional to the bytes."""
+    """Return the seconds of a collective of `num_bytes`, interpolated in table[ranks][bytes], the measured microseconds; None if `ranks`
+    were not measured. Below the smallest measured size, the time is constant; above the largest, it is proportional to the bytes."""
     row = table.get(ranks)
     if row is None:
         return None
@@ -105,7 +105,7 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
         return 0.0
     if group.nodes == 1:
         known = _measured(cluster.inside.times.get("all_gather", {}), n, num_bytes)
-        if known is None and not cluster.inside.sum_bus_gb_s:  # with that table, sums and gathers have rates of their own
+        if known is None and not cluster.inside.sum_bus_gb_s:  # with that table, an all-gather is not half an all-reduce
             sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
             known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
         if known is not None:
@@ -143,7 +143,7 @@ def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copi
 
 
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
-    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send one, too."""
+    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send one at the same time."""
     if num_bytes <= 0:
         return 0.0
     if stride < cluster.devices_per_node:

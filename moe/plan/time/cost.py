@@ -32,9 +32,9 @@ ADAM_BYTES = 26  # memory traffic of AdamW per parameter, without its gradient: 
 class Time:
     """Seconds that the slowest stage spends in a step, by purpose. All but `hidden` add up to `step`.
 
-    launch: what the host and the engine need in addition to the device's time. cores: waiting of ranks that share the cores of a CPU host;
-    negative if each rank has several cores. gradients: gradient reductions, parameters: all-gathers of parameters, both as far as no
-    computation hides them. hidden: the rest of both, which computation hides.
+    launch: seconds by which host and engine prolong the device's time. transfer: messages between stages. cores: waiting of ranks that
+    share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that no computation hides.
+    parameters: all-gathers of parameters that no computation hides. hidden: the part of both that computation hides.
     """
 
     forward: float = 0.0
@@ -69,8 +69,8 @@ PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
     """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
 
-    pipeline: `simulated`; `least`: a lower bound replaces the simulation; `alone`: a lower bound also without gradient reductions and
-    parameter gathers, for which no schedule is built.
+    pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
+    gradient reductions and parameter gathers, and builds no schedule.
     """
     if program is None:
         program, plan = own_program(cluster), plan.carried
@@ -116,8 +116,8 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
 
 
 def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
-    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` else. Ranks of ep together
-    compute as if all had the same number of rows."""
+    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. All ep ranks are
+    assumed to compute the mean number of rows, which gives the same sum."""
     program, device = program or own_program(cluster), cluster.device
     step = step_time(network, plan, cluster, program).step
     stages = times_of(network.balanced, plan, cluster, program, _kinds(network, plan))
@@ -127,16 +127,16 @@ def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | No
 
 
 def _kinds(network: Network, plan: Plan) -> list[Kind]:
-    """Return the kind of each rank's stages; if two ranks hold each stage, of each stage."""
+    """Return the Kind of each pipeline rank, with all its stages counted together. If two ranks hold each stage: the Kind of each stage."""
     ranks, last = rank_layers(network, plan), head_rank(plan)
     again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
     return [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Seconds that a pipeline takes longer because its ranks share cores; negative if each rank has several cores. A rank that waits for a
-    message leaves its core to other ranks, so the mean work of ranks counts. crowd: see Cluster.crowd. pipeline: seconds with one core per
-    rank."""
+    """Seconds by which a step is longer because ranks share cores; negative if each rank has several cores. A rank that waits for a message
+    leaves its core to other ranks, so the mean work of the ranks counts. crowd: result of Cluster.crowd. pipeline: seconds of the pipeline
+    with one core per rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -187,8 +187,8 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
 class Spare:
     """Seconds of computation at the end of a step that can hide a rank's gradient reductions.
 
-    after: for each stage of the rank, the actions of the rank after the stage's gradients are complete. others: from the end of the rank's
-    last action to the end of the last action of any rank.
+    after: for each stage of the rank, the seconds of the rank's actions after the stage's gradients are complete. others: seconds from the
+    end of the rank's last action to the end of the last action of any rank.
     """
 
     after: tuple[float, ...]
@@ -203,8 +203,8 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, from its last actions, as if it never waited. After its last input gradient, each earlier rank
-    computes one more, and then its remaining weight gradients. If two ranks hold each stage, `others` counts as 0."""
+    """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, each
+    earlier rank computes one more input gradient, and then its remaining weight gradients. If two ranks hold each stage, `others` is 0."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
@@ -232,20 +232,22 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
 
 
 def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
-    """Seconds of gradient reductions that a backward pass does not hide. The last bucket is reduced after it, so a tenth hides nothing."""
+    """Seconds of gradient reductions that a backward pass does not hide. It hides them during nine tenths of its time, because the last
+    bucket is reduced after it."""
     after = program.gradients == "after" or not plan.kind.overlaps
     return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]
 
 
 def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -> float:
-    """Seconds that DDP saves in all micro-batches but one if its weights are cast once a step, although the program's times include casts
-    at each use: 4 bytes of a parameter are read and 2 written."""
+    """Seconds to subtract if the program's times include casts of weights at each use, but DDP casts them only once a step. Each
+    micro-batch after the first then saves reading 4 bytes and writing 2 for each parameter."""
     held = program.casts == "use" and plan.stage == 0 and plan.storage.parameters == plan.compute_bytes < plan.storage.gradients
     return (plan.microbatches - 1) * 6 * (stage.dense + stage.expert) / cluster.device.bandwidth if held else 0.0
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:
-    """Return (seconds of the optimizer on the device, seconds of offloading: transfers to the host and back, AdamW there, the disk)."""
+    """Return (seconds of the optimizer on the device, seconds of offloading). Offloading consists of transfers to the host and back, AdamW
+    on the host, and reading and writing the disk."""
     shared = plan.dp * plan.sp if plan.stage >= 1 else 1
     elements = dense / shared + expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
     g, ranks = plan.storage.gradients, min(cluster.devices_per_node, plan.world)

@@ -1,9 +1,9 @@
 """Predicts the seconds of one layer's collectives over tp, sp and ep that computation does not hide, for one micro-batch.
 
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
-    sliced       an all-gather before each of both and a reduce-scatter after it, forward and backward
+    sliced       an all-gather before each of the two and a reduce-scatter after it, forward and backward
     2d, 2.5d, 3d bytes of tensor.py, in one message for each step of a product
-    MoE layers   tokens that ranks of tp share (`sharing`); logits and probabilities of groups with tokens on several ranks (`grouping`)
+    MoE layers   tokens that tp ranks divide among them (`sharing`); logits of router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
@@ -64,7 +64,8 @@ def _tp_group(plan: Plan, cluster: Cluster) -> Group:
 
 
 def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
-    """Return the messages of a pass of one MoE layer, forward or backward, by which ranks of tp share its tokens (experts/spread.py)."""
+    """Return the messages by which the tp ranks divide an MoE layer's tokens among them and collect the results (moe/experts/spread.py).
+    The forward and the backward pass have the same messages."""
     if plan.tp == 1 or plan.tensor == "sliced":
         return ()
     tokens, size, q = tokens_of(network, plan) / plan.grid.sequences, network.width * plan.compute_bytes, plan.grid.columns
@@ -74,8 +75,8 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
 
 
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of the (forward, backward) pass of one MoE layer for groups with tokens on several ranks of sp and tp
-    (moe/router/slices.py)."""
+    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange logits and probabilities, if a
+    router group has tokens on several of them (moe/router/slices.py)."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -90,12 +91,12 @@ def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[M
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
-    """Passes of a layer's collectives over tp. sparse: the layer has experts."""
+    """Passes with the times of a layer's collectives over tp. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
         return Passes()
     group, left, n, late = _tp_group(plan, cluster), 1 - program.tensor_overlap, tokens_of(network, plan), network.latent
     norms = Pass()
-    if network.qk_norm == "whole":  # one number of each token, of queries and of keys
+    if network.qk_norm == "whole":  # for each token, a sum over queries and a sum over keys
         norms = Pass(tensor=2 * left * all_reduce(cluster, group, 4 * n / plan.grid.sequences))
     if plan.tensor not in (*LINES, "sliced"):
         return _on_grid(network, plan, cluster, group, left) + Passes(norms, norms)
@@ -142,8 +143,8 @@ def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster,
 
 
 def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Return the passes of attention (`core`) with the collectives over sp. A ring sends keys and values while attention computes. If links
-    are fast enough, only the first message adds time. Computation hides no all-to-alls (Ulysses)."""
+    """Return the passes of attention (`core`) with the collectives over sp added. A ring sends keys and values while attention computes; if
+    links are fast enough, only the first message adds time. Ulysses' all-to-alls are not hidden by computation."""
     if plan.sp == 1:
         return core
     heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
@@ -163,7 +164,7 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float) -> Passes:
-    """Passes of the messages that send the rows of a rank's `tokens` tokens to experts and back, over ep and etp."""
+    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 

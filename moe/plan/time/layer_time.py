@@ -22,7 +22,7 @@ from moe.plan.time.collective_times import all_reduce, group_of
 from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
 from parallel.mesh.grids import GRIDS
 
-BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward: a norm's reads input and gradient, and writes one tensor
+BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward; a norm's backward reads two tensors and writes one
 LOGITS_AGAIN_BYTES = 20.0  # memory traffic of recomputing a logit: cast to fp32, difference, exponential
 LOGIT_BYTES = (30.0, 16.0)  # memory traffic of a logit's loss (forward, backward)
 
@@ -31,8 +31,8 @@ Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer. passes: of all of it. core: forward pass of softmax(q k) v. second: forward pass of the second half of the layer.
-    The second half has a norm, the feed-forward network or experts, and a residual addition. All include their collectives."""
+    """Times of one layer, collectives included. passes: of the whole layer. core: forward pass of softmax(q k) v. second: forward pass of
+    the layer's second half: a norm, the feed-forward network or experts, and a residual addition."""
 
     passes: Passes
     core: Pass
@@ -40,7 +40,8 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. All ranks wait for the one with the most rows."""
+    """Predict the times of one layer, with experts if it is `sparse`. They are the times of the ep rank with the most rows, for which all
+    others wait."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse)
 
 
@@ -52,8 +53,8 @@ def _only(network: Network, sparse: bool) -> Network:
 
 
 def of_layer(plan: Plan) -> Plan:
-    """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. dp is
-    multiplied by pp, so that the number of ranks stays."""
+    """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. pp becomes
+    1, and dp is multiplied by it, so that the number of ranks stays the same."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
@@ -91,10 +92,12 @@ def _products(
     cast: bool = True,
     by_product: bool = True,
 ) -> Passes:
-    """Passes of matrix products, each by `count` experts, and of pointwise kernels that read and write `moved` bytes in the forward pass.
+    """Passes of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
+    that compute each product.
 
-    streams: pointwise kernels of the (forward, backward) pass that take time on the device. kernels: pointwise kernels that the host
-    launches. cast: fp8 products cast their operands first. by_product: order of the sum, on which last digits of published figures depend.
+    streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
+    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added; it only changes last
+    digits, which tables of published figures contain.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -107,7 +110,7 @@ def _products(
         weights += gradient
         if (
             cast and program.products != "compute"
-        ):  # a cast reads an operand twice (first its maximum) and writes it twice (once transposed)
+        ):  # a cast reads an operand twice (once for its maximum) and writes it twice (once transposed)
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
     casts = [device.stream(count * of) if cast else 0.0 for of in (casts_forward, casts_backward)]
     launched = len(products) * times
@@ -182,7 +185,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> P
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     if program.attention == "fused":
-        # without a causal mask, twice as many pairs are computed, equally many on each rank
+        # without a causal mask, twice as many pairs are computed, and all ranks compute equally many
         work = 2.0 if network.sees == "all" else plan.method.uneven(plan.order, plan.sp)
         pairs = batch * heads * network.length**2 / plan.sp / 2 * network.core_work * work
         passes = _fused(pairs, key + value, plan, cluster)
@@ -200,7 +203,7 @@ def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passe
 
 
 def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> Passes:
-    """Passes of attention that writes its scores. count: heads x sequences. keys: length of the sequence with the keys."""
+    """Passes of attention that writes its scores to memory. count: heads x sequences. keys: length of the sequence with the keys."""
     device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
     product = device.product(length, keys, network.channels, count=count, kind=kind)
     value_time = device.product(length, network.channels, keys, count=count, kind=kind)

@@ -1,4 +1,4 @@
-"""Predicts the seconds of a pipeline from its ranks' times for one micro-batch.
+"""Predicts the seconds of a pipeline from each rank's time for one micro-batch.
 
 closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
 otherwise     the project's simulator; a long step is simulated for a few rounds only, because all later rounds take the same time
@@ -30,23 +30,23 @@ How = Literal["simulated", "least", "alone"]  # see step_time; `least` and `alon
 
 
 def crossings(plan: Plan) -> int:
-    """Number of messages per micro-batch that a rank waits for in the forward pass, and again in the backward pass."""
+    """Number of messages for which a rank waits in one micro-batch's forward pass. It waits for the same number in the backward pass."""
     return 0 if plan.pp == 1 else plan.chunks
 
 
 def head_rank(plan: Plan) -> int:
-    """Return the rank that has the last stage, and so the head; with placement `v` this is rank 0."""
+    """Return the rank that has the last stage, and therefore the head. With placement `v` this is rank 0."""
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
 def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that hold each stage."""
+    """Return for each stage the ranks that hold it."""
     return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
 
 
 @lru_cache(maxsize=1_000)
 def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that hold each stage. where: placement of the stages on the `p` ranks."""
+    """Return for each stage the ranks that hold it. where: placement of the stages on the `p` ranks."""
     if where == "both_ways":
         return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
     return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
@@ -76,7 +76,7 @@ def pipeline_time(
 
 
 def _of_stages(plan: Plan, times: Times) -> Times:
-    """Return the seconds of each stage. times: seconds of each rank, whose stages all take equally long."""
+    """Return the seconds of each stage. times: seconds of each rank, which are divided equally among its stages."""
     if placed(plan.schedule) == "both_ways":
         return times
     homes = homes_of(plan)

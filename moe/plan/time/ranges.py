@@ -1,6 +1,7 @@
-"""Range of a predicted step time, from errors on published runs whose table did not form it (ranges.yaml).
+"""Range of a predicted step time: measured seconds / predicted seconds of groups of published runs (ranges.yaml).
 
-`python -m tests.planner ranges` writes the file; tests/planner/ranges.py says how.
+Each range was tested on tables of runs that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
+tests/planner/ranges.py describes how.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ FILE = Path(__file__).with_name("ranges.yaml")
 
 @dataclass(frozen=True)
 class Range:
-    """Measured over predicted seconds in a group of published runs.
+    """Range of measured / predicted seconds in a group of published runs.
 
-    runs: the group in words. devices: words, one of which a device's name contains; none for all devices. across: data parallelism crosses
-    nodes (None: both). low, high: ends of the range. held_out: share of runs within the range of the other tables, mean of all tables.
+    runs: the group in words. devices: words of which a device's name contains one; empty: all devices. across: whether data parallelism
+    crosses nodes (None: both). low, high: ends of the range. held_out: fraction of a table's runs within a range that was computed from the
+    other tables, as a mean over tables. tables, rows: number of tables, and of runs, in the group.
     """
 
     runs: str
@@ -44,18 +46,18 @@ class Range:
         """Return the range of a predicted time as text."""
         return (
             f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {int(10 * self.held_out)} of 10 published runs "
-            f"{self.runs} fell in the range of other tables"
+            f"{self.runs} were in a range made from other tables of runs"
         )
 
 
 @lru_cache
 def ranges() -> tuple[Range, ...]:
-    """Return the groups, the finest first."""
+    """Return the ranges of all groups, the most specific group first."""
     return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in yaml_text.load(read_text(FILE)))
 
 
 def range_of(cluster: Cluster, plan: Plan) -> Range | None:
-    """Return the range for a plan's seconds on this cluster. None for hosts without accelerators, of which no published run is known."""
+    """Return the range for a plan's seconds on this cluster. None for CPU hosts, because there are no published runs on them."""
     if cluster.cores:
         return None
     return next(each for each in ranges() if each.holds(cluster.device.name, across=crosses_nodes(cluster, plan)))

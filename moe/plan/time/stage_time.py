@@ -30,16 +30,16 @@ from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 ACCUMULATE_BYTES = 2  # per gradient of a micro-batch: it is read in 16 bits to be added to the running sum
 MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which their bars are too narrow
 
-Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); of an encoder-decoder (the encoder's two, then the decoder's two)
-Kind = tuple[Counts, Counts, bool, bool]  # stage: (layers, recomputed layers, is it the first stage, is it the last)
+Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); in an encoder-decoder: the encoder's two, then the decoder's two
+Kind = tuple[Counts, Counts, bool, bool]  # of a stage: (layers, recomputed layers, is the first stage, is the last stage)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds of one micro-batch on one stage. recompute: recomputation in the backward pass, which `backward` leaves out.
+    """Seconds of one micro-batch on one stage. recompute: recomputation in the backward pass, which `backward` does not include.
 
-    weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: what the host and the engine need
-    in addition to the device's time. dense, expert: parameters that the rank holds outside and inside of experts.
+    weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: seconds by which host and engine
+    prolong the device's time. dense, expert: numbers of parameters that the rank holds outside of experts, and in experts.
     """
 
     forward: Pass
@@ -72,7 +72,7 @@ class Stage:
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """Return the properties of this project's trainer. Properties that were measured on this cluster replace its own."""
+    """Return the properties of this project's trainer. Properties that were measured on this cluster replace the defaults."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
@@ -91,8 +91,8 @@ def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, k
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Return the number of layers of each kind (Counts) in all stages of each rank; if two ranks hold each stage, in each stage. Counts
-    only layers with an index divisible by `every`."""
+    """Return for each pipeline rank the Counts of all its stages together. If two ranks hold each stage: the Counts of each stage. Only
+    layers with an index divisible by `every` are counted."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1
@@ -145,8 +145,8 @@ def _passes(
     head: bool,
     ahead: int,
 ) -> Stage:
-    """Return the times of a stage with these layers, without adding up gradients. repeated: number of recomputed layers of each kind. head:
-    the stage has the head. ahead: number of recomputed layers of multi-token prediction."""
+    """Return the times of a stage with these layers, without the accumulation of gradients. repeated: number of recomputed layers of each
+    kind. head: the stage has the head. ahead: number of recomputed layers of multi-token prediction."""
     passes, again = Passes(), Pass()
     for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count:
@@ -187,7 +187,7 @@ def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
 
 @lru_cache(maxsize=20_000)
 def _held(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
-    """Parameters of a rank with these numbers of layers. first, last: it has the first, the last stage of the model."""
+    """Parameters of a rank with these numbers of layers. first, last: whether the rank has the model's first stage, its last stage."""
     found = counts.ends(network, plan, first=first, last=last)
     for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):
         found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)  # -1: a layer without experts
@@ -211,8 +211,8 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
 
 
 def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> Timeline:
-    """Return the timeline in seconds of a step, with `microbatches` micro-batches if given. Raises BadInput if the schedule cannot have
-    these sizes."""
+    """Return the timeline of a step, in seconds. microbatches: their number; None: as in the plan. Raises BadInput if the schedule does not
+    allow these numbers of stages and micro-batches."""
     made, times, transfer = priced(network, plan, cluster, microbatches=microbatches)
     return simulate(made, times, transfer_time=transfer)
 

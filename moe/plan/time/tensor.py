@@ -38,7 +38,7 @@ from parallel.mesh.grids import Grid
 @dataclass(frozen=True)
 class DenseLayer:
     """Sizes of a dense layer: attention with rotary positions, a feed-forward network, LayerNorms. itemsize: bytes of an element. source:
-    tokens of an encoder, to which the layer has cross attention too; 0: none."""
+    number of encoder tokens if the layer also has cross attention; 0: no cross attention."""
 
     tokens: int
     width: int
@@ -61,7 +61,7 @@ class DenseLayer:
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(inputs, outputs) of each product: q, k, v, out, for cross attention the same again, w1, w3 if there is a gate, w2."""
+        """(inputs, outputs) of each product: q, k, v, out; the same again for cross attention; w1; w3 if there is a gate; w2."""
         keys, into = self.kv_heads * self.head_size, (self.width, self.hidden)
         attention = (self.width, self.inner), (self.width, keys), (self.width, keys), (self.inner, self.width)
         return *attention * (self.norms - 1), *(into,) * (2 if self.gated else 1), (self.hidden, self.width)
@@ -81,8 +81,8 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank. weights: of the matrices. kept: of activations kept for the backward pass. forward, backward: sent in each pass.
-    calls: number of collectives in both passes together; None on grids."""
+    """Bytes of one rank. weights: of its matrices. kept: of activations kept for the backward pass. forward, backward: bytes sent in each
+    pass. calls: number of collectives in both passes together; None on grids."""
 
     weights: int
     kept: int

@@ -15,20 +15,24 @@ from moe.recipe.section import Section, key
 class Experts(Section, alters="shape", off_without="model.moe_every or model.moe_layers"):
     """The feed-forward networks of the MoE layers."""
 
-    num_experts: int | tuple[int, ...] = key(8, "a list (pyramid): one number for each layer with experts, in order")
-    d_ff: int | None = key(None, "null: model.d_ff", gt=0)
-    ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = key(None, "null: model.ffn", alters="function")
-    skip: int = key(0, "additional choices that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function")
-    zero: int = key(0, "additional choices that add nothing (MoE++)", ge=0, le=100_000, alters="function")
-    biases: bool = key(False, "biases after the products of each expert (GPT-OSS)")
-    shared: int = key(0, "number of experts that compute every token, stored as one wider network", ge=0)
+    num_experts: int | tuple[int, ...] = key(
+        8, "experts in each MoE layer; a list (pyramid): one number for each of these layers, in order"
+    )
+    d_ff: int | None = key(None, "hidden width of an expert; null: model.d_ff", gt=0)
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = key(
+        None, "activation of the experts, as model.ffn; null: model.ffn", alters="function"
+    )
+    skip: int = key(0, "number of extra choices that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function")
+    zero: int = key(0, "number of extra choices that add nothing to the token (MoE++)", ge=0, le=100_000, alters="function")
+    biases: bool = key(False, "a bias after each matrix product of an expert (GPT-OSS)")
+    shared: int = key(0, "number of shared experts, which process every token; stored as one wider network", ge=0)
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
     shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
-    dropout: float = key(0.0, "of hidden units in the experts; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
+    dropout: float = key(0.0, "dropout of the experts' hidden units; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps after which experts move between ranks to equalise their load; 0: never", ge=0, alters="cost")
-    kernels: Literal["auto", "reference", "cpu", "triton", "grouped_mm"] = key("auto", alters="cost")
-    products: ClassVar[str] = "plain"  # name in moe/kernels/products.py, which has only this one, so that a key would have no choice
+    kernels: Literal["auto", "reference", "cpu", "triton", "grouped_mm"] = key("auto", "auto: triton on a GPU, else cpu", alters="cost")
+    products: ClassVar[str] = "plain"  # a name in moe/kernels/products.py; not a key, because there is only this one
 
     @field_validator("num_experts")
     @classmethod
@@ -58,7 +62,7 @@ class _Published(Section, alters="function", off_without="model.moe_every or mod
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
         "llama4", "nllb", "deepspeed", "megatron", "expert_choice",
-    ] = key("switch", "a published router, from which all keys of the section take their values", alters="name")  # fmt: skip
+    ] = key("switch", "published router, which gives the section's other keys their values", alters="name")  # fmt: skip
 
 
 class Router(RouterSpec, _Published):
@@ -70,7 +74,7 @@ class Router(RouterSpec, _Published):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        """Return the values, with the preset's value for each key that is missing or "preset"."""
+        """Return `values`, with the preset's value for each key that is missing or has the value "preset"."""
         if not isinstance(values, dict):
             return values
         own = {key: value for key, value in values.items() if value != "preset"}
@@ -79,7 +83,7 @@ class Router(RouterSpec, _Published):
 
     @model_serializer(mode="wrap")
     def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the section's values with "preset" for each value that is the preset's, so that a recipe can change its preset later."""
+        """Return the section's values, with "preset" for a value that equals the preset's, so that a recipe can change its preset later."""
         return {key: "preset" if key in RouterSpec.model_fields and key not in self.own else value for key, value in inner(self).items()}
 
     @property
@@ -94,8 +98,10 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
         "auto", "auto: all_to_all. No kind sends anything if each rank holds all experts (degrees.ep 1)"
     )
-    overlap_chunks: int = key(1, "of all_to_all: chunks of a rank's experts; one computes while the next one's tokens are exchanged", gt=0)
-    node_size: int | None = key(None, "of hierarchical: ranks of the ep axis that share a node", gt=0)
+    overlap_chunks: int = key(1, "for all_to_all: chunks of a rank's experts; one computes while the next one's tokens are exchanged", gt=0)
+    node_size: int | None = key(None, "for hierarchical: number of ep ranks on a node", gt=0)
     busiest: float | None = key(
-        None, "assumed for predicted memory and time: rows of the busiest rank of ep, over the mean; null: by the router and ep", ge=1
+        None,
+        "for predictions of memory and time: rows of the busiest ep rank over the mean of all; null: estimated from router and degrees.ep",
+        ge=1,
     )

@@ -13,47 +13,57 @@ from parallel.sequence.order import Places
 
 
 class Parallel(Section, alters="cost"):
-    """Degrees of parallelism. dp auto: all processes are used. ep auto: the largest common divisor of dp * sp * tp / etp and the number of
-    experts."""
+    """Degrees of parallelism. The number of processes is dp * tp * sp * pp."""
 
-    dp: int | Literal["auto"] = "auto"
-    ep: int | Literal["auto"] = "auto"
-    etp: int = key(1, "ranks that share each expert's matrices, split by hidden units")
+    dp: int | Literal["auto"] = key("auto", "data parallelism: ranks that share the batch; auto: all processes that are left")
+    ep: int | Literal["auto"] = key(
+        "auto", "expert parallelism: ranks that share the experts; auto: largest divisor of dp * sp * tp / etp and the number of experts"
+    )
+    etp: int = key(1, "expert tensor parallelism: ranks that share each expert's matrices, split by hidden units")
     tp: int = key(1, "tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
     sp: int = key(1, "sequence parallelism: ranks that each hold a shard of every sequence (section sequence)")
     pp: int = key(1, "pipeline parallelism: ranks that each hold one or more stages")
 
 
 class Offload(Section, alters="cost"):
-    """Places other than the device in which ZeRO stores optimizer states and weights."""
+    """Where ZeRO stores optimizer states and weights, if not on the device."""
 
-    optimizer: Literal["none", "cpu", "nvme"] = key("none", "of zero: optimizer states (master weights, moments); nvme: stage 3")
-    parameters: Literal["none", "cpu", "nvme"] = key("none", "of zero stage 3: a rank's shard of the working weights")
-    path: str | None = key(None, "a folder on the disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
+    optimizer: Literal["none", "cpu", "nvme"] = key(
+        "none", "where optimizer states (master weights, moments) are stored; nvme: zero stage 3 alone"
+    )
+    parameters: Literal["none", "cpu", "nvme"] = key("none", "for zero stage 3: where a rank's shard of the working weights is stored")
+    path: str | None = key(None, "a folder on the NVMe disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
 class Sharding(Section, alters="cost"):
-    kind: Named = "ddp"
+    kind: Named = key("ddp", "data-parallel engine: threads of one process, torch's DDP, torch's FSDP, or ZeRO (sharding.stage)")
     replicas: int = key(2, "copies of the model in the process, each on a GPU of its own if there are enough", gt=1, of="sharding.kind=dp")
-    stage: Literal[0, 1, 2, 3] = key(1, "0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero")
-    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "engine that carries the stage out", of="sharding.kind=zero")
+    stage: Literal[0, 1, 2, 3] = key(
+        1, "ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too", of="sharding.kind=zero"
+    )
+    engine: Literal["auto", "deepspeed", "fsdp"] = key("auto", "library that runs the ZeRO stage", of="sharding.kind=zero")
     offload: Offload = Offload()
     reshard: bool = key(
         True,
-        "free weights after the forward pass, and gather them again; false with pp above 1: gather and sum once a batch",
+        "free gathered weights after the forward pass, and gather them again for the backward pass; false with pp above 1: gather weights "
+        "and sum gradients once a batch",
         of="sharding.kind=fsdp or sharding.engine=fsdp",
     )
-    prefetch: int = key(1, "number of blocks gathered ahead of the running one", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp")
-    allow_slow: bool = key(False, "permit fsdp with reshard and zero stages 2, 3 with degrees.pp above 1: FSDP sums after each micro-batch")
+    prefetch: int = key(
+        1, "number of blocks with weights gathered ahead of the current block", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp"
+    )
+    allow_slow: bool = key(
+        False, "permit degrees.pp above 1 with zero stages 2 and 3, or fsdp with reshard: gradients are summed after each micro-batch"
+    )
 
     @property
     def named(self) -> EngineKind:
-        """The engine of `kind` and `stage`."""
+        """The engine that `kind` and `stage` name."""
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: the one of sharding.engine, or `named`. Another may replace it with pipeline stages (pp > 1), or
-        if the optimizer does not step flat ranges of fp32 elements (`flat` False)."""
+        """Return the engine that runs: sharding.engine if it names one, else `named`. Some engines are replaced by another with pipeline
+        stages (pp > 1), or if the optimizer does not step flat ranges of fp32 elements (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen
@@ -68,49 +78,55 @@ class Tensor(Section, alters="cost"):
     )
     depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
-        False, "of 1d and dtensor: each rank of tp has a shard of every sequence in norms, in dropout and between layers"
+        False, "for 1d and dtensor: each tp rank has a shard of every sequence in norms, in dropout and between layers"
     )
-    overlap_chunks: int = key(1, "of 1d: chunks of a layer's tokens; one is multiplied while another is all-reduced or gathered", gt=0)
+    overlap_chunks: int = key(1, "for 1d: chunks of a layer's tokens; one is multiplied while another is all-reduced or gathered", gt=0)
 
 
 class Sequence(Section, alters="cost"):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and how attention is computed."""
 
     kind: sequences.Named = key("ring", sequences.described())
-    order: Places | None = key(None, "positions that a rank holds; null: zigzag for ring, which gives ranks equal work, else contiguous")
+    order: Places | None = key(
+        None, "how positions are dealt to ranks; null: zigzag for ring, which gives ranks equal work, else contiguous"
+    )
     heads: int = key(1, "number of ranks in each Ulysses group (tokens exchanged for heads) inside the ring; ulysses: all of sp", gt=0)
-    keep_attention: bool = key(False, "with recompute.kind full: store attention's output, so that keys are not sent a second time")
+    keep_attention: bool = key(
+        False, "with recompute.kind full: store attention's output, so that keys and values are not sent a second time"
+    )
 
     def heads_of(self, sp: int) -> int:
-        """Return the number of ranks in each Ulysses group (tokens exchanged for heads), for `sp` ranks of sequence parallelism."""
+        """Return the number of ranks in each Ulysses group, which exchanges tokens for heads, if degrees.sp is `sp`."""
         return sp if self.named.trades_heads else self.heads if sp > 1 else 1
 
     @property
     def named(self) -> SequenceKind:
-        """The method of `kind`."""
+        """The method that `kind` names."""
         return sequences.SEQUENCES[self.kind]
 
     @property
     def position_order(self) -> Places:
-        """`order`, or by default the first one that the method supports."""
+        """`order`; if it is null, the first order that the method supports."""
         return self.order or self.named.orders[0]
 
 
 class Pipeline(Section, alters="cost"):
     """The pipeline over degrees.pp ranks: its stages, micro-batches and schedule. With degrees.pp 1 only `microbatches` has an effect."""
 
-    schedule: str = key("1f1b", "a name that moe simulate lists, or a file of actions, *.csv", alters="training")
-    microbatches: int = key(1, "micro-batches in each data-parallel rank's part of the batch; gradients accumulate", gt=0, le=100_000)
-    chunks: int | None = key(None, "stages on each rank; null: the schedule's number, 2 if it allows a choice", gt=0, le=10_000)
+    schedule: str = key("1f1b", "a schedule that moe simulate lists, or a file of actions (*.csv)", alters="training")
+    microbatches: int = key(
+        1, "micro-batches into which each dp rank's share of the batch is split; gradients accumulate", gt=0, le=100_000
+    )
+    chunks: int | None = key(None, "number of stages on each rank; null: the schedule's number, or 2 if it allows several", gt=0, le=10_000)
     layers: tuple[int, ...] | None = key(None, "number of layers in each stage; null: stages get about equal FLOPs")
-    drain_every: int = key(16, "of pipedream and two_bw: steps after which the pipeline is emptied", gt=0, le=1000, alters="training")
-    vertical_sync: bool = key(False, "of pipedream: all stages use the first stage's weight version for a micro-batch", alters="training")
-    pipelines: int | None = key(None, "of chimera: number of pipelines on the same ranks, half of them in each direction; null: 2", gt=1)
-    energy_plan: str | None = key(None, "a file from moe energy --out: run its order of actions, with its GPU clocks if NVML permits")
+    drain_every: int = key(16, "for pipedream and two_bw: steps after which the pipeline is emptied", gt=0, le=1000, alters="training")
+    vertical_sync: bool = key(False, "for pipedream: all stages use the first stage's weight version for a micro-batch", alters="training")
+    pipelines: int | None = key(None, "for chimera: number of pipelines on the same ranks, half of them in each direction; null: 2", gt=1)
+    energy_plan: str | None = key(None, "file from moe energy --out: run its order of actions, at its GPU clocks if NVML may set them")
 
 
 class Tiling(Section, alters="cost"):
-    """Large matrices are cut into tiles. Each tile is a separate parameter, which an engine gathers, updates and frees alone."""
+    """Cuts large matrices into tiles. Each tile is a separate parameter, which an engine gathers, updates and frees by itself."""
 
     ffn: int = key(1, "tiles of feed-forward networks and experts, cut along the hidden units", gt=0)
     head: int = key(1, "tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)
@@ -119,9 +135,9 @@ class Tiling(Section, alters="cost"):
 class Recompute(Section, alters="cost"):
     """Activations that are recomputed in the backward pass instead of stored."""
 
-    kind: Literal["none", "full", "selective"] = key("none", "full: whole blocks; selective: their feed-forward or MoE part")
+    kind: Literal["none", "full", "selective"] = key("none", "full: entire blocks; selective: the feed-forward or MoE part of blocks")
     every: int = key(1, "recompute every n-th block only (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
-    loss_chunks: int = key(1, "chunks of tokens for logits and cross-entropy, computed again in the backward pass", gt=0)
+    loss_chunks: int = key(1, "number of chunks of tokens for logits and cross-entropy, which are recomputed in the backward pass", gt=0)
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
         return self.kind if layer % self.every == 0 else "none"
@@ -130,11 +146,13 @@ class Recompute(Section, alters="cost"):
 class Precision(Section, alters="training"):
     """Dtypes: parameters are stored in `master`, matrix products run in `compute`, all sums are fp32."""
 
-    compute: Literal["auto", "fp32", "bf16", "fp16"] = key("fp32", "auto: bf16 if every processor has it, else fp32")
-    master: Literal["fp32", "bf16"] = "fp32"
-    loss_scale: Literal["none", "dynamic"] | float = "none"
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "fp32", "dtype of matrix products; auto: bf16 if every device supports it, else fp32"
+    )
+    master: Literal["fp32", "bf16"] = key("fp32", "dtype in which parameters are stored and updated")
+    loss_scale: Literal["none", "dynamic"] | float = key("none", "for fp16: a fixed factor on the loss, or dynamic")
     casts: Literal["use", "step"] = key(
         "use",
-        "when weights are cast to compute: at each use, or once a step, for 2 bytes a parameter",
+        "when weights are cast to the compute dtype: at each use, or once a step, which takes 2 more bytes a parameter",
         alters="cost",
     )

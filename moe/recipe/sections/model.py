@@ -15,7 +15,7 @@ _YARN, _BY_ROTATIONS, _LATENT = "model.rope.scaling=yarn", "model.rope.scaling=l
 class Rope(Section, alters="function", of="model.positions=rotary"):
     """Rotary positions (RoPE): angles by which pairs of channels are rotated, and their scaling for sequences longer than in training."""
 
-    base: float = key(10_000.0, "pair i of C / 2 channel pairs is rotated by position / base^(2 i / C)", gt=1)
+    base: float = key(10_000.0, "pair i of a head's C / 2 channel pairs is rotated by the angle position / base^(2 i / C)", gt=1)
     scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = key(
         "none",
         "linear: all frequencies are divided by factor; ntk: a larger base, which mainly lowers the lowest frequencies; dynamic: ntk for "
@@ -23,16 +23,16 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     )
     factor: float = key(1.0, "factor by which sequences are longer than in training", ge=1, of="model.rope.scaling")
     trained_length: int | None = key(None, "sequence length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
-    low: float = key(1.0, "pairs with fewer rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
-    high: float | None = key(None, "pairs with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
-    whole_pairs: bool = key(True, "low and high are rounded outwards to whole pairs; GPT-OSS: false", of=_YARN)
-    mscale: float = key(1.0, "cos and sin times (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)", ge=0, of=_YARN)
-    mscale_all: float = key(0.0, "logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)", ge=0, of=_YARN)
+    low: float = key(1.0, "frequencies with fewer rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
+    high: float | None = key(None, "frequencies with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
+    whole_pairs: bool = key(True, "the channel pairs of low and high are rounded outwards to integers; GPT-OSS: false", of=_YARN)
+    mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
+    mscale_all: float = key(0.0, "square of 0.1 mscale_all ln(factor) + 1 is a factor on logits (DeepSeek)", ge=0, of=_YARN)
     pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")
     fraction: float = key(1.0, "fraction of a head's channels that are rotated, from the first; C: their number (GLM-4.5: 0.5)", gt=0, le=1)
 
     def turning(self, channels: int) -> int:
-        """Return the number of a head's `channels` that are rotated. It is rounded down, as in transformers."""
+        """Return how many of a head's `channels` are rotated: `fraction` of them, rounded down as in transformers."""
         return int(self.fraction * channels)
 
     @property
@@ -46,7 +46,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
         return self.base * self.factor ** (channels / (channels - 2)) if self.scaling == "ntk" and channels > 2 else self.base
 
     def at(self, length: int) -> Rope:
-        """Return the settings for a sequence of `length` tokens: for dynamic, ntk with a factor for this length; else unchanged."""
+        """Return the settings for a sequence of `length` tokens: scaling dynamic becomes ntk with a factor for this length."""
         if self.scaling != "dynamic":
             return self
         factor = max(1.0, self.factor * length / self.length - (self.factor - 1))
@@ -60,9 +60,9 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
 class Swiglu(Section, alters="function", of="model.ffn=swiglu or experts.ffn=swiglu"):
     """Gating of swiglu networks: (h sigmoid(alpha h)) (g + offset), where h = min(x w1, limit) and g = clamp(x w3, -limit, limit)."""
 
-    alpha: float = key(1.0, "GPT-OSS: 1.702", gt=0, le=1e3)
-    limit: float | None = key(None, "null: none; GPT-OSS: 7", ge=1e-3)
-    offset: float = key(0.0, "GPT-OSS: 1", ge=-1e3, le=1e3)
+    alpha: float = key(1.0, "alpha in h sigmoid(alpha h); GPT-OSS: 1.702", gt=0, le=1e3)
+    limit: float | None = key(None, "upper bound of h, and bound of |g|; null: none; GPT-OSS: 7", ge=1e-3)
+    offset: float = key(0.0, "added to g before it is multiplied by h sigmoid(alpha h); GPT-OSS: 1", ge=-1e3, le=1e3)
 
     @property
     def bound(self) -> float:
@@ -73,7 +73,9 @@ class Scales(Section, alters="function"):
     """Factors on activations, so that a learning rate found for a small model also works for a large one (Granite)."""
 
     embedding: float = key(1.0, "factor on the embedding's output (Granite)", ge=1e-6, le=1e6)
-    residual: float = key(1.0, "factor on the outputs of attention, network and experts before they are added", ge=1e-6, le=1e6)
+    residual: float = key(
+        1.0, "factor on the output of each attention, network and MoE layer before it is added to the residual", ge=1e-6, le=1e6
+    )
     attention: float | None = key(None, "factor on attention's logits; null: 1 / sqrt(channels of a head)", ge=1e-6, le=1e6)
     head: float = key(1.0, "divisor of the vocabulary's logits", ge=1e-6, le=1e6)
 
@@ -82,8 +84,10 @@ class Latent(Section, alters="shape"):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector for each token."""
 
     key_rank: int | None = key(None, "channels of the latent vector; null: attention without latents", gt=0)
-    query_rank: int | None = key(None, "channels of a latent for queries; null: queries without one", gt=0, of=_LATENT)
-    rotary_size: int | None = key(None, "additional channels of a head, with rotary positions; null: half of head_size", gt=0, of=_LATENT)
+    query_rank: int | None = key(None, "channels of a latent vector for queries; null: queries are computed without one", gt=0, of=_LATENT)
+    rotary_size: int | None = key(
+        None, "extra channels of a head, which alone get rotary positions; null: half of head_size", gt=0, of=_LATENT
+    )
     value_size: int | None = key(None, "channels of a head's values; null: head_size", gt=0, of=_LATENT)
 
 
@@ -104,43 +108,51 @@ class LatentSizes:
 class Model(Section, alters="shape"):
     """The Transformer around the experts."""
 
-    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch, with data.objective")
-    vocab_size: int | None = key(None, "null: the number of the tokenizer's ids and of the objective's sentinels", gt=0)
-    num_layers: int = key(4, "with encoder_decoder: layers of encoder and decoder together", gt=0, le=10_000)
-    encoder_layers: int | None = key(None, "the first layers; null: half of them", gt=0, le=10_000, of="model.kind=encoder_decoder")
-    d_model: int = key(256, gt=0)
-    num_heads: int = key(4, gt=0, alters="function")
+    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch; with data.objective span_corruption")
+    vocab_size: int | None = key(None, "null: the tokenizer's number of ids, plus the sentinels of data.objective", gt=0)
+    num_layers: int = key(4, "number of Transformer blocks; encoder_decoder: of encoder and decoder together", gt=0, le=10_000)
+    encoder_layers: int | None = key(None, "blocks of the encoder; null: half of all", gt=0, le=10_000, of="model.kind=encoder_decoder")
+    d_model: int = key(256, "width: channels of a token between blocks", gt=0)
+    num_heads: int = key(4, "attention heads", gt=0, alters="function")
     num_kv_heads: int | None = key(None, "number of key-value heads (grouped-query attention); null: num_heads", gt=0)
-    head_size: int | None = key(None, "null: d_model / num_heads", gt=0)
-    d_ff: int = key(1024, gt=0)
+    head_size: int | None = key(None, "channels of an attention head; null: d_model / num_heads", gt=0)
+    d_ff: int = key(1024, "hidden width of the feed-forward networks", gt=0)
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = key("gelu", alters="function")
     swiglu: Swiglu = Swiglu()
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", alters="function")
-    norm_eps: float | None = key(None, "added to the mean square; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function")
+    norm_eps: float | None = key(None, "epsilon of norms; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function")
     qk_norm: Literal["none", "heads", "whole"] = key(
-        "none", "RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
+        "none", "RMSNorm of queries and of keys: heads: in each head (Qwen3); whole: over all heads' channels (OLMoE)"
     )
-    qkv_bias: bool = key(False, "a bias after the products for queries, keys and values (Qwen2)")
-    clip_qkv: float | None = key(None, "limit to which Q, K and V are clamped (OLMo, DBRX); null: none", ge=1e-3, alters="function")
-    out_bias: bool = key(False, "a bias after attention's last product (GPT-OSS)")
-    attention_sinks: bool = key(False, "one learned logit a head in attention's softmax, without a value (GPT-OSS)")
-    sliding_window: int | None = key(None, "tokens that a token attends to, with itself (Mistral); null: all", gt=0, alters="function")
+    qkv_bias: bool = key(False, "a bias in the projections to queries, keys and values (Qwen2)")
+    clip_qkv: float | None = key(
+        None, "queries, keys and values are clamped to +- this (OLMo, DBRX); null: not", ge=1e-3, alters="function"
+    )
+    out_bias: bool = key(False, "a bias in attention's output projection (GPT-OSS)")
+    attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
+    sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(None, "layers with the window; null: all", alters="function", of="model.sliding_window")
-    positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias, 32 buckets", alters="function")
+    positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()
     scales: Scales = Scales()
-    logit_cap: float | None = key(None, "c in c tanh(l / c) of the vocabulary's logits l; null: none", ge=1e-3, le=1e6, alters="function")
-    document_mask: bool = key(False, "attention sees only tokens of the same document, if a sequence packs several", alters="function")
-    document_separator: int | None = key(None, "token id before each document; null: 0", ge=0, alters="function", of="model.document_mask")
+    logit_cap: float | None = key(
+        None, "c in c tanh(l / c), applied to the vocabulary's logits l; null: none", ge=1e-3, le=1e6, alters="function"
+    )
+    document_mask: bool = key(False, "a token attends only to tokens of its document, if a sequence packs several", alters="function")
+    document_separator: int | None = key(
+        None, "token id that begins each document; null: 0", ge=0, alters="function", of="model.document_mask"
+    )
     max_length: int = key(256, "tokens in a sequence; encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training")
     moe_every: int = key(0, "every n-th layer of encoder and of decoder has experts (2: layers 1, 3, ...); 0: none", ge=0)
     moe_layers: tuple[int, ...] | None = key(None, "numbers of the layers with experts, instead of moe_every")
-    tied_embeddings: bool = True
+    tied_embeddings: bool = key(True, "the vocabulary projection uses the embedding's weights")
     ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
-    ahead_weight: float = key(0.3, "weight of its loss (DeepSeek-V3: 0.3, later 0.1)", ge=0, le=1e6, alters="training", of="model.ahead")
-    dropout: float = key(0.0, ge=0, lt=1, alters="training")
-    init_scale: float = key(1.0, "first values have variance init_scale / fan_in; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
+    ahead_weight: float = key(
+        0.3, "weight of the loss of multi-token prediction (DeepSeek-V3: 0.3, later 0.1)", ge=0, le=1e6, alters="training", of="model.ahead"
+    )
+    dropout: float = key(0.0, "dropout of the outputs of attention and feed-forward networks", ge=0, lt=1, alters="training")
+    init_scale: float = key(1.0, "initial weights have variance init_scale / fan_in; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
 
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layers is not None:
@@ -160,7 +172,7 @@ class Model(Section, alters="shape"):
 
     @property
     def logit_scale(self) -> float:
-        """Factor on attention's logits. Latent attention has another one."""
+        """Factor on attention's logits, except in latent attention, which computes its factor itself."""
         return self.scales.attention or float((self.head_size or self.d_model // self.num_heads) ** -0.5)
 
     @property
@@ -183,7 +195,7 @@ class Model(Section, alters="shape"):
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
     def half_of(self, layer: int) -> range:
-        """Return the layers of the half, encoder or decoder, that this layer belongs to. A decoder alone is one half."""
+        """Return all layers of the encoder or of the decoder, whichever contains `layer`."""
         begins = self.decoder_begins
         return range(begins) if layer < begins else range(begins, self.num_layers)
 

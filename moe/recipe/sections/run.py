@@ -43,7 +43,7 @@ class Run(Section):
 
     @property
     def has_dense_networks(self) -> bool:
-        """Whether a layer has a feed-forward network other than its experts: its own, a shared or a residual one."""
+        """Whether any layer has a feed-forward network other than routed experts: a dense layer's, a shared or a residual one."""
         return len(self.model.layers_with_experts()) < self.model.num_layers or bool(self.experts.shared or self.experts.residual)
 
     @property
@@ -84,24 +84,24 @@ class Run(Section):
 
     @property
     def carrier(self) -> EngineKind:
-        """The data-parallel engine that runs."""
+        """The data-parallel engine that the run uses, which may differ from the one that section `sharding` names."""
         return self.sharding.carrier(pp=self.degrees.pp, flat=self.is_flat)
 
     @property
     def engine_text(self) -> str:
-        """Name of the engine that the recipe asks for, and of the one that runs if it is another."""
+        """Name of the engine that the recipe names, followed by the engine that runs if that is another one."""
         named, runs = self.sharding.named.name, self.carrier.name
         return named if named == runs else f"{named}, carried out by {runs}"
 
     @property
     def is_flat(self) -> bool:
-        """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: no matrices, no master weights in 16 bits."""
+        """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: it needs no matrices, and master is fp32."""
         return not self.optimizer.of_matrices and self.precision.master == "fp32"
 
     @property
     def reshards(self) -> bool:
-        """Whether FSDP frees gathered weights after the forward pass; True for other engines. For ZeRO-1, and ZeRO-2 without stages, it
-        keeps them."""
+        """Whether FSDP frees gathered weights after the forward pass; True for other engines. FSDP keeps them if it carries out ZeRO-1, or
+        ZeRO-2 without pipeline stages."""
         keeps = "reshard" in self.carrier.keys and self.sharding.named.stage in ((1,) if self.degrees.pp > 1 else (1, 2))
         return self.sharding.reshard and not keeps
 

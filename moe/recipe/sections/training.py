@@ -20,16 +20,17 @@ class Source(Section):
 
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
-        "python_stdlib", "text, jsonl and chat need path; chat: only the assistant is predicted; given: from Python, train(run, data=...)"
+        "python_stdlib",
+        "text, jsonl, chat: files of data.path; chat: only the assistant's messages are predicted; given: by train(run, data=...)",
     )
-    path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
+    path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
-    text_key: str = key("text", "field of a JSONL line, or column of a table, with the text; of chats: with the messages")
+    text_key: str = key("text", "field of a JSONL line, or column of a table, that has the text; for chat: the messages")
     chat_template: str | None = key(None, "a Jinja file; null: the model's own chat template", of="data.source=chat")
-    packing: bool = key(False, "several chats share a sequence; attention sees only tokens of the same chat", of="data.source=chat")
+    packing: bool = key(False, "several chats share a sequence; a token attends only to tokens of its chat", of="data.source=chat")
     tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
-    vocab_size: int = key(4096, "above 256 with bpe", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
-    validation_share: float = key(0.05, "share of the files that is held out", gt=0, lt=1)
+    vocab_size: int = key(4096, "number of token ids; with bpe above 256", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
+    validation_share: float = key(0.05, "share of the data that is held out for validation", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
     )
@@ -48,10 +49,10 @@ class Data(Section, alters="training"):
 class Kfac(Section, alters="training", of="optimizer.kind=kfac"):
     """Settings of K-FAC: how its factors (covariances of inputs and of gradients) are estimated and damped."""
 
-    damping: float = key(0.3, "sqrt(damping) is added to the eigenvalues of each factor, whose mean is scaled to 1", gt=0, le=1e6)
+    damping: float = key(0.3, "each factor's eigenvalues are scaled to mean 1; then sqrt(damping) is added to them", gt=0, le=1e6)
     ema: float = key(0.5, "weight of the old factors in the moving average at a refresh", ge=0, lt=1)
     refresh_every: int = key(5, "steps between two updates of the factors and their inverses", gt=0)
-    delay: int = key(0, "steps until new inverses are used, so that they can be computed in pipeline bubbles", ge=0)
+    delay: int = key(0, "steps between a refresh and the use of its inverses, which can be computed in pipeline bubbles meanwhile", ge=0)
     experts: bool = key(True, "false: AdamW updates the experts' matrices")
 
 
@@ -59,7 +60,7 @@ class Muon(Section, alters="training", of="optimizer.kind=muon", gone={"nesterov
     """Settings of Muon, which updates matrices. AdamW updates the embedding, head, router, gates and norms."""
 
     momentum: float = key(0.95, ge=0, lt=1)
-    scale: Literal["rms", "spectral"] = key("rms", "factor on steps; rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
+    scale: Literal["rms", "spectral"] = key("rms", "factor on updates; rms: updates as large as AdamW's; spectral: sqrt(max(1, out / in))")
     lr_factor: float = key(1.0, "factor on optimizer.lr for matrices", gt=0, le=1e6)
 
 
@@ -69,7 +70,7 @@ _GONE_OF_ADAFACTOR = {"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-3
 class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=_GONE_OF_ADAFACTOR):
     """Settings of Adafactor."""
 
-    step: Literal["relative", "absolute"] = key("relative", "relative: the step is multiplied by the root mean square of the weights")
+    step: Literal["relative", "absolute"] = key("relative", "relative: the update is multiplied by the root mean square of the weights")
 
 
 class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
@@ -82,18 +83,20 @@ class Optimizer(Section, alters="training"):
     """The optimizer, its learning rate and its weight decay. No weight decay on norms, biases and the router."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
-        "adamw", "kfac: K-FAC's direction with AdamW's length; muon: orthogonalised steps of matrices; given: an object from Python"
+        "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalised updates of matrices; given: by train(run, optimizer=...)"
     )
-    lr: float = key(1e-3, gt=0, le=1e3)
-    beta1: float = key(0.9, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
-    beta2: float = key(0.95, ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    lr: float = key(1e-3, "highest learning rate, after the warm-up", gt=0, le=1e3)
+    beta1: float = key(0.9, "decay rate of the first moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
+    beta2: float = key(0.95, "decay rate of the second moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
     eps: float = key(1e-8, gt=0, le=1, off_without="optimizer.kind=adamw|kfac|muon")
     weight_decay: float = key(0.1, ge=0, le=1e3)
-    warmup_steps: int = key(50, ge=0)
+    warmup_steps: int = key(50, "first steps, in which the learning rate rises linearly", ge=0)
     schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
-    decay_share: float = key(0.2, "last share of the steps, in which the rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd")
-    min_lr_share: float = key(0.1, ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
-    clip_norm: float | None = key(1.0, ge=1e-8)
+    decay_share: float = key(
+        0.2, "share of the steps, at the end, in which the learning rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd"
+    )
+    min_lr_share: float = key(0.1, "last learning rate over lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
+    clip_norm: float | None = key(1.0, "gradients are scaled down to this norm if it is larger; null: no clipping", ge=1e-8)
     kfac: Kfac = Kfac()
     muon: Muon = Muon()
     adafactor: Adafactor = Adafactor()
@@ -106,7 +109,7 @@ class Optimizer(Section, alters="training"):
 
     @property
     def of_matrices(self) -> bool:
-        """Whether the optimizer steps matrices, or shards of them, and not flat ranges of elements."""
+        """Whether the optimizer needs each parameter, or its shard, as a matrix: it cannot step flat ranges of elements."""
         return self.kind in ("muon", "adafactor", "sgd") or self.is_own
 
 
@@ -114,9 +117,9 @@ class Lora(Section, alters="shape"):
     """LoRA adapters: two narrow matrices, which are trained, for each frozen one. Frozen weights come from another run (--init_from)."""
 
     rank: int = key(0, "rank of B A in W + (alpha / rank) B A, which replaces W; 0: no adapters, all weights are trained", ge=0, le=100_000)
-    alpha: float = key(16.0, gt=0, le=1e6, alters="function", of="lora.rank")
+    alpha: float = key(16.0, "numerator of the adapters' factor alpha / rank", gt=0, le=1e6, alters="function", of="lora.rank")
     targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = key(
-        ("attention",), "modules that get adapters; dense: all networks but experts, also shared and residual ones", of="lora.rank"
+        ("attention",), "modules that get adapters; dense: dense layers' networks, shared experts and residual networks", of="lora.rank"
     )
 
     @property
@@ -125,7 +128,7 @@ class Lora(Section, alters="shape"):
 
 
 class Train(Section, alters="cost"):
-    steps: int = key(300, gt=0, alters="training")
+    steps: int = key(300, "training steps of the run", gt=0, alters="training")
     epochs: float | None = key(None, "passes over the training data instead of train.steps", gt=0, le=1e6, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
     loss: Literal["cross_entropy"] | Plugin = key(
@@ -134,20 +137,24 @@ class Train(Section, alters="cost"):
     freeze: Annotated[tuple[str, ...], OneOrMore] = key(
         (), "weights that are not trained: embedding, head, attention, dense, experts, router, norms, layers.0-3", alters="training"
     )
-    eval_every: int = key(100, "steps; 0: only at the end", ge=0)
-    eval_sequences: int = key(64, gt=0)
-    save_every: int = key(100, "steps; 0: only at the end", ge=0)
-    keep: int = key(2, "newest checkpoints kept", gt=0)
-    save_mode: Literal["sync", "async"] = key("sync", "async: training continues while a copy of the state in host memory is written")
+    eval_every: int = key(100, "steps between evaluations; 0: only after the last step", ge=0)
+    eval_sequences: int = key(64, "held-out sequences in each evaluation", gt=0)
+    save_every: int = key(100, "steps between checkpoints; 0: only after the last step", ge=0)
+    keep: int = key(2, "number of newest checkpoints that are kept", gt=0)
+    save_mode: Literal["sync", "async"] = key("sync", "async: training continues while a checkpoint is written from a copy in host memory")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
     timeout_s: float | None = key(None, "seconds of waiting for other ranks before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400)
     seed: int = key(0, ge=0, alters="training")
     audit_every: int = key(0, "steps between audits for silent corruption: a step is computed twice, copies are compared; 0: never", ge=0)
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "two runs give the same bits; an operation that cannot do this raises an error")
-    on_nan: Literal["skip", "stop"] = key("skip", "reaction to a gradient that is not finite", alters="training")
-    max_skips: int = key(20, "skipped steps in a row before the run stops (dynamic loss scale: at its minimum)", gt=0, alters="training")
+    on_nan: Literal["skip", "stop"] = key(
+        "skip", "after a step with gradients that are not finite: skip it, or stop the run", alters="training"
+    )
+    max_skips: int = key(20, "skipped steps in a row after which the run stops, without a dynamic loss scale", gt=0, alters="training")
     sample_tokens: int = key(160, "number of tokens that the model generates as a sample after the last step; 0: none", ge=0, le=10_000)
-    measure_speed: bool = key(True, "after the last step, time plain matrix products, to report the run's FLOP/s as a share of theirs")
+    measure_speed: bool = key(True, "after the last step, time matrix products alone, to report the run's FLOP/s as a share of theirs")
     report: bool = key(True, "draw pictures and the HTML page after the last step; moe report can draw them later")
-    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key((), "also send metrics to these")
+    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key(
+        (), "services to which metrics are sent, in addition to the run's folder"
+    )

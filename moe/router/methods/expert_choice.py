@@ -38,7 +38,7 @@ class ExpertChoice(Method):
             raise BadInput("router.select", got="expert_choice", needed=needed, fix=Set("router.preset", "expert_choice"))
         for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
             if factor is None:
-                needed = "a number: it says how many tokens an expert takes"
+                needed = "a number: it sets the number of tokens that an expert takes"
                 raise BadInput(f"router.{key}", got="null with select expert_choice", needed=needed, fix=Set(f"router.{key}", 1.0))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:

@@ -39,7 +39,8 @@ class Hash(Method):
 
 
 def hashed(tokens_T: Tensor, k: int, *, num_experts: int, name: str, kernels: ModuleType) -> Tensor:
-    """Return the k experts [T, k] of each token's id in the layer called `name`, by the highest keyed random numbers."""
+    """Return the experts [T, k] of each token: the k experts with the highest random numbers, which depend on the token's id and on `name`,
+    the layer's name."""
     from parallel.numerics.random import key_of, uniform
 
     expert_TK: Tensor = kernels.top_k(uniform(key_of("hash", name), tokens_T.long(), num_experts), k)

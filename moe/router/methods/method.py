@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices, V token ids
 
-# What each rank of ep after the first adds to the rows of the busiest rank over the mean, of a router with a balance loss or selection
-# bias, and of others. Fitted to docs/benchmarks/busiest.json (`python -m tests.measured busiest`): 8 to 32 experts, ep 2, 4, 8.
+# Slope s of the planner's estimate (rows of the busiest rank of ep) / (mean rows of a rank) = 1 + s (ep - 1), for routers with a balance
+# loss or selection bias, and for all others. Fitted to docs/benchmarks/busiest.json (`python -m tests.measured busiest`): 8 to 32 experts,
+# ep 2, 4, 8.
 BALANCED, UNBALANCED = 0.1, 0.27
 
 
@@ -75,7 +76,7 @@ class Method:
     """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides some of them."""
 
     name: ClassVar[str]
-    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, unless moe/verify/cases.py does
+    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, if moe/verify/cases.py has none
     reads: ClassVar[Mapping[str, str]] = {}  # keys of `router` that no other method reads -> the reason
     tokens_choose: ClassVar[bool] = True  # False: experts choose tokens, so choices wait in no queue and none is dropped
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight
@@ -85,7 +86,7 @@ class Method:
     fuses: ClassVar[bool] = False  # True: the choices are the K highest preferred scores of the open groups, so a kernel can choose
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
-    excess: ClassVar[float | None] = None  # what each rank of ep adds to the busiest rank's rows / mean, if the method alone decides it
+    excess: ClassVar[float | None] = None  # result of load_excess, if it does not depend on the spec
     is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or does harm; None: it helps
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
@@ -104,17 +105,18 @@ class Method:
         return 0
 
     def load_excess(self, spec: RouterSpec) -> float:
-        """Return what each rank of ep after the first adds to the rows of the busiest rank over the mean, as planners assume."""
+        """Return the slope s of the planner's estimate (rows of the busiest rank of ep) / (mean rows of a rank) = 1 + s (ep - 1)."""
         if self.excess is not None:
             return self.excess
         return BALANCED if spec.asks_balance or spec.bias_rate else UNBALANCED
 
     def open_groups(self, spec: RouterSpec) -> tuple[int, int]:
-        """Return (groups of experts from which a token chooses at most, all groups); experts form equal groups in order."""
+        """Return (largest number of groups of experts from which a token chooses, number of all groups). Groups are equal and
+        consecutive."""
         return 1, 1
 
     def select(self, request: RoutingRequest) -> Tensor:
-        """Return the experts [T, K] int64, different ones for each token."""
+        """Return the K experts of each token, without repetition: int64 [T, K]."""
         raise NotImplementedError
 
     def choose(self, request: RoutingRequest) -> Chosen:

@@ -83,7 +83,7 @@ def one_by_one(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return experts [T, K] int64, whether each is the best one not yet chosen [T, K] bool, and the open experts of each choice [T, K, E].
     `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken (ties: the first). `given_TK`: experts
-    that are taken instead, and are open with any logit; -1: draw one.
+    that are taken instead, and count as open whatever their logit; -1: draw one.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Makes the next step of a run: data, gradients, update; or the next few steps, through a pipeline that is not drained between them."""
+"""Makes the next training step: data, gradients, update; or the next few steps, if the schedule does not drain the pipeline after each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from parallel.numerics.clip import GradientNorm
 
 
 def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make at least one step; return the results of each. asked: returns True once a signal has asked this process to stop."""
+    """Make one or more steps; return the results of each. asked: returns True once a signal has asked this process to stop."""
     return _stream(job, asked) if continuous(job.run) else [_step(job, asked)]
 
 
 class Made(NamedTuple):
-    """Results of one step: loss and numbers of the MoE layers, gradient norm, learning rate, loss scale. `peak_bytes()`: the largest of
-    the ranks' peaks of memory, before the update."""
+    """Results of one step. numbers: loss, and statistics of the MoE layers. rate: learning rate. scale: loss scale. `peak_bytes()`: maximum
+    over ranks of the peak of allocated bytes so far."""
 
     numbers: Numbers
     norm: GradientNorm
@@ -66,13 +66,14 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
 
 
 def _flag(job: Job, asked: Callable[[], bool]) -> Tensor:
-    """Return the number of ranks of the tp axis that are asked to stop. The other axes add theirs when the step's numbers are summed."""
+    """Return the number of ranks on the tp axis that a signal has asked to stop, float64 [1]. It is summed over the other axes together
+    with the step's numbers."""
     tp = job.mesh.axis("tp", label="who is asked to stop")
     return sum_over(on_device(torch.tensor([float(asked())], dtype=torch.float64), job.world.device), tp)
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make the steps until the pipeline next drains: for an evaluation, a save, a multiple of `drain_every`, or the end of training."""
+    """Make all steps until the pipeline is next drained: for an evaluation, a save, a multiple of `drain_every`, or the end of training."""
     run, counters, schedules = job.run, job.counters, job.training.schedules
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)

@@ -24,7 +24,7 @@ from parallel.watch import watchdog
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write the summary and return it; if no step was left to make, return the stored one. Collective."""
+    """Write the run's summary and return it; if all steps had been made earlier, return the stored summary. Collective."""
     run, world, figures, progress = job.run, job.mesh.axis("world"), job.figures, job.progress
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
@@ -32,7 +32,7 @@ def finish(job: Job) -> dict[str, Any]:
             progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to continue, or start over with --fresh")
         progress.close(before)
         return before
-    if not figures.evaluated:  # the run ended after its last step, before its summary was written
+    if not figures.evaluated:  # an earlier process made the last step, but ended before it wrote the summary
         evaluate(job, record=not was_evaluated(job))
     watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
@@ -92,8 +92,8 @@ def finish(job: Job) -> dict[str, Any]:
 
 
 def _totals(job: Job) -> list[float]:
-    """Return totals of the run, read from metrics.jsonl by rank 0: tokens, seconds, dropped share in all steps and in the last tenth,
-    resumes, restarts, number and seconds of repeated steps. Collective."""
+    """Return totals of the run, which rank 0 reads from metrics.jsonl: tokens, seconds, share of dropped choices in all steps and in the
+    last tenth, then the values of NOTHING's keys (resumes, restarts, repeated steps and their seconds). Collective."""
     totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
         found = read(job.out)

@@ -74,7 +74,8 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """Raise BadInput on all ranks if this step was skipped and later steps would be too. norm: the step's. Collective if it was skipped."""
+    """Raise BadInput on all ranks if this step was skipped and later steps are likely to be skipped too. norm: gradient norm of this step.
+    Collective if the step was skipped."""
     run, c = job.run, job.counters
     if norm.finite:
         return
@@ -84,7 +85,7 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
     scale = job.training.scale
     scaled = scale.growth_interval > 0
     if continuous(run):
-        got = f"that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same"
+        got = f"that are not finite, with {run.pipeline.schedule}, whose stages have already updated their weights"
         other = Set("pipeline.schedule", ADVISED, said=f"{ADVISED}, which skips such steps")
         fix = "lower optimizer.lr" | other | "resume from an earlier checkpoint"
     elif scaled and scale.at_floor:
@@ -112,7 +113,7 @@ def _refuse_bad_weights(job: Job) -> None:
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
-        needed="finite weights: no further step can mend them, and nothing of them is saved",
+        needed="finite weights: later steps cannot repair them, so they are not saved",
         fix=f"start it again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
 
@@ -123,7 +124,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # names the evaluation if memory runs out: its sequences are all loaded together
+    with during(EVALUATION):  # for an out-of-memory error: all sequences are loaded together
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss}
@@ -138,8 +139,8 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
 
 
 def was_evaluated(job: Job) -> bool:
-    """Return whether metrics.jsonl, read by rank 0, has an evaluation of this step: the run may have ended between save and evaluation.
-    Collective."""
+    """Return whether metrics.jsonl has an evaluation of this step. It has none if the run ended between save and evaluation. Rank 0 reads
+    the file. Collective."""
     lines = read(job.out) if job.world.rank == 0 else ()
     found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
     return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())

@@ -1,12 +1,11 @@
-"""One training step, the same for every engine, layout and precision; `moe verify` runs exactly this.
+"""One training step, the same code for every engine, layout and precision; `moe verify` runs this code too.
 
     each micro-batch   forward, loss * (its share of the global batch) * loss scale, backward: gradients add up
     then               global gradient norm; if finite: unscale, clip, update; if not: drop the gradients and count a skipped step
     after an update    each router's selection bias changes by the step's load
 
-The loss is the mean over the predicted tokens of the *global* batch, for any sharding; a loss of the recipe's own is the mean over its
-sequences, and auxiliary losses are means over its routed tokens.
-Padding is neither predicted nor routed.
+For any sharding, the loss is the mean over the predicted tokens of the *global* batch (a user's own loss: over its sequences), and
+auxiliary losses are means over its routed tokens. Padding is neither predicted nor routed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from parallel.numerics.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.numerics.precision import LossScale
 from parallel.watch import watchdog
 
-# N sequences held by this rank, B of a micro-batch, L tokens of each, E experts
+# N sequences of this rank, B sequences of a micro-batch, L tokens of a sequence, E experts
 
 
 def accumulate(
@@ -45,9 +44,9 @@ def accumulate(
     loss_scale: float = 1.0,
     flag: Tensor | None = None,
 ) -> Numbers:
-    """Run forward and backward of one step; the engine then holds summed gradients. Return the step's numbers over all ranks. Collective.
-    sequences_NL: token ids of this rank, int64, of shape `shard.shape`; all stages of a pipeline get the same. PADDING may only be at the
-    end of a sequence. flag: summed over ranks in the result."""
+    """Run forward and backward passes of one step. The engine then has the gradients, summed over ranks. Return the step's numbers, summed
+    over all ranks. Collective. sequences_NL: this rank's token ids, int64, of shape `shard.shape`, equal on all pipeline stages; PADDING
+    may only be at the end of a sequence. flag: float64 [1], whose sum over ranks is `Numbers.flags`."""
     tokens = count_tokens(sequences_NL, shard)
     losses = num_losses(executor.model, tokens, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
@@ -82,7 +81,7 @@ def finish(
 
 @torch.no_grad()
 def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
-    """Update every router's selection bias. load: layer -> choices of each expert before dropping, [E], of all ranks."""
+    """Update every router's selection bias. load: layer -> number of choices of each expert before dropping, over all ranks, [E]."""
     for layer in moe_layers(model):
         bias_E, rate = layer.router.bias_E, layer.router.spec.bias_rate
         if bias_E is not None and rate is not None:
@@ -91,8 +90,8 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss of all ranks' sequences, in nats a token without train.loss, with evaluation capacity. at_once: sequences in a
-    micro-batch."""
+    """Return the mean loss over all ranks' sequences, with router.eval_capacity_factor: in nats a token, or a user's own loss. at_once:
+    sequences in a micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

@@ -1,7 +1,7 @@
 """Several steps without draining the pipeline between them (PipeDream, 2BW): a stage updates as soon as it has its own gradients.
 
     rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      F, B: forward and backward pass of a batch; U: update
-    rank 3            F0 B0 U F1 B1 U ...      a gradient belongs to weights older than the ones it updates, by the schedule's delay
+    rank 3            F0 B0 U F1 B1 U ...      a gradient was computed with older weights than the ones it updates (delayed gradients)
 
 No update waits for the gradient norm of the whole model, so nothing is clipped and no step is skipped.
 """
@@ -41,8 +41,8 @@ def stream(
     flag: Tensor | None = None,
 ) -> list[tuple[Numbers, GradientNorm]]:
     """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
-    token ids, int64, of shape `shard.shape`. schedule: for all batches together. step: number of the first step. rate(n): learning rate for
-    batches[n]. flag: summed over ranks in each step's numbers."""
+    token ids, each int64 of shape `shard.shape`. schedule: covers all batches together. step: number of the first step. rate(n): learning
+    rate for batches[n]. flag: float64 [1], whose sum over ranks is `Numbers.flags` of each step."""
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []

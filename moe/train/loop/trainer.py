@@ -42,7 +42,7 @@ from parallel.watch.outcome import of_all
 
 
 class Stopped(Exception):
-    """Raised once a signal has ended the run and its checkpoint is saved."""
+    """Raised after a signal has stopped the run and a checkpoint is saved."""
 
 
 def train(
@@ -70,13 +70,13 @@ def train(
     Call it in one process, or on every rank that a launcher started. origins: recipe key -> source of its value. fresh: rename earlier
     checkpoints instead of resuming. from_step: resume from this step's checkpoint, and rename later ones. allow_changes: recipe keys that
     may change what a resumed model computes. cluster: cluster file for the prediction of memory and time (default: this machine's). force:
-    start even if memory is predicted not to suffice. init_from: another run, or its checkpoint, whose weights and tokenizer this run begins
-    with. restart: set by a launcher that restarted the run. profile: record time by region for a few steps.
+    start even if memory is predicted not to suffice. init_from: another run's folder or checkpoint; this run begins with its weights and
+    tokenizer. restart: set by a launcher that restarted the run. profile: record the time of each region of the code for a few steps.
 
-    From a user's program, the same on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
+    A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
-    Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended if a callback raised.
+    Raises BadInput before anything is written, Stopped if a signal ended the run and its state is saved, and Ended if a callback raised.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
@@ -84,7 +84,7 @@ def train(
     asked, run = run, check_run(run, world.size)
     check_installed(run)
     process.start(world, timeout_s=run.train.timeout_s)
-    if run.train.trackers:  # rank 0 alone imports and needs them
+    if run.train.trackers:  # only rank 0 uses trackers, so only rank 0 needs the packages
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
@@ -125,7 +125,7 @@ def _train(run: Run, arguments: RunArguments, predicted: Prediction | None, prof
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters, began, recording = job.run, job.counters, job.counters.step, job.figures.recording
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
-    unsaved = False  # True if a save is due but was put off because steps are skipped
+    unsaved = False  # True if a save was due but is postponed, because the last steps were skipped
     job.tell("on_train_begin", {})
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
         job.tell("on_evaluate", evaluate(job))
@@ -144,7 +144,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         _announce_saves(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         unsaved = unsaved or due(run.train.save_every)
-        # no save while steps are skipped: the weights may be damaged, and a save would remove an older, good checkpoint
+        # no save after a skipped step: the weights may be damaged, and a save would remove an older, good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
             _save(job, wait=last or bool(flags))  # before the evaluation, so that its failure cannot lose these steps
             unsaved = False
@@ -159,7 +159,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
 
 
 def _end_early(job: Job) -> None:
-    """End a run that a callback stopped: save and evaluate, unless that was done at this step."""
+    """End a run that a callback stopped: save and evaluate, unless both were already done at this step."""
     step = job.counters.step
     if job.saves.begun != step:
         _save(job, wait=True)
@@ -190,7 +190,7 @@ def _save(job: Job, *, wait: bool) -> None:
 
 
 def _announce_saves(job: Job) -> None:
-    """Write the event "saved" once rank 0 finds a checkpoint complete; call on_save once all ranks know that. Collective."""
+    """Write the event "saved" if rank 0 finds a new checkpoint complete; call on_save if all ranks know of a new one. Collective."""
     saves = job.saves
 
     def line(step: int) -> dict[str, Any]:

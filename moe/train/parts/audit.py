@@ -2,11 +2,12 @@
 
     before the step     copies of weights and optimizer states must have equal hashes; a differing copy is replaced
     first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
-    second pass         hashes must equal the first pass's on every rank, and weights and states must not have changed
+    second pass         forward and backward again: hashes must equal the first pass's on every rank; weights and states are unchanged
     after the update    copies are compared again; also before every save, so that no checkpoint holds a corrupt copy
 
-Random numbers depend only on seed, step, layer and token, so both passes compute the same. If they differ, passes are repeated until two
-agree; the step uses their gradients. If no intact copy is known, all ranks end with a line that names the checkpoint to resume from.
+Random numbers depend only on seed, step, layer and token, so both passes should compute the same bits. If their hashes differ, passes are
+repeated until two agree, and the step uses these gradients. If a tensor has no intact copy, all ranks end with a line that names the
+checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from parallel.store.checkpoint import numbered
 from parallel.watch import watchdog
 from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, lines_of_all, mend
 
-ATTEMPTS = 6  # a step's forward and backward are computed at most this number of times
-MOST_NAMED = 3  # at most this number of differing tensors or layers are named in a line
+ATTEMPTS = 6  # largest number of passes (forward and backward) of one step
+MOST_NAMED = 3  # largest number of differing tensors or layers that a message names
 
 
 class Auditor:
-    """Audits of one rank. every: steps between audits, or 0. record: writes a line of metrics.jsonl. note: prints a line. folder: of the
-    run's checkpoints."""
+    """Audits of one rank. every: steps between audits; 0: no audits. record: writes a line of metrics.jsonl. note: prints a line. folder:
+    the run's folder of checkpoints."""
 
     def __init__(
         self, engine: Engine, mesh: Mesh, *, every: int, record: Callable[[dict[str, Any]], None], note: Callable[[str], None], folder: Path
@@ -53,8 +54,8 @@ class Auditor:
         return self.every > 0 and step % self.every == 0
 
     def passes(self, compute: Callable[[], Numbers], *, step: int) -> Numbers:
-        """Call `compute`, which runs forward and backward of the step, until two calls agree. Return the numbers of the last call; the
-        engine holds its gradients. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
+        """Call `compute`, which runs forward and backward passes of the step, until two calls give the same bits. Return the last call's
+        numbers; the engine has its gradients. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
         held, before = self.compare_copies(step, "before the step")
         seen: list[tuple[Tensor, dict[str, int]]] = []
         reasons: list[str] = []
@@ -67,31 +68,33 @@ class Auditor:
             if attempt:
                 changed = by_change(held, before, fingerprints(held), self.mesh)
                 if self._settle(changed, step, "during the step"):
-                    seen.clear()  # these passes read corrupt tensors, so later ones are not compared with them
+                    seen.clear()  # earlier passes read corrupt tensors, so later passes are not compared with them
                 elif reasons := self._unlike(grads, mine, heard, seen):
-                    self._tell(step, "computed otherwise the second time", reasons, "the passes are made again")
+                    self._tell(step, "another result in the second pass", reasons, "the passes are repeated")
                 else:
                     return numbers
             seen.append((mine, heard))
             self.engine.drop_gradients()
         named = _few(reasons) or "weights"
-        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", prints=self.world.index == 0)
+        line = f"step {step}: no two of {ATTEMPTS} passes give the same result ({named}); {self._otherwise()}"
+        raise Ended(line, prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
-        """Make all copies of tensors equal; return this rank's tensors and their hashes. `when` is for messages. Collective. Raises Ended
-        on all ranks if a copy cannot be repaired."""
+        """Make all ranks' copies of each tensor equal. Return this rank's tensors and their hashes. when: words for messages. Collective.
+        Raises Ended on all ranks if a copy cannot be repaired."""
         held = self._held()
         prints = fingerprints(held)
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            if left := self._on_all(by_majority(held, prints, self.mesh)):  # pipeline stages hold different copies, or the fault recurs
+            # not empty if pipeline stages have replaced a tensor by different copies, or if the fault recurs
+            if left := self._on_all(by_majority(held, prints, self.mesh)):
                 self._end(step, when, left)
         self.step = step
         return held, prints
 
     def before_save(self, step: int) -> None:
-        """Compare copies before a save, unless this step has compared them already. Collective."""
+        """Compare copies before a save, unless they were already compared after this step. Collective."""
         if self.every and self.step != step:
             self.compare_copies(step, "before saving")
 
@@ -109,12 +112,12 @@ class Auditor:
         ]
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
-        """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found one. Raises Ended on all ranks
-        for a tensor without an intact copy; with looks_again, only if no other stage repairs it either. Collective."""
+        """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found a corrupt tensor. Raises Ended
+        on all ranks for a tensor without an intact copy; with looks_again, only if no other pipeline stage repairs it. Collective."""
         said = self._on_all(found)
         if not said:
             return False
-        again = self.engine.copy_again()  # True if there are master weights, from which the model's weights were copied anew
+        again = self.engine.copy_again()  # True if the engine has master weights, from which it has copied the model's weights again
         mended = self._on_all([one.held for one in found if one.source is not None]) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         if beyond := self._on_all([one for one in lost if str(one.held) not in mended]):
@@ -127,9 +130,9 @@ class Auditor:
         return True
 
     def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
-        """Return names of layers or gradients that differ from the previous pass on any rank; [] if this pass agrees with an earlier pass
-        and copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. heard: hashes by layer,
-        from `listening`. seen: (mine, heard) of each earlier pass."""
+        """Return names of layers or gradients that differ from the previous pass on any rank. Return [] if this pass agrees with an earlier
+        pass and the ranks' copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. heard:
+        hashes by layer, from `listening`. seen: (mine, heard) of each earlier pass."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):
@@ -165,8 +168,8 @@ def _few(found: Sequence[str]) -> str:
 
 @contextmanager
 def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Yield a dict, filled when the context exits: "the forward pass of layers.3" -> hash of the layer's outputs; "the backward pass behind
-    layers.3" -> hash of these outputs' gradients. Hashes are summed over micro-batches; keys are in order of computation."""
+    """Yield a dict that is filled when the context exits. "the forward pass of layers.3" -> hash of the layer's outputs; "the backward pass
+    behind layers.3" -> hash of the gradients of these outputs. Hashes are summed over micro-batches; keys are in order of computation."""
     noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def after(layer: int, module: Any, args: Any, output: Any) -> None:

@@ -1,9 +1,9 @@
 """Sums each MoE layer's router statistics over the whole step: a balance loss over the global batch needs them in every forward pass.
 
     one micro-batch a rank     each layer all-reduces its statistics over the data ranks in its forward pass
-    several micro-batches      forward passes of all of them without gradient, one all-reduce; the passes with gradient get the sums
+    several micro-batches      first, forward passes of all micro-batches without gradient and one all-reduce; then the usual passes
 
-Passes with and without gradient route tokens alike: noise is a function of (seed, step, layer, token), and weights are the same.
+Passes with and without gradient route tokens equally: noise is a function of (seed, step, layer, token), and weights are the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moe.train.parts.passes import Pass
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 
-Sums = Callable[[int, Tensor], Tensor]  # (layer, sums of one forward pass) -> that layer's sums over all passes of all ranks
+Sums = Callable[[int, Tensor], Tensor]  # (layer, its sums in this forward pass) -> its sums over all micro-batches of all ranks
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes. Their contexts give each layer the sums over the whole step, if the balance loss is over the global batch and
-    has a weight (otherwise it is only reported, as a mean over micro-batches). Collective."""
+    """Return the passes. If a balancing loss over the global batch has a weight above 0, their contexts give each layer the sums over the
+    step; otherwise the loss is only reported, as a mean over micro-batches, and the passes are unchanged. Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)
@@ -38,7 +38,7 @@ def _summed_when_asked(axes: Sequence[Axis]) -> Sums:
     known: dict[int, Tensor] = {}
 
     def sums(layer: int, mine: Tensor) -> Tensor:
-        if layer not in known:  # recomputation gets the stored sums: ranks may be at different layers then, and an all-reduce would hang
+        if layer not in known:  # recomputation gets the stored sums: ranks may recompute in different orders, so an all-reduce could hang
             known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
         return known[layer]
 

@@ -1,14 +1,14 @@
-"""Callbacks: a user's own code after a step, an evaluation or a save, from Python.
+"""Callbacks: a user's Python functions that are called after a step, an evaluation or a save.
 
     class Best(Callback):
         def on_evaluate(self, now):
             if now.record["validation_loss"] < 1.5:
-                now.stop("good enough")                     saves and evaluates, and ends the run
+                now.stop("good enough")                     saves, evaluates and ends the run
 
     train(run, callbacks=[Best()])                          the same callbacks in the same order on every rank
 
-Every rank calls them, so a callback may use the model's shards or a collective. For an action by one rank alone, test `now.rank == 0`.
-An exception on one rank ends the run on all; if one rank asks to stop, all stop after this step.
+Every rank calls them, so a callback may use the model's shards or a collective. For an action on one rank alone, test `now.rank == 0`.
+An exception on one rank ends the run on all ranks; if one rank calls `now.stop`, all ranks stop after this step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """Progress of a run for a callback. step: number of steps made, of `steps`. record: see `Callback`. model: this rank's shard or copy;
-    a change of its parameters on one rank alone makes copies differ. asked: reasons given to `stop`."""
+    """State of a run, as a callback sees it. step: number of steps made, out of `steps`. record: see `Callback`. model: this rank's shard
+    or copy of the model; if only one rank changes its parameters, copies differ. asked: reasons given to `stop`."""
 
     run: Run
     step: int
@@ -50,45 +50,45 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run on all ranks after this step, or before the first step. It is saved and evaluated; `train` returns its summary."""
+        """End the run on all ranks after this step (in on_train_begin: before the first). It is saved and evaluated as usual."""
         self.asked.append(reason)
 
 
 class Callback:
-    """Base class of callbacks: override the methods you need. Every rank calls each of them, with the run's progress."""
+    """Base class of callbacks: override the methods you need. Every rank calls each method, with the run's state."""
 
     def on_train_begin(self, now: Now) -> None:
-        """Called before the first step of this process, also if the run is resumed. now.record: empty."""
+        """Called before the first step of this process, also in a resumed run. now.record: empty."""
 
     def on_step_end(self, now: Now) -> None:
-        """Called after each step, also a skipped one. now.record: its line of metrics.jsonl: loss, lr, skipped, ..., moe (MoE layers)."""
+        """Called after each step, also a skipped one. now.record: the step's line of metrics.jsonl: loss, lr, skipped, ..., moe (by
+        layer)."""
 
     def on_evaluate(self, now: Now) -> None:
-        """Called after each evaluation on held-out text. now.record: its line of metrics.jsonl: validation_loss, bits_per_byte."""
+        """Called after each evaluation on held-out text. now.record: its line of metrics.jsonl, with validation_loss and bits_per_byte."""
 
     def on_save(self, now: Now) -> None:
-        """Called when a checkpoint is complete on disk; with train.save_mode async, possibly only at the next save or the run's end.
-        now.record: its line of metrics.jsonl, with step and path."""
+        """Called after a checkpoint is complete on disk; with train.save_mode async, this may be as late as the next save or the run's end.
+        now.record: the save's line of metrics.jsonl, with step and path."""
 
     def on_train_end(self, now: Now) -> None:
-        """Called at the end of the run, also if a callback has stopped it; not after a signal. now.record:
-        the contents of summary.json."""
+        """Called at the end of the run, also if a callback has stopped it, but not after a signal. now.record: contents of summary.json."""
 
 
 class Callbacks:
-    """All callbacks of a run, called on every rank at the same time. stopped: the reason, once a callback has stopped the run. Raises
-    BadInput if ranks have different callbacks."""
+    """All callbacks of a run, which every rank calls at the same time. stopped: the reason, once a callback has stopped the run; else None.
+    Raises BadInput if ranks have different callbacks."""
 
     def __init__(self, each: Sequence[Callback], world: Axis) -> None:
         self.each, self.world = tuple(each), world
         self.stopped: str | None = None
         names = float(zlib.crc32(" ".join(f"{type(one).__qualname__} {_overridden(one)}" for one in self.each).encode()))
         if largest(names, world) != -largest(-names, world):
-            needed = "the same on every rank: ranks wait for one another after each"
+            needed = "the same callbacks on every rank: ranks wait for one another after each"
             raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 in a callback")
 
     def call(self, event: str, now: Now) -> None:
-        """Call the method `event` of each callback that overrides it. Raises Ended on every rank if a call raised on any. Collective."""
+        """Call the method `event` of each callback that overrides it. Raises Ended on every rank if it raised on any rank. Collective."""
         for callback in self.each:
             if event not in _overridden(callback):
                 continue
@@ -96,7 +96,7 @@ class Callbacks:
             watchdog.enter(name, patience=watchdog.FIRST)
             training = now.model.training
             failure = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
-            if now.model.training != training:  # restores the mode, which a callback that generates or evaluates may have changed
+            if now.model.training != training:  # a callback that generates text may have changed the mode
                 now.model.train(training)
             if isinstance(failure, Failure):
                 raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
@@ -109,12 +109,12 @@ class Callbacks:
 
 
 def _overridden(callback: Callback) -> list[str]:
-    """Return the events for which the callback's class, or the object itself, has a method of its own."""
+    """Return the events whose method the callback's class, or the object itself, overrides."""
     return [event for event in EVENTS if getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)]
 
 
 def check(each: object) -> None:
-    """Raise BadInput unless `each` is a list of Callback objects, and each of their methods on_... is the name of an event."""
+    """Raise BadInput unless `each` is a list of Callback objects, and the name of each of their methods on_... is in EVENTS."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
         raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")

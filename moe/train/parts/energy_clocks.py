@@ -1,7 +1,7 @@
-"""Sets GPU clocks by an energy plan (`pipeline.energy_plan`), if this machine permits it; otherwise a note says so.
+"""Sets GPU clocks as an energy plan says (`pipeline.energy_plan`), if NVML permits it on all ranks; otherwise prints the reason.
 
-Before each action of the pipeline, a rank sets its own GPU's clock to the plan's. After the last step, a signal or an error, all clocks are
-unlocked. All ranks follow the plan, or none: with some, time and energy would match neither the plan nor full clocks.
+Before each action of the pipeline, a rank sets its GPU to the clock that the plan has for this action. After the last step, a signal or an
+error, all clocks are unlocked. If one rank cannot set its clock, no rank follows the plan: the time would match no prediction.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        def settle() -> None:  # waits for this stream's kernels: waiting for all streams could hang, as receives may need later actions
+        def settle() -> None:  # waits for one stream alone: in another, a receive may wait for a later action
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 
@@ -62,13 +62,13 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
         finally:
             try:
                 gpus.release()
-            except gpus.nvml.NVMLError as error:  # raised, it would end a finished run, or hide another error
+            except gpus.nvml.NVMLError as error:  # not raised, because it would fail a finished run, or hide another error
                 gpus.locked = [0.0] * len(gpus.locked)
-                lost(f"its clock could not be given back ({error}): nvidia-smi --reset-gpu-clocks")
+                lost(f"its clock could not be unlocked ({error}): nvidia-smi --reset-gpu-clocks")
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the GPU's name for NVML, which does not depend on CUDA_VISIBLE_DEVICES. Raises NoControl for a CPU."""
+    """Return the GPU's UUID, by which NVML finds it whatever CUDA_VISIBLE_DEVICES is. Raises NoControl for a CPU."""
     if device.type != "cuda":
         raise NoControl("this rank computes on a CPU, and plans are for GPUs")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -1,10 +1,10 @@
 """Runs a batch's forward and backward passes, on a whole model (`Single`) or over pipeline stages (`Pipelined`), with the same calls.
 
-    executor.run(passes, each)        forward and backward of a batch; then the engine holds summed gradients
-    executor.forward(passes, each)    forward alone, without gradient
+    executor.run(passes, each)        forward and backward passes of a batch; then the engine has the gradients, summed over ranks
+    executor.forward(passes, each)    forward passes alone, without gradient
 
 passes: this rank's micro-batches. `each(number of the micro-batch, Output)` is called after every forward pass on this rank; on the last
-stage it returns the scalar from which the backward pass starts. A stage's forward pass reads tokens, or the output of the stage before.
+stage it returns the loss, from which the backward pass starts. A stage's forward pass reads tokens, or the previous stage's output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch'
 
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """Start the recipe's data-parallel engine for this rank's model; return its executor. rule: a user's own optimizer. Collective."""
+    """Start the recipe's data-parallel engine for this rank's model; return an executor of it. rule: a user's optimizer. Collective."""
     model.own_loss = OwnLoss(run.train.loss) if is_plugin(run.train.loss) else None
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
@@ -53,7 +53,7 @@ def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mes
 
 
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
-    """Return an executor of this rank's pipeline stages. watchers: called for every action of the pipeline in training. Collective."""
+    """Return an executor of this rank's pipeline stages. watchers: called at every action of the pipeline in training. Collective."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
     sums = stages.overlapped_sums(run, engine, runtime)
     return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
@@ -69,14 +69,14 @@ def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
 
 
 class Single:
-    """Executor of a model without pipeline stages. pp_axis: an axis with one rank."""
+    """Executor of a model without pipeline stages. pp_axis: an axis of one rank."""
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
         self.engine, self.model, self.pp_axis = engine, engine.module, Axis("pp")
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
+        """Run forward and backward passes of one batch. Afterwards the engine has gradients, summed over ranks. Collective."""
         for number, p in enumerate(passes):
             last = number == len(passes) - 1
             watchdog.enter("the forward pass")
@@ -87,14 +87,14 @@ class Single:
 
     @torch.no_grad()
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward without gradient, in training or evaluation mode as `model.training` says. Collective."""
+        """Run forward passes without gradient, in the model's present mode (training or evaluation). Collective."""
         for number, p in enumerate(passes):
             each(number, self.model(p.inputs_BL, p.context, p.targets_BL))
 
 
 class Pipelined:
-    """Executor of a rank's stages. watchers: called for every action (F, B, U of a stage and micro-batch) in training. sums: a watcher that
-    starts the all-reduce of a stage's gradients after its last backward pass; not used in `stream`."""
+    """Executor of a rank's stages. watchers: called at every action (forward, backward or update of a stage) in training. sums: a watcher
+    that starts the all-reduce of a stage's gradients after the stage's last backward pass; not used in `stream`."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
@@ -105,7 +105,8 @@ class Pipelined:
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward of one batch through the pipeline; the engine then holds summed gradients. Collective."""
+        """Run forward and backward passes of one batch through the pipeline. Then the engine has gradients, summed over ranks.
+        Collective."""
         self.runtime.run(_Stages(self, passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
@@ -113,11 +114,11 @@ class Pipelined:
         self, passes: Sequence[Pass], each: Each, *, schedule: Schedule, versions: dict[int, Versions], update: Callable[[int, int], None]
     ) -> None:
         """Run several batches without draining the pipeline between them. versions: stage -> versions of its weights. update(stage,
-        version): called when the schedule updates a stage; changes its weights to that version."""
+        version): called when the schedule updates a stage; changes the stage's weights to that version. Collective."""
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward through the pipeline without gradient. Collective."""
+        """Run forward passes through the pipeline, without gradient. Collective."""
         self.runtime.forward(_Stages(self, passes, each, self.model), len(passes))
 
     @contextmanager
@@ -136,7 +137,7 @@ class Pipelined:
 
 class _Stages:
     """Actions of this rank's stages, called by parallel/pipeline/runtime.py. compute: runs a stage's forward pass. versions, update: as in
-    `Pipelined.stream`; without them, the caller makes the optimizer's step after all backward passes."""
+    `Pipelined.stream`; if they are left out, the caller makes the optimizer's step after all backward passes."""
 
     def __init__(
         self,
@@ -178,8 +179,8 @@ Executor = Single | Pipelined
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """Return a function that maps whole sequences of tokens, [B, shard.length], to all logits on every rank, for any sharding of model and
-    sequences. Its calls are collective."""
+    """Return a function of token ids [B, shard.length] that returns an Output with the logits of all tokens on every rank, for any sharding
+    of model and sequences. Its calls are collective."""
     model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
@@ -191,6 +192,6 @@ def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Outpu
 
         mine_BL = tokens_BL[:, places]
         executor.forward([Pass(mine_BL, None, Context.of(mine_BL, positions=places, length=shard.length), 1.0)], each)
-        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # zeros on other sequence shards and stages
+        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # `found` is 0 for tokens of other ranks
 
     return run

@@ -1,11 +1,12 @@
-"""The learning rate of an update (skipped steps are none): a linear rise over warmup_steps, then lr times a share by optimizer.schedule.
+"""The learning rate of an update (a step that was not skipped): it rises linearly over warmup_steps, then is optimizer.lr times a share.
+The schedule (optimizer.schedule) gives the share:
 
 constant       1
-cosine         half a cosine down to min_lr_share                    (arXiv 1608.03983)
-linear         straight down to min_lr_share
-wsd            1, then linear down over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
+cosine         falls to min_lr_share along half a cosine                            (arXiv 1608.03983)
+linear         falls linearly to min_lr_share
+wsd            1, then falls linearly over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
 inverse_sqrt   sqrt(warmup_steps / update), independent of the length of the run  (arXiv 1706.03762, section 5.3; T5, Switch)
-module:name    a user's own function (update after the warm-up, number of such updates) -> share, 0 or more
+module:name    a user's function (index of the update after the warm-up, number of such updates) -> share, 0 or more
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """Return the share of lr by a user's own function, `module:name`. Raises BadInput unless it returns a finite number of at least 0."""
+    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput unless it is finite and at least 0."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)
@@ -28,19 +29,19 @@ def own_share(name: str, update: int, total: int) -> float:
         raise BadInput("optimizer.schedule", got=got, needed=needed, fix="mend it") from error
     if not isinstance(share, int | float) or not 0 <= share < math.inf:
         needed = f"the share of optimizer.lr at update {update} of {total}, a number from 0"
-        raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return one")
+        raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return such a number")
     return float(share)
 
 
 def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
-    """Return the learning rate of update number `update`, from 0, of `total`."""
+    """Return the learning rate of update number `update`, counted from 0, out of `total` updates."""
     warm, low = settings.warmup_steps, settings.min_lr_share
     if update < warm:
         return settings.lr * (update + 1) / warm
     if is_plugin(settings.schedule):
         return settings.lr * own_share(settings.schedule, update - warm, max(1, total - warm))
     done = min(1.0, (update - warm) / max(1, total - warm))
-    decay = max(warm, total * (1 - settings.decay_share))  # wsd's first falling update
+    decay = max(warm, total * (1 - settings.decay_share))  # wsd: update at which the rate begins to fall
     shares = {
         "constant": 1.0,
         "cosine": low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)),

@@ -14,13 +14,13 @@ from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-_MEANS = 7  # a layer's numbers are sent as one row: kept, dropped and five means (losses, entropy), then choices of each expert
+_MEANS = 7  # a layer's numbers are packed as kept, dropped and five means (losses, entropy): 7; then the choices of each expert
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """Results of one MoE layer in a step, over all ranks. choices: tokens that chose each expert, before dropping. kept, dropped:
-    numbers of (token, choice) pairs. Losses and entropy are means over tokens without padding."""
+    """Results of one MoE layer in a step, over all ranks. choices: number of tokens that chose each expert, before dropping. kept, dropped:
+    numbers of choices, which are pairs of token and expert. Losses and entropy are means over tokens, without padding."""
 
     layer: int
     choices: list[int]
@@ -39,9 +39,11 @@ class LayerNumbers:
 
 
 class Numbers:
-    """Results of one step over all ranks. A GPU's are on their way to the host until the first of them is read.
+    """Results of one step over all ranks. On a GPU they are copied to the host asynchronously; reading the first of them waits for the
+    copy.
 
-    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: that the batch read, without padding.
+    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: number of tokens that the global batch
+    reads, without padding.
     """
 
     def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
@@ -65,7 +67,7 @@ class Numbers:
 
     @property
     def flags(self) -> int:
-        """The sum of the ranks' flags, such as "asked to stop"."""
+        """The sum of the ranks' flags: the number of ranks that are asked to stop."""
         return int(self._row[0])
 
     @cached_property
@@ -93,15 +95,16 @@ class Numbers:
 
 class Sums:
     """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts.
-    tokens: that all ranks read, without padding."""
+    tokens: number of tokens that all ranks read, without padding."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int) -> None:
         self.expert_counts, self.tokens = expert_counts, tokens
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.rows: dict[tuple[int, ...], Tensor] = {}  # layers of a forward pass -> their rows, one after the other
+        self.rows: dict[tuple[int, ...], Tensor] = {}  # MoE layers of a forward pass -> their packed numbers, concatenated
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add a forward pass. loss: its addend of the global mean loss; None before the last stage. share: its tokens / global batch's."""
+        """Add the results of a forward pass. loss: its part of the global mean loss; None before the last stage. share: its tokens divided
+        by the global batch's."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -109,7 +112,7 @@ class Sums:
             self.rows[key] = self.rows[key] + row if key in self.rows else row
 
     def loads(self) -> dict[int, Tensor]:
-        """Return layer -> this rank's choices of each expert so far, float64 [E]."""
+        """Return layer -> number of choices of each expert on this rank so far, float64 [E]."""
         return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
 
     def _by_layer(self) -> dict[int, Tensor]:
@@ -121,7 +124,8 @@ class Sums:
         return found
 
     def packed(self, flag: Tensor | None = None) -> Tensor:
-        """Return one float64 tensor: flag [1] (None: 0), loss, then a row for each MoE layer (zeros for layers of other stages)."""
+        """Return one float64 tensor: flag [1] (None: 0), loss [1], then the numbers of each MoE layer (zeros for layers of other
+        stages)."""
         mine = self._by_layer()
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         return torch.cat((self.loss.new_zeros(1) if flag is None else flag, self.loss.reshape(1), *parts))

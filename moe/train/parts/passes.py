@@ -18,13 +18,13 @@ from parallel.errors import BadInput, counted
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 
-# N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
+# N sequences of this rank, B sequences of a micro-batch, L tokens of each sequence that this rank reads
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Counts of the global batch. inputs: tokens read. targets: tokens predicted. Counts are at least 1. read_N: tokens that each of this
-    rank's sequences reads, if the batch has padding. packed: whether sequences have several chats."""
+    """Token counts. inputs, targets: tokens that the model reads and predicts in the global batch, at least 1. read_N: number of tokens in
+    each of this rank's sequences, if the batch has padding; else None. packed: whether a sequence may have several chats."""
 
     inputs: int
     targets: int
@@ -34,8 +34,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank. targets_BL: ids to predict; negative where nothing is predicted (moe/nn/vocabulary.py); None: the model
-    returns logits instead of a loss. share: its tokens / tokens of the global batch."""
+    """One micro-batch of this rank. targets_BL: ids to predict, negative for tokens that are not predicted (moe/nn/vocabulary.py); None:
+    the model returns logits instead of a loss. share: tokens of the micro-batch / tokens of the global batch."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None
@@ -44,7 +44,8 @@ class Pass:
 
 
 def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
-    """Count the tokens of the global batch. Collective over the ranks that read it; raises BadInput on all of them."""
+    """Count the tokens of the global batch. Collective over the ranks that share the batch. Raises BadInput on all of them for padding
+    before a token, or in an encoder."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
@@ -70,7 +71,7 @@ def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """Return a pass for each micro-batch in `parts`, int64 [B, columns of the shard]. tokens: from `count_tokens`."""
+    """Return a pass for each micro-batch in `parts`, int64 [B, shard.shape[1]]. tokens: from `count_tokens`."""
     passes, first = [], 0
     for part in parts:
         read_BL, targets_BL, valid_BL = shard.inputs(part), shard.targets(part), None
@@ -93,7 +94,7 @@ def passes_of(
             length=shard.length,
             source=shard.source,
         )
-        if tokens.packed:  # a chat's last token predicts nothing, nor does multi-token prediction see beyond it
+        if tokens.packed:  # the first token of the next chat is no target, so multi-token prediction also ends at the chat's end
             targets_BL = targets_BL.masked_fill(begins(targets_BL), PADDING)
         passes.append(Pass(inputs_BL, targets_BL, context, share))
         first += len(part)

@@ -4,9 +4,9 @@
                              warm    recorded                ->  RUN/profile/rank-0.json.gz   a Chrome trace: ui.perfetto.dev
                                                                  RUN/profile/rank-0.txt       region: forward, backward, share
 
-Regions are named parts of the code (parallel/mesh/regions.py). An operation counts for the innermost region open at its start; in the
-backward pass, where none is open, for the region of the forward operation that it differentiates, found by autograd's sequence number.
-Time outside regions is `between`: norms, residual sums, Python. The rows add up to the step.
+Regions are named parts of the code (parallel/mesh/regions.py). An operation of the forward pass counts for the innermost region in which it
+starts. An operation of the backward pass counts for the region of the forward operation that it differentiates, which autograd's sequence
+number tells. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.errors import counted
 from parallel.mesh.mesh import Mesh
 from parallel.mesh.regions import PREFIX, region
 
-WARM, RECORDED = 2, 3  # steps before the recording, and recorded steps
+WARM, RECORDED = 2, 3  # number of steps before the recording, and number of recorded steps
 STEP = "step"
 BETWEEN = "between"
 _NODE = "autograd::engine::evaluate_function"
@@ -32,7 +32,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Spent(NamedTuple):
-    """Milliseconds a step that the host spent in one region. device: milliseconds of the GPU kernels started in it; 0 on a CPU."""
+    """Milliseconds a step that the host spent in one region. device: milliseconds of the GPU kernels that it launched; 0 on a CPU."""
 
     region: str
     forward: float
@@ -41,14 +41,14 @@ class Spent(NamedTuple):
 
 
 class Recording:
-    """Profiler of a few steps, which the loop runs with `of`. It writes its files after RECORDED steps, then is idle. name: stem of the
-    files, such as rank-0. note: prints a line for the user. device: of the run; kernels are recorded if it is a GPU."""
+    """Profiler of a few steps: the training loop makes each step through `of`. It writes its files after RECORDED steps, then does nothing.
+    name: stem of the files, such as rank-0. note: prints a line for the user. device: the rank's; a GPU's kernels are recorded too."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None], device: torch.device) -> None:
         self.folder, self.name, self.note = folder, name, note
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
         self._profiler: profile | None = profile(activities=activities)
-        self._done, self._recorded = 0, list[int]()  # steps made; steps in each recorded call of work
+        self._done, self._recorded = 0, list[int]()  # number of steps made; number of steps in each recorded call of `of`
 
     def of(self, work: Callable[[], list[Any]]) -> list[Any]:
         """Call work(), which makes one or more steps, and return its result, a list with one entry for each step."""
@@ -68,7 +68,7 @@ class Recording:
         return made
 
     def close(self) -> None:
-        """Write the files, with fewer steps if the run ended before RECORDED steps."""
+        """Stop the profiler and write its files, also if the run ended before RECORDED steps."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -86,29 +86,29 @@ class Recording:
             self.note(f"no profile in {self.folder} ({type(error).__name__}: {error})")
             return
         recorded = f"{counted(sum(self._recorded), 'step')} recorded in {trace}"
-        for line in (f"{recorded} (open it at ui.perfetto.dev); where the quickest one's time went:", *lines):
+        for line in (f"{recorded} (open it at ui.perfetto.dev); time of the fastest one by region:", *lines):
             self.note(line)
 
 
 def first_of_its_stage(mesh: Mesh) -> bool:
-    """Return whether this rank is the first of its pipeline stage. It alone records: the stage's other ranks do the same work."""
+    """Return whether this rank is the first rank of its pipeline stage. Other ranks record no profile: they do the same work."""
     return all(mesh.axis(name).index == 0 for name in ("dp", "sp", "tp"))
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
-    the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. The call with the least time a
-    step is returned, because other work on the machine disturbed it least."""
+    the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
+    time a step counts, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # number of the current event `step`, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
-    place: dict[int, tuple[str, Phase]] = {}  # id of an event within a step -> its region and phase
+    place: dict[int, tuple[str, Phase]] = {}  # id of an event within a recorded call -> its region and phase
     region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
             where, number, end = BETWEEN, number + 1, event.time_range.end
-        elif event.name.startswith(_NODE) and event.time_range.start < end:  # a backward operation, on a GPU in a thread of its own
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # a backward operation; on a GPU, in autograd's thread
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue

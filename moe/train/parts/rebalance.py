@@ -1,10 +1,10 @@
-"""Live rebalancing: between steps, experts and their optimizer states move to other ranks, by the load counted since the last move.
+"""Live rebalancing: between steps, experts and their optimizer states move to other ranks, to even out the load since the last move.
 
-    every n steps, for each layer: load of its experts -> balanced placement -> less load on the fullest rank? -> move, else nothing
+    every n steps, for each layer: load of its experts -> balanced placement -> if it lowers the largest load of a rank: move experts
 
-All ranks know each step's choices, summed over ranks, so they decide alike without a message. Weights and optimizer states are exchanged
-over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards (docs/moe/dispatch.md). A checkpoint stores
-placement and load, so a run resumed with the same ep continues bit by bit.
+All ranks know each step's choices, summed over ranks, so they decide alike without communication. Weights and optimizer states are
+exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards (docs/moe/dispatch.md). A
+checkpoint stores placement and load, so a run that is resumed with the same ep continues with equal bits.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from parallel.errors import BadInput
 from parallel.mesh.collectives import all_to_all
 from parallel.mesh.mesh import Axis, Mesh
 
-# E experts of a layer, P ranks of ep
+# E experts of a layer, P ranks of the ep axis
 
 
 def nothing_to_move(run: Run) -> str | None:
-    """Return the reason if `experts.rebalance_every` is set but has no effect on `run` (its degrees must be numbers); else None."""
+    """Return the reason if `experts.rebalance_every` is set but has no effect on `run`; else None. Degrees in `run` must be numbers."""
     if not run.experts.rebalance_every:
         return None
     if not run.model.layers_with_experts():
@@ -45,7 +45,7 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike. load: layer
-    -> choices of each expert since the last move. placements: layer -> ids of its experts in the order in which ep's ranks hold them."""
+    -> number of choices of each expert since the last move. placements: layer -> ids of its experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -60,8 +60,8 @@ class Rebalancer:
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore the load and, if ep is the same, the placement from a checkpoint's `state` (None: nothing). Call it before tensors are
-        loaded. Raises BadInput for impossible values. where: names the checkpoint."""
+        """Restore the load and, if ep is the same, the placement from a checkpoint's `state` (None: nothing). Call it before the engine's
+        tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint."""
         if state is None or not self.every:
             return
         experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
@@ -85,7 +85,8 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # every rank decides for all layers, but moves only these
+        # of this stage; ranks decide for all layers, move only these
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}
         moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
@@ -105,7 +106,7 @@ class Rebalancer:
         return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
-        """Move weights and optimizer states of a layer's experts between ranks, from the placement `now` to `then`. Collective."""
+        """Move weights and optimizer states of a layer's experts between ranks, from placement `now` to placement `then`. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
         states = {
             name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
@@ -132,7 +133,8 @@ def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
-    """Return (layer -> placement, layer -> load) from a checkpoint. experts: layer -> number of experts. Raises BadInput if impossible."""
+    """Return (layer -> placement, layer -> load) from a checkpoint. experts: layer -> number of experts. Raises BadInput for values that
+    no run can have."""
     try:
         placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
         right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())
@@ -141,20 +143,20 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False
     if not right:
-        needed = "each expert of a layer at one place, and how often it was chosen"
+        needed = "each expert of a layer once, and the number of its choices"
         raise BadInput(where, got="an impossible placement of experts", needed=needed, fix="take another checkpoint")
     return {number: tuple(found) for number, found in placements.items()}, load
 
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Send experts' tensors to their new ranks. stack: [E / P, ...], of this rank's experts by placement `now`. Return the stack of its
-    experts by placement `then`. Collective."""
+    """Exchange tensors of experts between ranks. stack: [E / P, ...], this rank's experts in placement `now`. Return the same stack for
+    placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}
     source = {expert: place for place, expert in enumerate(now)}
-    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new place on that rank
+    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new position on that rank
     come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
     send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
     receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]

@@ -1,1 +1,1 @@
-"""From a recipe to a run that can take its first step."""
+"""Everything between reading a recipe and a run's first step."""

@@ -1,4 +1,4 @@
-"""`Job`: all objects with which one rank trains, made by opening.py and used by the loop, the steps and the records."""
+"""`Job`: all objects that one rank needs for training. opening.py builds it; the training loop uses it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Training:
     """The model in its engine, and the state that steps change. auditor: None in a rehearsal. schedules: number of batches between two
-    drains of the pipeline -> its schedule (kept, because the runtime caches its analysis of a schedule)."""
+    drains of the pipeline -> schedule; stored, because the runtime caches its analysis of each schedule object."""
 
     executor: Executor
     scale: LossScale
@@ -46,7 +46,7 @@ class Training:
 
 @dataclass
 class Saves:
-    """A run's checkpoints. described: keyword arguments of `state.parts` that are the same for all (recipe, tokenizer, ...)."""
+    """A run's checkpoints. described: keyword arguments of `state.parts` that all its checkpoints share (recipe, tokenizer, ...)."""
 
     saver: Saver
     described: dict[str, Any] = field(default_factory=dict)
@@ -63,13 +63,13 @@ class Figures:
     evaluated_at: int | None = None  # step of the last evaluation
     predicted: Prediction | None = None  # memory and time, predicted before the start
     measured: Measured | None = None  # memory and time, measured in this run; None in a rehearsal
-    recording: Recording | None = None  # profiler, if a profile was asked for
+    recording: Recording | None = None  # profiler; None without --profile
 
 
 @dataclass(frozen=True)
 class Job:
-    """All objects with which one rank trains a run. name: the recipe's. out: the run's folder. shard: this rank's part of a training batch.
-    agree: the axis of all ranks if a user's program gives the samples. callbacks: None in a rehearsal."""
+    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: this rank's part of a training batch.
+    callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, so that reading may fail on one."""
 
     run: Run
     name: str
@@ -100,11 +100,12 @@ class Job:
         return None if self.callbacks is None else self.callbacks.stopped
 
     def read(self, samples: Callable[[], T]) -> T:
-        """Return samples(). If `agree` is set, the call is collective: if samples() fails on one rank, all ranks raise BadInput."""
+        """Call samples() and return its result. If `agree` is set, this is collective: if it fails on one rank, all ranks raise
+        BadInput."""
         return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the method `event` of all callbacks, with `record` in its argument. Collective if there are callbacks."""
+        """Call the method `event` of all callbacks; `record` becomes now.record. Collective if there are callbacks."""
         if self.callbacks is not None:
             w = self.world
             self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

@@ -1,6 +1,6 @@
 """Builds a rank's job from a recipe: mesh, data, model in its engine, checkpoint, records and display.
 
-A run resumes from its own checkpoint, or begins with the weights and tokenizer of another run's (--init_from), or with new weights.
+A run resumes from its own checkpoint, or begins with another run's weights and tokenizer (--init_from), or with new weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key that names a plug-in -> hash of its file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key with a plug-in -> hash of the plug-in's
+    file."""
 
     name: str
     out: Path
@@ -88,17 +89,17 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoints that a run starts from. resumed: values taken from them other than tensors."""
+    """Checkpoints that a run starts from. resumed: values other than tensors that it takes from them."""
 
-    found: Reader | None  # the run's own checkpoint, to resume from
-    source: Reader | None  # the checkpoint of --init_from, if the run begins with it
-    base: Reader | None  # the whole model to which this run adds adapters
+    found: Reader | None  # the run's own checkpoint, which it resumes; None for a new run
+    source: Reader | None  # the checkpoint of --init_from; None if the run does not begin with it
+    base: Reader | None  # the model to which this run adds adapters; None without adapters
     resumed: Resumed
-    writes: bool  # this rank writes the run's folder
+    writes: bool  # whether this rank writes the run's folder
 
 
 def open_job(run: Run, arguments: RunArguments) -> Job:
-    """Return this rank's job, with the state of the newest checkpoint, if there is one. Collective. Raises BadInput."""
+    """Build this rank's job, and load the newest checkpoint, if there is one. Collective. Raises BadInput."""
     out, world = arguments.out, arguments.world
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))
@@ -123,7 +124,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if start.found is not None and start.writes and not training.counters.in_a_row:  # older checkpoints stay while steps are skipped
+    # if the last steps were skipped, older checkpoints are kept too
+    if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note
     auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, folder=saver.folder)
@@ -152,7 +154,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
-    """Find the checkpoints that the run starts from, and check that its model fits them. Makes the run's folder. Collective."""
+    """Make the run's folder, find the checkpoints that the run starts from, and check that its model fits them. Collective."""
     check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
@@ -171,8 +173,8 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
 def read_data(
     run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
 ) -> Dataset:
-    """Open the data `source` for a run's model, and log remarks on its files. tokenizer: its stored description; None: made from the text.
-    listing: file of all remarks, named in the log. given: samples of a user's program."""
+    """Open the data `source` for a run's model, and log remarks on its files. tokenizer: stored description of a tokenizer; None: one is
+    made from the text. listing: path of the file with all remarks, for the log. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
@@ -199,12 +201,12 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write files of the run's folder: recipe, remarks on data, files of an imported model, table of experts. Raises BadInput if the folder
-    was renamed or removed since `make_writable`."""
+    """Write the recipe, remarks on data, files of an imported model and the table of experts into the run's folder. Raises BadInput if the
+    folder was renamed or removed since `make_writable`."""
     try:
         (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
     except OSError as error:
-        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays and can be written"
+        got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays in place and can be written"
         raise BadInput("--out", got=got, needed=needed, fix="start again, or choose another --out") from None
     list_in(arguments.out, data.index)
     if start.source is not None:
@@ -214,7 +216,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 
 
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> tuple[Records, Progress]:
-    """Open metrics.jsonl with its trackers, and the display. Write a line if the run resumes at `step` or begins from another run."""
+    """Open metrics.jsonl, trackers and the display. Write an event if the run resumes at `step` or begins with another run's weights."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
     goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
@@ -266,7 +268,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Return whether `found` has all steps, and summary.json is of this step: then nothing is trained or written. Collective."""
+    """Return whether the checkpoint `found` is of the last step and summary.json too, so that nothing is left to do. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -279,13 +281,13 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. To a resumed run of adapters it names the new folder of its base."""
+    """Return --init_from if it is a checkpoint's folder, else None. In a resumed run with adapters it is the new folder of their base."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
-    """Build this rank's share of the model; return its executor. rule: a user's own optimizer. table: token id -> experts, of hash routers.
+    """Build this rank's share of the model; return its executor. rule: a user's optimizer. table: token id -> experts, for hash routers.
     Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device, table=table)
@@ -313,7 +315,7 @@ def title(run: Run, world: World) -> list[str]:
         lines.append(f"{trained_parameters(run):,} parameters are trained, {'of adapters' if run.lora.rank else 'the others are frozen'}")
     if run.head_copies() > 1:
         heads = run.model.num_kv_heads or run.model.num_heads
-        lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so each is held in {run.head_copies()} copies")
+        lines.append(f"key-value heads: {heads} on {run.tp_grid().units} ranks of tp, so there are {run.head_copies()} copies of each")
     if d.pp > 1:
         lines.append(described_pipeline(run))
     if run.model.layers_with_experts():
@@ -323,7 +325,7 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def trained_parameters(run: Run) -> int:
-    """Return the number of parameters that are trained: adapters if there are any, and none that train.freeze names."""
+    """Return the number of parameters that are trained: only adapters, if there are any; without the ones in train.freeze."""
     layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
     return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
 

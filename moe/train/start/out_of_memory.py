@@ -1,10 +1,11 @@
-"""When memory runs out: a line that says what did not fit and what to set, instead of a traceback.
+"""Turns an out-of-memory error into one line that says what did not fit and which key to set.
 
     with during("the optimizer's step"): ...      adds that name to an exception from the block
     did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
-Each line advises the next step of this order (ZeRO-Infinity, arXiv 2104.07857, section 3): less memory for activations (recompute, smaller
-micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then to a disk), then tile the largest layer.
+The line advises the first measure that the recipe does not use yet (order of ZeRO-Infinity, arXiv 2104.07857, section 3): less memory for
+activations (recompute, smaller micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then to a disk),
+then tiles of the largest layer.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from moe.records.summary import size
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, typed
 
-WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
+WEIGHTS, STATES = "the model's weights", "the engine's copies of the weights"
+PASSES, STEP = "a forward or backward pass", "the optimizer's step"
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
 _ZERO_3 = {"sharding.kind": "zero", "sharding.stage": 3}
-_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # in messages of torch's allocators, the C library and the kernel
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # words of torch's allocators, the C library and Linux
 
 
 @contextlib.contextmanager
@@ -37,7 +39,7 @@ def during(what: str) -> Iterator[None]:
 
 
 def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
-    """Return the line for an out-of-memory error, recognised by its text; None for other errors. cpu: the device is a CPU."""
+    """Return the line for an out-of-memory error, recognised by its type or text; None for other errors. cpu: the device is a CPU."""
     said = str(error)
     ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):
@@ -47,12 +49,12 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
     total = flops.size(run).total
-    needed = f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all"
+    needed = f"less memory at a time: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all"
     return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: the first step, in the order above, that the recipe has not taken. where: name of what did not fit."""
+    """Return the keys to set: the first measure, in the order above, that the recipe does not use yet. where: a name given to `during`."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})
@@ -74,6 +76,6 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 
 def _is_long(run: Run) -> bool:
-    """Return whether the inputs of all layers for one sequence take more bytes than weights, gradients and moments of the model."""
+    """Return whether the inputs of all layers for one sequence (fp32) take more bytes than weights, gradients and moments of the model."""
     m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

@@ -1,4 +1,4 @@
-"""Parts of a run that a user's program gives to `train` as objects: callbacks, samples instead of text, an optimizer.
+"""Objects that a user's program gives to `train`: callbacks, samples instead of text, an optimizer.
 
 The run's recipe then has `data.source: given` or `optimizer.kind: given`. A later start that does not give the object is refused.
 """
@@ -25,7 +25,7 @@ from parallel.optim.given import Factory, Given
 from parallel.watch.outcome import of_all
 
 GIVEN = "given"
-# key -> number of arguments of the function that a recipe may name there (docs/use/plugins.md)
+# key that accepts a plug-in -> number of arguments with which the plug-in is called (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
     "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "train.loss": 1, "dispatch.kind": 1,
     "router.score": 1, "router.select": 2,
@@ -34,20 +34,21 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: its factory (parallel/optim/given.py)."""
+    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: a function that makes it
+    (parallel/optim/given.py)."""
 
     callbacks: Sequence[Callback] = ()
     data: Any = None
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """Return the run with the recipe's value "given" for each object here. Raises BadInput if recipe and objects contradict."""
+        """Return `run` with the value "given" for the key of each object. Raises BadInput if the recipe contradicts the objects."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
             section, name = key.split(".")
             if value is None and said == GIVEN:
-                needed = f"it from Python: train(run, {argument}=...)"
+                needed = f"the object itself, from Python: train(run, {argument}=...)"
                 raise BadInput(key, got=GIVEN, needed=needed, fix="start the script that gives it" | Remove(key))
             if value is None:
                 continue
@@ -60,7 +61,7 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names; call one that is a learning-rate schedule for three updates. Return recipe key ->
+        """Import the plug-ins that the recipe names, and call a learning-rate schedule for three updates, as a test. Return recipe key ->
         SHA-256 of the plug-in's file. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
@@ -70,8 +71,8 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """Return the user's optimizer, tested on small parameters with the model's names; None if there is none. Raises BadInput on all
-        ranks."""
+        """Return the user's optimizer, after a test on small parameters with the model's names; None if the recipe uses none. Raises
+        BadInput on all ranks."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
@@ -81,11 +82,12 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Open the samples of a program or chats. Collective. Raises BadInput on all ranks if this fails on one, or if samples differ."""
+    """Call `read` and return the data set. Collective. Raises BadInput on all ranks if it fails on one, or if ranks have different
+    samples."""
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        # data.key is a hash of samples in memory. It does not depend on a stream's samples, so a stream's first sample is compared too
+        # data.key is a hash of the samples if they are in memory. For a stream it is not, so a stream's first sample is compared too
         first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 

@@ -1,4 +1,4 @@
-"""What a run needs of its machine: a writable folder, a dtype that every rank supports, its memory, signals."""
+"""Checks of the machine before a run (writable folder, dtypes that every rank supports), measured memory, and signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import numbered
 
-_PROBE_BYTES = 64 << 10  # written to see if the disk has room: about the recipe and the first lines of metrics.jsonl
+_PROBE_BYTES = 64 << 10  # size of a test file, by which a full disk is noticed: about the recipe and the first lines of metrics.jsonl
 
 
 def settle_precision(run: Run, world: World) -> Run:
@@ -59,14 +59,14 @@ def _everywhere(dtype: torch.dtype, world: World) -> bool:
 
 
 def make_writable(out: Path, world: World) -> None:
-    """Make the run's folder. Raises BadInput on all ranks if it cannot be made, or written by rank 0. Collective."""
+    """Make the run's folder. Raises BadInput on all ranks if it cannot be made, or if rank 0 cannot write into it. Collective."""
     problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             probe = out / ".writable"
             try:
-                probe.write_bytes(bytes(_PROBE_BYTES))  # not an empty file, which fits on a full disk
+                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file would fit even on a full disk
             finally:
                 probe.unlink(missing_ok=True)
     except OSError as error:
@@ -77,8 +77,8 @@ def make_writable(out: Path, world: World) -> None:
 
 
 def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Rename a folder (--fresh), or move its checkpoints of steps later than `after` (--from_step) into a new one. Collective. Returns the
-    new folder on rank 0; None on other ranks, and if there is nothing to move."""
+    """Rename a folder (--fresh), or move its checkpoints of steps later than `after` (--from_step) into a new folder. Return the new folder
+    on rank 0; None on other ranks, and if there is nothing to move. Collective."""
     process.barrier()
     aside = _renamed(folder, after) if world.rank == 0 else None
     process.barrier()
@@ -107,7 +107,7 @@ def unused_name(folder: Path) -> Path:
 
 
 def own_peak_bytes(device: torch.device) -> float:
-    """Return the peak bytes of this process so far: allocated on the GPU `device`, or resident if it is a CPU."""
+    """Return the peak memory of this process so far, in bytes: allocated by torch on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
@@ -115,7 +115,7 @@ def own_peak_bytes(device: torch.device) -> float:
 
 
 def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[float]:
-    """Return the maximum over ranks of each value, sent as a tensor on `device`. Collective."""
+    """Return the maximum of each value over all ranks. device: where the tensor that is sent is made. Collective."""
     return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
 
 
@@ -125,7 +125,7 @@ def peak_memory_bytes(mesh: Mesh, device: torch.device) -> float:
 
 
 def peak_later(mesh: Mesh, device: torch.device) -> Callable[[], float]:
-    """Return a function that returns the maximum of the ranks' peak bytes at this time. The host waits only in it. Collective."""
+    """Start to compute the maximum over ranks of the peak bytes so far. Return a function that waits for it and returns it. Collective."""
     own = on_device(torch.tensor([own_peak_bytes(device)], dtype=torch.float64), device)
     read = read_later(max_over(own, mesh.axis("world")))
     return lambda: float(read()[0][0])
@@ -133,8 +133,8 @@ def peak_later(mesh: Mesh, device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) has come. A SIGHUP that nohup ignores
-    stays ignored."""
+    """Yield a function that returns True once SIGTERM, SIGINT, SIGUSR1 or SIGHUP (a closed terminal) was received. If SIGHUP is ignored, as
+    under nohup, it stays ignored."""
     seen: list[int] = []
 
     def handler(number: int, _: Any) -> None:
@@ -145,12 +145,13 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             heard.remove(signal.SIGHUP)
         before = {s: signal.signal(s, handler) for s in heard}
-    except ValueError:  # in a thread other than the main one, Python sets no handlers
+    except ValueError:  # Python sets handlers in the main thread alone
         before = {}
     try:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            if getattr(old, "before_training", False):  # the handler of moe/launch/launch.py, which would print that training had not begun
+            # the handler of moe/launch/launch.py would print that training had not begun
+            if getattr(old, "before_training", False):
                 old = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set from C, which cannot be restored

@@ -1,10 +1,10 @@
-"""Predicts memory and time before a run starts, and refuses a run that cannot fit; measures both during the run, for its summary.
+"""Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary.
 
-On a GPU, bytes are torch's allocations. On a CPU, where torch counts none, they are the process's peak; its memory other than tensors is
-added to the prediction. An error within the prediction is printed as a line, and the run starts all the same.
+On a GPU, memory is torch's allocations. On a CPU, for which torch counts no allocations, it is the peak of the process, so the process's
+memory other than tensors is added to the prediction. If the prediction fails, the error is printed in a line, and the run starts anyway.
 
-Model states are counted from the live tensors of the engine, each storage once: `parameters`, the weights that the model reads;
-`gradients`, between backward pass and update; `optimizer`, its states, master weights included unless the model reads them.
+Model states are counted from the engine's live tensors, each storage once. `parameters`: the weights that the model reads. `gradients`:
+between backward pass and update. `optimizer`: its states, with the master weights unless the model reads these.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from parallel.mesh.mesh import Mesh
 from parallel.process import process
 from parallel.process.process import World
 
-STEPS_OF_MEMORY = 2  # the optimizer's states exist from the second step on
+STEPS_OF_MEMORY = 2  # number of first steps in which memory is measured: all optimizer states exist in the second
 PARTS = ("parameters", "gradients", "optimizer")
 
 
 def here(world: World) -> Place:
-    """Return this rank's memory (the GPU's, or a share of the host's) and the cluster file measured on this machine, if there is one."""
+    """Return this rank's device: its memory (the GPU's, or a share of the host's) and this machine's measured cluster, if there is one."""
     if world.device.type == "cuda":
         made = torch.cuda.get_device_properties(world.device)
         return Place("cuda", float(made.total_memory), measured_cluster(made.name))
@@ -48,9 +48,9 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Predict memory and time, print them, and return them; None if that fails. Collective: all ranks decide alike. run: the checked run.
-    asked: the run before defaults were resolved, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput if
-    the run is predicted not to fit, unless `force`."""
+    """Predict memory and time, print and return them; None if the prediction fails. Collective: all ranks decide alike. run: the checked
+    run. asked: the run before `auto` was replaced, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput
+    if the run is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -95,8 +95,8 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
 
 
 class Measured:
-    """Measured seconds of a run's steps and, in its first two steps, memory: the peak, and bytes of model states. By then the optimizer has
-    all its states; later, saves and evaluations would count too. Create it when the model and its engine exist."""
+    """Measured seconds of a run's steps, and memory in its first two steps: the peak, and bytes of model states. In the second step the
+    optimizer has all its states; in later steps, saves and evaluations could raise the peak. Create it after the model and its engine."""
 
     def __init__(self, world: World) -> None:
         self.device = world.device
@@ -111,18 +111,18 @@ class Measured:
         return len(self.seconds) < STEPS_OF_MEMORY
 
     def before_update(self, engine: Engine) -> None:
-        """Count the bytes of gradients: those at parameters, and this rank's shard of their sums. Call it before the optimizer's update."""
+        """Count the bytes of gradients: `.grad` of parameters, and this rank's shard of summed gradients. Call it before the update."""
         if self._counts_memory:
             at_parameters = [p.grad for p in engine.module.parameters() if p.grad is not None]
             self._add("gradients", storages([*at_parameters, *(held.tensor for held in engine.summed_gradients())]))
 
     def after_step(self, seconds: float, engine: Engine) -> None:
-        """Record the seconds of a step. Count the peak of memory, and the bytes of parameters and optimizer states."""
+        """Record the seconds of a step. In the first two steps, also measure peak memory, and bytes of parameters and optimizer states."""
         if self._counts_memory:
             self.peak_bytes = own_peak_bytes(self.device)
             held = list(engine.tensors())
             read = storages([*engine.module.parameters(), *(each.tensor for each in held if each.kind == "working weight")])
-            if not read:  # the model has no weights between passes (they are gathered), so the engine's shards count
+            if not read:  # the model has no weights between passes (weights are gathered for a pass), so the engine's shards count
                 read = storages(each.tensor for each in held if each.kind == "weight")
             self._add("parameters", read)
             self._add("optimizer", {at: size for at, size in storages(each.tensor for each in held).items() if at not in read})
@@ -146,7 +146,7 @@ class Measured:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return address -> bytes of the tensors' storages; of a distributed tensor, this rank's shard counts."""
+    """Return address -> bytes of the tensors' storages. Of a DTensor, this rank's shard counts."""
     found: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError):  # a sparse tensor has no storage

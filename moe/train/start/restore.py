@@ -1,9 +1,9 @@
-"""A checkpoint, from any number of ranks, as one whole model: to generate, evaluate, convert, or begin another run with.
+"""Loads a checkpoint, written by any number of ranks, as one unsharded model: to generate, evaluate, convert, or begin another run.
 
-Adapters (LoRA, moe/nn/lora.py) are merged into their base, which their checkpoint names:
+Adapters (LoRA, moe/nn/lora.py) are merged into the base model that their checkpoint names:
 
     checkpoints/step-40   adapters alone: layers.0.attention.q.lora_a, ...; in its state, "base": folder and hash of the base's checkpoint
-    whole(path)           W + s B A by the base's parameter names, and the recipe without adapters
+    whole(path)           reader of the weights W + s B A under the base's parameter names, with a recipe without adapters
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from parallel.process.process import World
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
-WHERE = "base"  # key in a checkpoint's state; its value names the base model that the adapters need (`described`)
-_TRAINS = "moe train also takes --init_from WHERE_IT_IS"
+WHERE = "base"  # key in the state of a checkpoint of adapters; its value (`described`) names their base model
+_TRAINS = "moe train also accepts --init_from WHERE_IT_IS"
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
@@ -47,7 +47,7 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """Return (model, tokenizer, step) of the checkpoint that `choose` finds. Raises BadInput."""
+    """Load the checkpoint that `choose` finds. Return (model, tokenizer, step). Raises BadInput."""
     path = choose(run_dir, step=step)
     state = opened(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
@@ -68,12 +68,12 @@ def restore(path: Path) -> Transformer:
 
 
 def described(base: Reader) -> dict[str, str]:
-    """Return {"path": folder of the base's checkpoint, "manifest": hash of its manifest}, which a checkpoint of adapters stores."""
+    """Return the value that a checkpoint of adapters stores about its base: {"path": folder, "manifest": hash of its manifest}."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
 def base_of(found: Reader, moved: Path | None = None) -> Reader:
-    """Return the whole base model of a checkpoint of adapters. moved: the folder in which its base is now. Raises BadInput."""
+    """Return a reader of the base model of a checkpoint of adapters. moved: folder to which the base was moved. Raises BadInput."""
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
     path, there = moved or Path(said.get("path", "")), Path(said.get("path", "BASE"))
@@ -89,13 +89,13 @@ def base_of(found: Reader, moved: Path | None = None) -> Reader:
 
 
 def whole(path: Path) -> Reader:
-    """Return a reader of a checkpoint's model, with adapters merged into their base. Raises BadInput."""
+    """Return a reader of a checkpoint's model, with its adapters, if it has any, merged into their base. Raises BadInput."""
     reader = opened(path)
     return Merged(reader, base_of(reader)) if WHERE in reader.state else reader
 
 
 class Merged(Reader):
-    """Reader of a base with adapters, which merges each weight when it is read. It has no optimizer states."""
+    """Reader of a base model with adapters, which are merged into each weight when it is read. It has no optimizer states."""
 
     def __init__(self, adapters: Reader, base: Reader) -> None:
         self.path, self.base, self.adapters = adapters.path, base, adapters
@@ -111,7 +111,7 @@ class Merged(Reader):
         if kind == EXTRA:
             return self.adapters.region(name, kind, region)
         if kind != "weight":
-            needed = "a run that trained all weights: frozen ones have none"
+            needed = "a run that trained all weights: frozen weights have no optimizer states"
             raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
         weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
         shapes = self.adapters.names()
@@ -124,8 +124,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Raise BadInput for adapters without a base, or if the recipe has adapters and the run's own checkpoint none, or the reverse. rank:
-    lora.rank. source: the checkpoint of --init_from. found: the run's own checkpoint."""
+    """Raise BadInput for adapters without a base, or if only one of recipe and own checkpoint has adapters. rank: lora.rank. source: the
+    checkpoint of --init_from. found: the run's own checkpoint."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

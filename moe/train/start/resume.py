@@ -1,9 +1,9 @@
-"""Values other than tensors that a run takes from a checkpoint that it resumes or begins with; and the check that its model is the same.
+"""Values other than tensors that a run takes from the checkpoint that it resumes or begins with, and a check that the model is the same.
 
-recipe of the checkpoint, and this run's      differences are refused, or allowed and recorded (moe/recipe/changes.py)
-tokenizer                                     is used even if the text would now give another: other ids would scramble the model
-table of experts by token id                  is used; a different one in the recipe's file is refused (moe/recipe/hash_table.py)
-files of an imported transformers model       copied from RUN/huggingface/ when a run begins with another; exported again by moe convert
+recipe                                    compared with this run's: changes are refused, or allowed and recorded (moe/recipe/changes.py)
+tokenizer                                 used, even if one made from today's text would differ: other ids would scramble the model
+table of experts by token id              used; if the recipe's file has a different one, it is refused (moe/recipe/hash_table.py)
+files of an imported transformers model   copied from the RUN/huggingface/ of --init_from; moe convert exports them again
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 
 @dataclass(frozen=True)
 class Resumed:
-    """Values that a run takes from a checkpoint, and differences between their recipes."""
+    """Values that a run takes from a checkpoint, and changes of the recipe since then."""
 
-    tokenizer: dict[str, Any] | None = None  # its description; None: made from the text
+    tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
     changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
-    function: tuple[Change, ...] = ()  # only the changes by which the model computes something else
-    world: int | None = None  # number of ranks of the earlier steps; None if nothing was trained
+    function: tuple[Change, ...] = ()  # the changes that alter what the model computes
+    world: int | None = None  # number of ranks of the earlier steps; None if there are none
     table: Table | None = None  # token id -> experts, for hash routers
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a key that is not in `allowed` has changed
-        and makes the model compute something else."""
+        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a changed key alters what the model
+        computes, unless it is in `allowed`."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
@@ -55,15 +55,15 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Return the start of a new run from another run's weights (`--init_from`), without its counters and optimizer states. Raises
-        BadInput if their recipes differ in keys of the function that are not `allowed`."""
+        """Return the values for a new run that begins with another run's weights (`--init_from`). Raises BadInput if the recipes differ in
+        a key that alters what the model computes, unless it is in `allowed`."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
         return Resumed(source.state["tokenizer"], (), (*function_changes(before, run), *other), table=table)
 
     def recorded(self) -> dict[str, Any]:
-        """Return fields of this start's line in metrics.jsonl: "changed", the changes, and "allowed", the keys that needed permission."""
+        """Return fields for the line of metrics.jsonl about this start: "changed": the changes; "allowed": keys that needed permission."""
         about = {"changed": ", ".join(map(str, self.changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}
 
@@ -74,8 +74,8 @@ class Resumed:
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (table of hash routers: token id -> experts, or None; list of its change, if any). The table is the checkpoint's, or the
-    recipe's if the checkpoint has none. Another table in the recipe raises BadInput, or replaces it if `allowed` has the key."""
+    """Return (token id -> experts for hash routers, or None; its change, in a list). The table is the checkpoint's, or the recipe's if the
+    checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the key; else BadInput is raised."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)
@@ -92,16 +92,16 @@ def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tu
 
 
 def kept(checkpoint: Path) -> Path:
-    """Return the folder, which may not exist, with the files of an imported transformers model in a checkpoint's run."""
+    """Return the path of the folder that has the files of an imported transformers model, in the run of `checkpoint`. It may not exist."""
     return checkpoint.parent.parent / KEPT
 
 
 def pass_on(checkpoint: Path, out: Path) -> None:
-    """Copy the files of an imported transformers model, if there are any, from a checkpoint's run to the new run in `out`."""
+    """Copy the files of an imported transformers model, if there are any, from the run of `checkpoint` to the new run in `out`."""
     source, target = kept(checkpoint), out / KEPT
     if not source.is_dir() or (target.exists() and target.samefile(source)):
         return
     part = out / f".{KEPT}.partial-{os.getpid()}"
     shutil.copytree(source, part)
-    shutil.rmtree(target, ignore_errors=True)  # from an earlier start that was interrupted
+    shutil.rmtree(target, ignore_errors=True)  # may exist after an interrupted start
     part.rename(target)

@@ -33,16 +33,16 @@ from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
 
-# A checkpoint names a tensor by kind and parameter. Kinds: "weight", the optimizer's states by their names, and these:
-FACTOR = "kfac.{}"  # kind of K-FAC's tensors; their layouts are not the parameters' layouts
-EXTRA = "buffer"  # routers' biases, which are no parameters: without layout and optimizer states
-SQUARES = "exp_avg_sq"  # prefix of the kinds that are means of squares, and so never negative
-PLACED = "rebalancing"  # key, in a checkpoint's state, of the placement of experts (moe/train/parts/rebalance.py)
+# A checkpoint names a tensor by its kind and its parameter. Kinds: "weight", names of optimizer states such as "exp_avg", and these:
+FACTOR = "kfac.{}"  # K-FAC's factors and inverses, whose layouts differ from the parameters' layouts
+EXTRA = "buffer"  # routers' selection biases, which are buffers: they have no layout and no optimizer states
+SQUARES = "exp_avg_sq"  # prefix of kinds that are means of squares, which are never negative
+PLACED = "rebalancing"  # key in a checkpoint's state, for the placement of experts (moe/train/parts/rebalance.py)
 
 
 @dataclass
 class Counters:
-    """Numbers of steps made in a run."""
+    """Numbers of steps in a run so far."""
 
     step: int = 0  # all steps, with or without an update of the weights
     updates: int = 0
@@ -51,7 +51,7 @@ class Counters:
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
-    """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the checkpoint's own folder. Collective.
+    """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the new checkpoint's folder. Collective.
     described: the keyword arguments of `parts`."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
@@ -71,8 +71,9 @@ def parts(
     placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
-    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: of adapters, from
-    `described`. table: token id -> experts, of hash routers. placed: from `Rebalancer.state`. Iterating `held` is collective."""
+    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: from
+    `restore.described`, for adapters. table: token id -> experts, for hash routers. placed: from `Rebalancer.state`. Iterating `held` is
+    collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
     optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
     state |= {key: value for key, value in optional.items() if value is not None}
@@ -80,8 +81,8 @@ def parts(
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """Yield (kind, piece) of all tensors that this rank writes to a checkpoint. Weights that adapters freeze are left out: the base's
-    checkpoint has them. Collective: an engine may gather shards."""
+    """Yield (kind, piece) for all tensors that this rank writes to a checkpoint. If the model has adapters, frozen weights are left out,
+    because the base's checkpoint has them. Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
@@ -97,20 +98,22 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. One rank writes each: its layer norm's owner."""
+    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that owns a layer's ffn_norm writes its
+    bias."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """Return the layout of a parameter's weight or optimizer state. layout: the weight's. A state that is a mean over a dim lacks it."""
+    """Return the layout of a parameter's weight or optimizer state. layout: the weight's. A state that is a mean over a dim has no such
+    dim."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
 
 def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
-    """Return kind -> parameter -> layout of the optimizer states. layouts: of the weights."""
+    """Return kind -> parameter -> layout, for all optimizer states. layouts: parameter -> the weight's layout."""
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         for kind in engine.rule.kept(name, len(layout.shape)):
@@ -137,9 +140,9 @@ def resume(
     log: Callable[[str], None],
     whole: dict[str, Layout] | None = None,
 ) -> bool:
-    """Load a checkpoint into the engine, `counters` and `scale`; return False if it is None. Collective. data: key of the tokenized text.
-    whole: layouts of all parameters, if this rank has only some stages. Raises BadInput, naming the parameter, for a checkpoint of another
-    model; logs other changes. resume.py checks that the recipe still computes the same function."""
+    """Load the checkpoint `found` into the engine, `counters` and `scale`. Return False if `found` is None. Collective. data: key of the
+    tokenized text. whole: layouts of the whole model's parameters, if this rank has only some pipeline stages. Raises BadInput, which names
+    the parameter, for a checkpoint of another model. Logs changed keys; resume.py has refused changes of what the model computes."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -165,7 +168,7 @@ def resume(
 
 
 def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool) -> Callable[[str, str, Box], Tensor]:
-    """Return a function that loads the region `box` of a parameter's weight or optimizer state; zeros for the latter if `weights_only`."""
+    """Return a function that loads the region `box` of a parameter's weight or optimizer state; with weights_only, states are zeros."""
 
     def load(name: str, kind: str, box: Box) -> Tensor:
         if weights_only and kind != "weight":
@@ -179,9 +182,10 @@ def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool)
 
 
 def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
-    """Return the folder of a verified checkpoint: `path` itself, or the newest one of the run in `path`. Collective. Raises BadInput."""
+    """Return the folder of a verified checkpoint: `path` itself, or the newest checkpoint of the run in `path`. Collective. Raises
+    BadInput."""
     world = mesh.axis("world")
-    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # rank 0 decides for all
+    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # rank 0 decides for all ranks
     given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
     if given is None:
         raise no_checkpoint(path)
@@ -197,15 +201,14 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
         raise
     except BadInput as refused:
         log(str(refused))
-        needed = "a checkpoint that verifies"
+        needed = "an undamaged checkpoint"
         raise BadInput("--init_from", got=f"{given}, which is damaged", needed=needed, fix="take an earlier one") from None
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Load another run's weights and routers' biases, with optimizer states of zero; if this run has adapters, only the frozen weights.
-    whole: the layouts of the whole model, if this rank has only some stages. Collective. Raises BadInput, naming the parameter, for another
-    model."""
-    fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
+    """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
+    are loaded. whole: as in `resume`. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
+    fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
     check_same_parameters(found, global_layouts(everywhere), fix=fix)
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
@@ -213,7 +216,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters that the base has: the frozen ones if there are adapters, else all."""
+    """Return the layouts of the parameters that a base model has: the frozen parameters if there are adapters, else all."""
     trained, frozen = adapters_of(layouts)
     return frozen or trained
 
@@ -224,7 +227,7 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 def opened(path: Path) -> Reader:
     """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
-    if not (path / "manifest.json").is_file():  # rank 0 found and verified it, but this machine does not have it
+    if not (path / "manifest.json").is_file():  # rank 0 has found and verified it, so it is on another machine
         needed, said = "the folder that rank 0 reads, on every machine", "name it in full, on a disk that all machines share"
         raise BadInput(what, got=f"no manifest in {path.absolute()}", needed=needed, fix=said)
     reader = Reader(path)
@@ -246,8 +249,8 @@ def opened(path: Path) -> Reader:
 
 
 def check_values(tensor: Tensor, what: str, *, squares: bool = False) -> None:
-    """Raise BadInput for values that no run has, but that a checkpoint with right hashes may have: integers, values that are not finite,
-    or, with `squares`, negative means of squares. what: names the tensor."""
+    """Raise BadInput for values that no run writes, but that a file with correct hashes may have: integers, values that are not finite, or,
+    with `squares`, negative means of squares. what: the tensor's name."""
     got = None
     if not tensor.is_floating_point():
         got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
@@ -261,8 +264,8 @@ def check_values(tensor: Tensor, what: str, *, squares: bool = False) -> None:
 
 
 def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
-    """Load K-FAC's Kronecker factors and their inverses. If some are missing, as after training with AdamW, log that they are computed
-    later."""
+    """Load K-FAC's Kronecker factors and their inverses. If some are missing, as after training with AdamW, log that they will be
+    computed."""
 
     def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
         full, kind = global_name(name), FACTOR.format(kind)
@@ -278,11 +281,11 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases. Log biases that only the checkpoint or only the model has: a resumed run may add or remove them. staged: this
-    rank has only some pipeline stages, so biases of other stages are not logged."""
+    """Load routers' biases. Log the biases that only the checkpoint or only the model has, because a resumed run may add or remove biases.
+    staged: this rank has only some pipeline stages, so biases of other stages are not logged."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, zeros are right
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, a missing bias is 0
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):

@@ -3,8 +3,8 @@
     tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
     context          all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
 
-`Cached` computes each token once, with a key-value cache, and a whole context only after a cut. `Recomputed`, its reference, computes the
-whole context for every token. Sampling: top-k, arXiv 1805.04833; nucleus sampling (top_p), arXiv 1904.09751.
+`Cached` computes each token once, with a key-value cache, and the entire context only after a cut. `Recomputed`, its reference, computes
+the entire context for every token. Sampling: top-k, arXiv 1805.04833; nucleus sampling (top_p), arXiv 1904.09751.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from parallel.errors import BadInput
 
 
 class Reads(Protocol):
-    """Function that returns logits of the next token, fp32 [B, V]. context_BS: int64, begins with token number `start` of each text."""
+    """Function that returns the logits of the next token, fp32 [B, V]. context_BS: int64; its first column is token `start` of each
+    text."""
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return the number of the first token in the context of a text with `length` tokens."""
+    """Return the index of the first token in the context of a text with `length` tokens."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 
 
 class Recomputed:
-    """Reader (see `Reads`) that computes the whole context for each token. Padding to `max_length` gives compiled code a single length."""
+    """`Reads` that computes the entire context for each token. It is padded to `max_length`, so that compiled code sees a single length."""
 
     def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
         self.model, self.max_length = model, max_length
@@ -56,15 +57,15 @@ class Recomputed:
 
 
 class Cached:
-    """Reader (see `Reads`) with a key-value cache for contexts of at most `max_length` tokens; the model is whole, on one device. source:
-    number of leading tokens that an encoder reads; max_length then counts the other tokens. at_once: tokens of a prompt computed together.
+    """`Reads` with a key-value cache for contexts of at most `max_length` tokens. The model is unsharded, on one device. source: number of
+    leading tokens that an encoder reads; max_length then counts only the other tokens. at_once: tokens of a prompt computed together.
     record: receives the experts of each token. Raises BadInput for a record of an encoder-decoder, or of texts longer than a context."""
 
     def __init__(
         self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
     ) -> None:
         if record is not None and source:
-            needed = "a decoder alone: an encoder-decoder's halves have places of their own"
+            needed = "a decoder alone: encoder and decoder each number their positions from 0"
             fix = "record a pass over encoder's and decoder's tokens"
             raise BadInput("record", got="one of an encoder-decoder", needed=needed, fix=fix)
         self.model, self.source, self.record, self.at_once = model, source, record, at_once
@@ -115,8 +116,8 @@ class Cached:
 
 
 class Written:
-    """Reader (see `Reads`) of an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens anew.
-    It is the reference for `Cached`, and needed if experts choose their tokens."""
+    """`Reads` for an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens again for each new
+    one. It is the reference for `Cached`, and needed if experts choose their tokens."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source
@@ -128,15 +129,15 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Return whether a token's output depends on earlier tokens alone. If experts choose their tokens, it depends on later ones too. The
-    cache of an encoder-decoder keeps no documents."""
+    """Return whether `Cached` supports the model. It does not if experts choose their tokens, because a token's output then depends on
+    later tokens, nor an encoder-decoder with model.document_mask."""
     return not (model.halves and model.config.document_mask) and all(
         method_of(layer.router.spec).tokens_choose for layer in moe_layers(model)
     )
 
 
 def for_continuing(model: Transformer) -> None:
-    """Prepare MoE layers for writing text: no load or loss is counted and, if tokens choose their experts, no token is dropped."""
+    """Prepare MoE layers for generation: they count no load or loss and, if tokens choose their experts, drop no token."""
     for layer in moe_layers(model):
         layer.reporting = False
         if method_of(layer.router.spec).tokens_choose:
@@ -155,8 +156,8 @@ def continued(
     seeds: Sequence[int],
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
-    """Yield a list of each text's next token, `num_tokens` times. prompts: token ids, all equally many; their last `max_length` are read.
-    seeds: one for each text, so that texts do not depend on one another. Ids from `vocab_size` on are never chosen."""
+    """Yield `num_tokens` lists, each with the next token of every text. prompts: lists of token ids of equal length; the last `max_length`
+    ids are read. seeds: one for each text, so that texts do not depend on one another. Only ids below `vocab_size` are chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):
@@ -170,8 +171,9 @@ def continued(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws the next token by softmax(logits / temperature) among the `top_k` likeliest, and among the fewest likeliest with total
-    probability `top_p` (None: among all). temperature 0 takes the likeliest token. Raises BadInput for impossible values."""
+    """Draws the next token by softmax(logits / temperature) from the `top_k` likeliest tokens (None: all), and of these from the smallest
+    set of likeliest tokens with total probability `top_p` (None: all). temperature 0: the likeliest token. Raises BadInput for impossible
+    values."""
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -186,7 +188,8 @@ class Sampling:
             raise BadInput("--top_p", got=self.top_p, needed="more than 0, at most 1", fix="--top_p 0.9")
 
     def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
-        """Return one token a row of logits (fp32, in host memory), drawn with that row's generator. Raises BadInput for NaN or infinity."""
+        """Return one token for each row of logits_BV (fp32, on the CPU), drawn with the row's generator. Raises BadInput for NaN or
+        infinity."""
         if not logits_BV.isfinite().all():
             fix = "take an earlier checkpoint (--step), or lower optimizer.lr"
             raise BadInput("model", got="logits that are not finite", needed="finite weights", fix=fix)
@@ -203,6 +206,6 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:
             sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
             probs_BV = sorted_BV.softmax(-1)
-            enough_BV = probs_BV.cumsum(-1) - probs_BV >= self.top_p  # True if likelier tokens have probability top_p together
+            enough_BV = probs_BV.cumsum(-1) - probs_BV >= self.top_p  # True for a token if the likelier ones already have probability top_p
             logits_BV = logits_BV.masked_fill(torch.zeros_like(enough_BV).scatter(1, order_BV, enough_BV), -math.inf)
         return logits_BV

@@ -1,7 +1,7 @@
 """`moe eval`: a trained model's loss on held-out text, or on any other text.
 
-With the recipe's own text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
-(data.sources) it differs: training weights a source by its weight, and this by its length.
+For the recipe's text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
+(data.sources) it differs, because training draws from a source by its weight, and `moe eval` by its length.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Text = ValidationSet | CorruptedValidation
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results of an evaluation. loss: nats a token. layers: load and drops of each MoE layer over all tokens."""
+    """Results of an evaluation. loss: mean, in nats a token. layers: load and dropped choices of each MoE layer over all tokens."""
 
     sequences: int
     tokens: int
@@ -45,13 +45,13 @@ class Evaluated:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinity if that is too large for a float."""
+        """exp(loss), or infinity if that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @torch.no_grad()
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with the capacity of evaluation."""
+    """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor."""
     device, m = next(model.parameters()).device, model.config
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
@@ -80,7 +80,8 @@ def whole_groups(model: Transformer) -> int:
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
-    """Yield the sequences, moved to `device`, in parts of about TOKENS_AT_ONCE tokens; all but the last have a multiple of `multiple`."""
+    """Yield parts of `sequences_NL` on `device`, of about TOKENS_AT_ONCE tokens each. `multiple` divides the number of sequences in every
+    part but the last."""
     at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
     whole = len(sequences_NL) // multiple * multiple
     parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
@@ -91,7 +92,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
     """Print the loss on the run's validation text, or on all of another text if `overrides` has data.path or data.sources."""
     for key in overrides:
         if not key.startswith("data.") or key in _OF_MODEL:
-            needed = f"keys of data but {', '.join(_OF_MODEL)}: the model is as it was trained"
+            needed = f"keys of data except {', '.join(_OF_MODEL)}, which the trained model fixes"
             raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
     if overrides.get("data.source") == "python_stdlib":
         overrides = {"data.path": "null", "data.sources": "[]"} | overrides
@@ -124,7 +125,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
 
 
 def _texts(data: Dataset, *, whole: bool) -> list[Text]:
-    """Return the held-out part of each source; with `whole` also the training part. Span corruption is kept if the data has it."""
+    """Return the held-out part of each source; with `whole` also its training part. With span corruption if the data has it."""
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
     texts: list[ValidationSet] = []

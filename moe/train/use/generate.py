@@ -1,4 +1,4 @@
-"""`moe generate`: continues texts with a trained model, with a key-value cache where the model allows it (decode.py)."""
+"""`moe generate`: continues texts with a trained model, with a key-value cache if the model allows one (decode.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from parallel.store.files import read_text
 
 @dataclass(frozen=True)
 class Continued:
-    """A continuation of `prompt`, number `sample`: its new tokens up to an id that ends texts, as ids and as text. ended: it came."""
+    """Continuation number `sample` of `prompt`. ids, text: the new tokens before the first id that ends a text. ended: whether such an id
+    was generated."""
 
     prompt: str
     sample: int
@@ -48,8 +49,8 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Return the prompt and `num_tokens` more tokens as text. All ranks of a parallel model must call it alike. model: maps tokens
-    [1, max_length] to logits."""
+    """Return the prompt and `num_tokens` more tokens as text. If the model is sharded, all ranks must call it. model: maps tokens
+    [1, max_length] to an Output with logits."""
     ids = tokenizer.beginning(prompt)
     steps = continued(
         Recomputed(model, max_length),
@@ -77,8 +78,8 @@ def generate(
     heard: Callable[[str], None] | None = None,
 ) -> list[Continued]:
     """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, whatever the other arguments are. Prompts
-    with equally many tokens are continued together, at most `max_batch` texts at once. heard: called with each piece of new text, in whole
-    characters, if there is only one text. In an encoder-decoder the encoder reads the prompt; sentinels are spelled <extra_id_0>, ..."""
+    of equal length are continued together, at most `max_batch` texts at once. heard: called with each piece of new text, in whole
+    characters, if there is only one text. In an encoder-decoder the encoder reads the prompt; sentinels are written <extra_id_0>, ..."""
     for_continuing(model)
     m, halves = model.config, model.config.kind == "encoder_decoder"
     if halves:
@@ -104,20 +105,21 @@ def generate(
 
 
 def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
-    """Return the tokens that come before the first new one: the prompt's, in an encoder-decoder followed by the decoder's START."""
+    """Return the tokens that the model reads for the first new token: the prompt's, and in an encoder-decoder then START for the
+    decoder."""
     m = model.config
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
 
 def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
-    """Return the fastest reader of contexts that the model allows, for texts of `length` tokens that get `num_tokens` more."""
+    """Return the fastest `Reads` that supports the model, for texts of `length` tokens that get `num_tokens` more."""
     if model.config.kind == "encoder_decoder":
         return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield groups of indices of texts: at most `most` texts, all of one length, in each group; every text is in one group."""
+    """Split the indices of texts into groups. All texts of a group have the same length, and a group has at most `most` texts."""
     by_length: dict[int, list[int]] = {}
     for i, length in enumerate(lengths):
         by_length.setdefault(length, []).append(i)
@@ -128,8 +130,8 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return (tokens before the first of `tokenizer.ends`, whether it came) for each of `count` texts. steps: yields lists of each text's
-    next token. heard: called with pieces of the text, if there is only one."""
+    """Return (tokens before the first id in `tokenizer.ends`, whether such an id came) for each of `count` texts. steps: yields lists with
+    the next token of every text. heard: called with pieces of the text, if there is only one text."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -162,12 +164,12 @@ def main(
     step: int | None = None,
     json: str | None = None,
 ) -> None:
-    """`moe generate`: print continuations (a single one piece by piece), then tokens a second on stderr."""
+    """Run `moe generate`: print continuations (a single one piece by piece), then tokens a second on stderr."""
     for what, value in (("--tokens", tokens), ("--samples", samples)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
     if chat and prompt is None and prompt_file is None:
-        raise BadInput("--chat", got="no message", needed="what the user says", fix="--prompt TEXT or --prompt_file FILE")
+        raise BadInput("--chat", got="no message", needed="the user's message", fix="--prompt TEXT or --prompt_file FILE")
     if prompt is not None and prompt_file is not None:
         raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
     sampling = Sampling(temperature, top_k, top_p)
@@ -185,7 +187,7 @@ def main(
     if longest > read:
         print(f"a prompt has {counted(longest, 'token')}, and the model reads the last {read} (model.max_length)", file=sys.stderr)
     one = len(prompts) * samples == 1
-    between = "\n" if halves else ""  # a decoder's text does not continue the encoder's, so it gets a line of its own
+    between = "\n" if halves else ""  # a decoder's text does not continue the encoder's, so it begins on a new line
     if one:
         _say(prompts[0] + between)
     started = time.perf_counter()
@@ -200,7 +202,7 @@ def main(
 
 
 def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
-    """Return the text of each prompt as a user's message, up to where the assistant begins."""
+    """Return the text of a chat for each prompt: the prompt as the user's message, up to the beginning of the assistant's answer."""
     template = template_of(tokenizer)
     if template is None:
         raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt as the model knows it, without --chat")
@@ -232,5 +234,5 @@ def _prompts(path: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    """Print text. On a terminal, control characters are replaced, because they could change its settings."""
+    """Print text. On a terminal, control characters are replaced, because they could change the terminal's settings."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -1,6 +1,6 @@
 """deepspeed: ZeRO 1 to 3, its MoE layer with experts on different ranks, and AutoEP, which spreads the experts of transformers' Mixtral.
 
-The single process is plain torch with AdamW. Ranks have samples of their own. Gradients of ZeRO are those that DeepSpeed's API gathers.
+The single process runs plain torch with AdamW. Each rank has different samples. With ZeRO, DeepSpeed's API gathers the gradients.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MODELS = ("zero1", "zero2", "zero3", "moe", *(("autoep",) if find_spec("transfor
 DEGREES = ("ep", "fsdp")
 ROUTED = ("moe",)
 _WIDTH, _EXPERTS = 32, 4
-_STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "moe": 0, "autoep": 0}  # -> stage of ZeRO
+_STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "moe": 0, "autoep": 0}  # name in MODELS -> ZeRO stage
 
 
 def load() -> None:
-    """Import all that the ranks import."""
+    """Import the modules that the ranks need."""
     load_deepspeed()
     if "autoep" in MODELS:
         from moe.verify.peers import transformers
@@ -39,7 +39,7 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model, if its axis has a degree."""
+    """Yield one pair for each model whose axis is in `degrees`."""
     for model in models:
         axis = "ep" if model in ("moe", "autoep") else "fsdp"
         if axis in degrees:
@@ -48,7 +48,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 class Layer(nn.Module):
-    """A feed-forward network, or DeepSpeed's MoE layer with two choices a token, and room in each expert for all tokens."""
+    """A feed-forward network, or DeepSpeed's MoE layer with two choices per token, in which each expert has capacity for all tokens."""
 
     def __init__(self, ep: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Model(nn.Module):
 
 
 def _model(kind: str, ranks: int, rank: int) -> Any:
-    """Return the model with the same first values on any number of ranks: each expert has values of its own number."""
+    """Return the model. Its initial values do not depend on the number of ranks, because the seed of each expert is its global index."""
     torch.manual_seed(0)
     if kind == "autoep":
         import transformers
@@ -99,7 +99,7 @@ def _model(kind: str, ranks: int, rank: int) -> Any:
             draws = torch.Generator().manual_seed(100 * number + rank * len(own) + index)
             for parameter in expert.parameters():
                 parameter.data.normal_(std=0.2, generator=draws)
-        # the balance loss is one of a rank's own samples, by definition: left out
+        # the balance loss is left out: it is computed over a rank's own samples, so it differs from one process by definition
         layer.moe.deepspeed_moe.gate.register_forward_hook(lambda module, given, out: (torch.zeros(()), *out[1:]))
         layer.moe.deepspeed_moe.gate.wg.weight.data.normal_(generator=torch.Generator().manual_seed(number))
     return model

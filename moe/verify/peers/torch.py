@@ -1,7 +1,7 @@
 """torch: a small Transformer in torch's own parallel forms.
 
-ddp, fsdp2            each rank has samples of its own
-tensor, sequence      DTensor styles; with `sequence`, activations between them are cut along the tokens
+ddp, fsdp2            each rank has different samples
+tensor, sequence      DTensor styles; with `sequence`, activations between the styled modules are sharded along the tokens
 gpipe, 1f1b, interleaved, zbv   schedules of torch.distributed.pipelining on two ranks, with micro-batches of one sample
 """
 
@@ -28,14 +28,14 @@ _WIDTH, _HEADS, _BLOCKS, _STAGES = 32, 4, 4, 2
 
 
 def load() -> None:
-    """Import all that the ranks import."""
+    """Import the modules that the ranks need."""
     import torch.distributed.fsdp
     import torch.distributed.pipelining.schedules
     import torch.distributed.tensor.parallel  # noqa: F401
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model, if its axis has a degree."""
+    """Yield one pair for each model whose axis is in `degrees`. Pipelines always have _STAGES ranks."""
     for model in models:
         axis = "fsdp" if model in ("ddp", "fsdp2") else "tp" if model in ("tensor", "sequence") else "pp"
         if (ranks := (degrees | {"pp": _STAGES}).get(axis)) is not None:
@@ -44,7 +44,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network. Sizes of heads follow from the projections, which may be a rank's part."""
+    """Attention and a feed-forward network. The number of heads follows from the size of the projections, which tensor parallelism
+    shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder, or its stage `index` of `stages`, with names as in the whole."""
+    """A decoder, or its pipeline stage `index` of `stages`. Parameters of a stage have the names that they have in the whole decoder."""
 
     def __init__(self, index: int = 0, stages: int = 1) -> None:
         super().__init__()
@@ -107,7 +108,8 @@ def _many(kind: str, folder: Path) -> None:
 
 
 def cut(model: Model, mesh: Any, *, sequence: bool) -> None:
-    """Apply DTensor styles: heads and hidden units over the ranks; with `sequence`, norms on each rank's tokens."""
+    """Apply DTensor styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes norms of its own
+    tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -136,7 +138,7 @@ def _pipeline(kind: str, folder: Path) -> None:
     tokens, made = batch(), list[Any]()
     for model, index in zip(models, own, strict=True):
         given = tokens[:1, :-1] if index == 0 else torch.zeros(1, tokens.shape[1] - 1, _WIDTH, requires_grad=True)
-        shapes = {"input_args": given, "output_args": model(given)}  # else torch calls the stage once more to find them
+        shapes = {"input_args": given, "output_args": model(given)}  # otherwise torch runs the stage once more to find them
         made.append(PipelineStage(model, index, stages, torch.device("cpu"), **shapes))
     schedule = chosen(made if len(own) > 1 else made[0], n_microbatches=len(tokens), loss_fn=loss_of)
     parts = nn.ModuleDict({name: part for m in models for name, part in m.named_children()})

@@ -1,6 +1,7 @@
 """transformers: a tiny random model of a family, in one process and by transformers' own tensor, expert and FSDP2 parallelism.
 
-ep alone: ranks share a batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens travel to the experts.
+ep alone: ranks compute the same batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens are sent to
+the ranks that hold their experts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PACKAGES = {"transformers": "moe-parallel[hf]"}
 MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
-_EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # the one process has transformers' default
-_SIZES: dict[str, Any] = {  # of every family; a configuration takes the keys that it knows
+_EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
+_SIZES: dict[str, Any] = {  # keys of all families; `config_of` takes those that a configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
@@ -33,7 +34,7 @@ _SIZES: dict[str, Any] = {  # of every family; a configuration takes the keys th
 
 
 def load() -> None:
-    """Import all that the ranks import, and silence what it prints."""
+    """Import the modules that the ranks need, and turn off transformers' log messages and warnings."""
     import transformers
     from transformers.distributed import configuration_utils, mixin  # noqa: F401
 
@@ -45,7 +46,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield each model with each subset of the degrees; two axes with ep also with each implementation of the experts' products."""
+    """Yield a pair for each model and each subset of `degrees`. If a subset has ep and one other axis, it also has a pair for each
+    implementation of the experts' products."""
     for model in models:
         for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
             chosen = {name: degrees[name] for name in names}
@@ -74,7 +76,7 @@ def _one(model: str, pin: bool, folder: Path) -> None:
     torch.manual_seed(0)
     net = transformers.AutoModelForCausalLM.from_config(config_of(model), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in net.parameters():  # first values of 0 or 1 hide terms
+        for parameter in net.parameters():  # initial values of 0 or 1 would hide faults
             if parameter.dim() == 1 or not bool(parameter.any()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     net.save_pretrained(folder / "weights")
@@ -88,7 +90,7 @@ def _many(model: str, degrees: dict[str, int], pin: bool, products: str | None, 
 
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    # asked for, but not used without a device map
+    # transformers wants accelerate to be installed, but does not use it without a device map
     vars(accelerate)["is_accelerate_available"] = lambda *_: True
     given: dict[str, Any] = {f"{name}_size": degree for name, degree in degrees.items()}
     if "ep" in degrees and not {"tp", "fsdp"} & degrees.keys():

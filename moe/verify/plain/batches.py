@@ -15,8 +15,8 @@ def batch(step: int, *, padded: bool = False, packed: bool = False, length: int 
     """Return the sequences of one step, int64 [size, length + 1]. Some token ids are more frequent, so that experts get unequal loads.
 
     padded: two of three sequences end early, each earlier than the one before, and the last one is empty, so that ranks and micro-batches
-    have unequal numbers of tokens. Every fourth token is then an input but no target; it is stored as -101 - id.
-    packed: the same with several chats in each sequence; the first token of each, which is no target, is stored as -101 - id - BEGIN.
+    have unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
+    packed: the same, with several chats in each sequence. The first token of each chat is not a target; it is stored as -101 - id - BEGIN.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
@@ -40,5 +40,5 @@ def ids(tokens: Tensor) -> Tensor:
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """Return the target ids of a batch from `batch`: tokens that are no targets become PADDING."""
+    """Return the target ids of a batch from `batch`: tokens that are not targets become PADDING."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

@@ -1,4 +1,4 @@
-"""Draws the twin's random numbers by the same hash as parallel/numerics/random.py, written again with 64-bit integers.
+"""Draws the twin's random numbers by the same hash as parallel/numerics/random.py, implemented independently with 64-bit integers.
 
 h(x) = xor and multiply twice             number = h(h(token * 0x9E3779B9 + key) + column * 668265263) / 2^32, read as a signed number
 """
@@ -14,7 +14,7 @@ _LOW = 0xFFFFFFFF  # the lower 32 bits
 
 
 def key_of(*parts: object) -> int:
-    """Return the first 31 bits (little-endian: 32 bits, halved) of the SHA-256 of the parts' text, separated by slashes."""
+    """Return a 31-bit key: half of the first 32 bits (little-endian) of the SHA-256 of the parts' text, separated by slashes."""
     return int.from_bytes(hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()[:4], "little") // 2
 
 

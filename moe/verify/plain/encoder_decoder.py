@@ -34,8 +34,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def stack(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """Run the encoder, or with the encoder's output `source` the decoder. columns: its columns of the batch; numbers: of its layers.
-        Return (output [T, D], its tokens)."""
+        """Run the encoder, or if the encoder's output `source` is given, the decoder. columns: its columns of the batch. numbers: indices
+        of its layers. Return (output [T, D], its tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -83,7 +83,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the document of each token that the encoder reads, and of each that the decoder reads, in each row of the batch."""
+    """Return the document number of each token that the encoder reads, and of each token that the decoder reads, as [row][position]."""
     model, first_sentinel = run.model, run.vocab_size - run.model.spans.num_spans
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
@@ -104,7 +104,7 @@ def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list
 
 
 def same_document(queries: list[list[int]], keys: list[list[int]]) -> Tensor:
-    """Return bool [B, L, S]: whether query and key are of the same document."""
+    """Return bool [B, L, S]: whether query and key belong to the same document."""
     return torch.tensor([[[a == b for b in k] for a in q] for q, k in zip(queries, keys, strict=True)])
 
 

@@ -2,8 +2,8 @@
 
     logits = W x ; probabilities ; chosen experts ; their slots ; gates ; y = sum of gate * expert(x) ; losses
 
-Nothing is taken from moe/router, moe/experts or moe/kernels, so that a fault there is not repeated here. Only the recipe's settings are
-shared. Experts and slots are chosen token by token with Python lists.
+This code shares nothing with moe/router, moe/experts and moe/kernels except the recipe's settings, so that a fault there is not repeated
+here. Experts and slots are chosen token by token with Python lists.
 Gates and other tensors with gradients have an entry for every expert, which is 0 if the token was not sent to it.
 Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (2106.05974), Expert Choice (2202.09368), Shazeer et al.
 (1701.06538), ST-MoE (2202.08906), DeepSeek-V3 (2412.19437), BASE (2103.16716), Hash layers (2106.04426), PR-MoE (2201.05596).
@@ -32,7 +32,8 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 
 @dataclass(frozen=True)
 class Layer:
-    """Results of an MoE layer. y [T, D]: output; gates [T, E]: 0 without a slot; counts: choices by expert; kept: choices with a slot."""
+    """Results of an MoE layer. y [T, D]: output. gates [T, E]: 0 for a choice without a slot. counts: number of choices of each expert.
+    kept: number of choices with a slot. balance, importance, z, load: losses before their weights."""
 
     y: Tensor
     gates: Tensor
@@ -96,7 +97,8 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, 
 
 
 def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, run: Run, cast: Cast) -> Tensor:
-    """The layer's output [T, D]: the sum over experts of gate * expert(x), or of expert(gate * x) if gate_on is input; in fp32 at least."""
+    """The layer's output [T, D]: the sum over experts of gate * expert(x), or of expert(gate * x) if gate_on is input. It is summed in fp32
+    at least."""
     y, experts, scale = gates.new_zeros(x.shape), run.experts, None
     zeros = gates.shape[1] - experts.zero  # index of the first zero expert
     skips = zeros - experts.skip  # index of the first skip expert
@@ -160,7 +162,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """For each token, the list of experts that the balance loss counts (see router.balance_counts); empty for padding."""
+    """Return for each token the experts that the balance loss counts (the recipe's router.balance_counts); none for padding."""
     if spec.balance_counts == "unbiased":
         chosen = [best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None

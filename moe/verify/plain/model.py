@@ -3,8 +3,8 @@ networks, shared experts, loss. Weights have their names in checkpoints. No modu
 
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
-`cast` (a Rounding) is applied to every number that a 16-bit run would round. In the float64 twin it changes nothing; to measure the effect
-of rounding, it changes the number at random (moe/verify/expected.py).
+`cast` (a Rounding) is applied to every number that a 16-bit run would round. In the float64 twin it changes nothing. To measure the effect
+of rounding, it changes each number at random (moe/verify/expected.py).
 Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
 (2201.05596).
 """
@@ -67,7 +67,8 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass. loss, ahead (multi-token prediction's loss): summed over tokens; layers: MoE layers' results by name."""
+    """Results of a forward pass. loss: summed over tokens. layers: MoE layers' results by name. ahead: loss of multi-token prediction,
+    summed over tokens; None without it."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -135,7 +136,7 @@ def _ahead_loss(
 
 
 def _after(row: list[int], count: int) -> int:
-    """The last of `count` targets; PADDING if there are fewer, or a packed chat begins among them."""
+    """Return the last of `count` successive targets; PADDING if there are fewer, or if a packed chat begins among them."""
     return row[-1] if len(row) == count and min(row) >= -BEGIN else PADDING
 
 
@@ -147,7 +148,7 @@ def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """The output [T, D] of block `number`'s dense network, or of its MoE layer (results are added to `layers`)."""
+    """Return the output [T, D] of block `number`'s dense network, or of its MoE layer, whose results are then added to `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
         out = dense(seen, weights, f"{name}.ffn", model.ffn, model.swiglu, cast)

@@ -33,7 +33,7 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Random numbers [T, width], uniform in [0, 1). They depend on seed, step, name and the token's index, so not on the layout."""
+        """Random numbers [T, width], uniform in [0, 1). They depend on seed, step, name and the token's index, but not on the layout."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
@@ -58,7 +58,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
-    """Choose experts. Return (for each token its chosen experts, for each token the chosen experts with a slot for it, gates [T, E])."""
+    """Choose experts. Return (for each token its chosen experts, for each token those of them that have a slot for it, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -67,7 +67,8 @@ def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens
 
 
 def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: RouterSpec) -> Tensor:
-    """Gates [T, E], 0 for experts not chosen. spec.gates: as they are, or with sum 1 over a token's choices, or its choices with a slot."""
+    """Gates [T, E], 0 for experts not chosen. By spec.gates, they are unchanged, or normalized to the sum 1 over a token's choices, or over
+    its choices with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -85,7 +86,7 @@ def _raw_gates(scores: Tensor, logits: Tensor, chosen: Lists, spec: RouterSpec) 
 
 
 def inside(numbers: Tensor) -> Tensor:
-    """Uniform numbers without 0 and 1, at which inverse distribution functions are infinite."""
+    """Uniform numbers, clamped away from 0 and 1, at which inverse distribution functions are infinite."""
     return numbers.clamp(2.0**-24, 1 - 2.0**-24)
 
 
@@ -143,7 +144,7 @@ CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], Lists]] = 
 
 
 def _sparsemixer(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Tensor]:
-    """Draw each token's experts among the experts with logits near the best (SparseMixer). Return (experts of each token, gates [T, E])."""
+    """Draw each token's experts from those with logits near the largest (SparseMixer). Return (experts of each token, gates [T, E])."""
     rows: list[list[float]] = logits.tolist()
     experts, count = len(rows[0]), spec.num_choices
     noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
@@ -177,7 +178,7 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores, with -inf for experts outside the best groups. A group's rank is by its best score or its two best scores."""
+    """A token's scores, with -inf for experts outside the best groups. A group's rank depends on its best score, or its two best."""
     size = len(row) // spec.expert_groups
     groups = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -197,7 +198,7 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """[token][choice]: whether the choice needs a slot. Padding needs none. GShard's second choice needs one with probability 2 g_2."""
+    """Return [token][choice]: whether the choice needs a slot. Padding needs none, GShard's second choice with probability 2 g_2."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -220,7 +221,7 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 
 
 def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """For each token, its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: see `_ask`."""
+    """Return for each token its chosen experts with a slot for it. Slots are given in the order of `_queue`. asks: result of `_ask`."""
     kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):

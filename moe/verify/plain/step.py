@@ -22,19 +22,19 @@ _NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_do
 _NO_DECAY = {
     *_NORMS.split(),
     *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
-}  # between dots in a name
+}  # words between the dots of a parameter's name
 
 _GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that Muon leaves to AdamW
 
 
 def decayed(name: str) -> bool:
-    """Return whether the parameter has weight decay: all have, except norms, biases, sinks and routers."""
+    """Return whether the parameter has weight decay. All parameters have it, except norms, biases, sinks and routers."""
     parts = name.split(".")
     return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 
 
 def norms(gradients: Weights) -> dict[str, float]:
-    """Return "dense", "router", "expert" and "total" -> 2-norm of the gradients of this family of parameters, or of all."""
+    """Return family of parameters ("dense", "router", "expert", or "total" for all) -> 2-norm of its gradients."""
     squares = dict.fromkeys(("dense", "router", "expert"), 0.0)
     for name, gradient in gradients.items():
         parts = name.split(".")
@@ -44,7 +44,7 @@ def norms(gradients: Weights) -> dict[str, float]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return Muon's five Newton-Schulz iterations of the matrix divided by its norm. A zero matrix stays zero."""
+    """Return the matrix, divided by its norm, after Muon's five Newton-Schulz iterations. A zero matrix stays zero."""
     x = matrix / matrix.square().sum().sqrt().clamp(min=1e-7)
     for _ in range(5):
         square = x @ x.T
@@ -53,8 +53,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class PlainStep:
-    """AdamW, Muon or Adafactor. exp_avg: parameter name -> first moment, or Muon's momentum; exp_avg_sq: parameter name -> second moment;
-    of Adafactor also "<name> rows", "<name> columns" and "<name> all" -> means of squares."""
+    """AdamW, Muon or Adafactor. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second moment;
+    for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps = settings, 0

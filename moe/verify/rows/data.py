@@ -20,12 +20,14 @@ def data_cases() -> list[Case]:
 
 
 def engine_cases() -> list[Case]:
-    """Return cases of DDP and ZeRO stage 1. Recompute is combined only with DDP in fp32, because its code is the same in all others."""
+    """Return cases of DDP and ZeRO stage 1. Recompute is combined only with DDP in fp32, because all engines and precisions share its
+    code."""
     return _with_engines([name for name in planned() if ENGINES[name].stage < 2], WORLDS, models=MODELS, recomputed=(PLAIN,))
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of engines that shard gradients or offload to the host, on at least two ranks; of ZeRO-3 engines also with recompute."""
+    """Cases of engines that shard gradients or offload to the host, on at least two ranks. ZeRO-3 engines also have cases with
+    recompute."""
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     host = [name + ("+cpu-all" if ("parameters", "cpu") in kind.offloads else "+cpu") for name, kind in ENGINES.items() if kind.offloads]
     recomputed = [name for name in sharding if ENGINES[name].stage == 3]
@@ -33,7 +35,8 @@ def _sharded_cases() -> list[Case]:
 
 
 def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterable[str], recomputed: Collection[str]) -> list[Case]:
-    """Return cases of the engines `kinds` in every precision, with and without ep; with recompute for the engines `recomputed`."""
+    """Return cases of the engines `kinds` in every precision, with and without ep. recomputed: engines that also get cases with
+    recompute."""
     return [
         Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in worlds
@@ -51,7 +54,7 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 def tiled_cases() -> list[Case]:
     """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits networks are not tiled, because the measured tolerance
-    does not include their rounding (see tests/parallel/data/test_tiling.py).
+    does not include the rounding of their tiles (see tests/parallel/data/test_tiling.py).
     """
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
@@ -69,7 +72,7 @@ def tiled_cases() -> list[Case]:
 
 
 def _replica_cases() -> list[Case]:
-    """Cases of kind dp: two replicas, each in a thread of one process."""
+    """Cases of the engine dp: two replicas, each in a thread of one process."""
     return [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in THREE
@@ -85,7 +88,7 @@ def _casts_cases() -> list[Case]:
 
 
 def _batch_cases() -> list[Case]:
-    """Cases in which ranks have unequal numbers of tokens, or a gradient overflows on one rank, so that a step is skipped. Only in fp32."""
+    """Cases in fp32 in which ranks have unequal numbers of tokens, or a gradient overflows on one rank, so that a step is skipped."""
     found = [Case(model, kind, 2, ep, 3, "fp32", packed=True) for model, kind, ep in (("gshard", "ddp", 2), ("deepseek", "zero1", 1))]
     found += [Case("gpt_oss", "ddp", 1, 1, 1, "fp32", packed=True), Case("ahead", "fsdp", 2, 2, 1, "fp32", packed=True)]
     return found + [
@@ -135,8 +138,8 @@ def _halves_cases() -> list[Case]:
 
 
 def _options_cases() -> list[Case]:
-    """Cases of models with options of published models, each with two engines; `mixer`, which draws experts at random, also in bf16; and
-    multi-token prediction in fp16, whose loss needs the loss scale."""
+    """Cases of models with options of published models, each with two engines. `mixer`, which draws experts at random, is also run in bf16,
+    and multi-token prediction in fp16, because its loss needs the loss scale."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     engines["t5_packed"] = ("ddp", "zero3")
     found = [
@@ -144,5 +147,5 @@ def _options_cases() -> list[Case]:
         for model, kinds in engines.items()
         for number, kind in enumerate(kinds)
     ]
-    found += [Case("latent", "fsdp", 3, 1, 1, "fp32")]  # matrices whose sizes three ranks do not divide
+    found += [Case("latent", "fsdp", 3, 1, 1, "fp32")]  # sizes of matrices are not divisible by 3
     return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16"), Case("ahead", "ddp", 1, 1, 1, "fp16")]

@@ -9,7 +9,7 @@ from parallel.mesh.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS, Size
 
-LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> (layers with 1 stage on each rank, layers with 2), which make stages unequal
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> number of layers for (1, 2) stages on each rank; stages get unequal numbers of layers
 THREE = ("dense", "gshard", "deepseek")
 
 
@@ -42,7 +42,8 @@ def pipeline_cases() -> list[Case]:
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of schedules that split the backward pass, with weights that are sharded: summed after each pass, or once (`fsdp+kept`)."""
+    """Cases of schedules that split the backward pass, with sharded weights. Their gradients are summed after each backward pass, or once a
+    step (`fsdp+kept`)."""
     split = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
     kinds = ("fsdp", "fsdp+kept", "zero2", "zero3")
     found = [
@@ -57,7 +58,7 @@ def _sharded_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders, whose stages cut either half or hold layers of both."""
+    """Cases of encoder-decoders. Some stages have layers of only the encoder or only the decoder, others of both."""
     of_four = [name for name, kind in SCHEDULES.items() if not kind.continuous]
     found = [replace(staged("t5", "ddp", 2, 2, schedule, "fp32"), layers=4) for schedule in of_four]
     found += [replace(staged("t5_untied", "ddp", 2, 2, schedule, "fp32"), layers=3) for schedule in ("1f1b", "zb_h1")]

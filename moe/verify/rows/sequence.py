@@ -40,7 +40,7 @@ def sequence_cases() -> list[Case]:
             found += [Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)]
     for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True):
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
-    found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention="ulysses")]  # sinks of the heads that a rank has
+    found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention="ulysses")]  # each rank needs the sinks of its heads
     for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")):
         found += [
             Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped", packed=attention == "ulysses")
@@ -53,7 +53,7 @@ def sequence_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders: every method for the encoder, the decoder and cross attention, whose lengths differ."""
+    """Cases of encoder-decoders with every method. It is used in the encoder, the decoder and cross attention, with different lengths."""
     found = [
         Case(model, kind, 2, ep, 1, "fp32", recompute, sp=2, attention=attention, length=12)
         for attention in attentions()

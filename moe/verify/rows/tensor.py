@@ -12,7 +12,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
-SOURCE = 31  # tokens that an encoder reads if its decoder writes 8, one for each rank of a grid
+SOURCE = 31  # length of an encoder's sequence with which the decoder's length is 8, a token for each rank of the largest grid
 TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
@@ -23,7 +23,8 @@ def tensor_cases() -> list[Case]:
 
 
 def _line_cases() -> list[Case]:
-    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. tp ranks are also ep ranks, some also etp."""
+    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. The tp ranks are also ep ranks, in some cases
+    etp."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
@@ -44,13 +45,13 @@ def _line_cases() -> list[Case]:
         options("free", tensor="1d", precision="fp32"),
         *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
     ]
-    # fewer key heads than ranks of tp: biases, and norms over all heads
+    # fewer key heads than tp ranks, with biases (gpt_oss), and with norms over all heads (olmoe)
     return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders in all kinds of tensor parallelism: cross attention's keys come from the encoder, and the layers of a half
-    share a position bias, which is split by heads."""
+    """Cases of encoder-decoders in all kinds of tensor parallelism. Cross attention's keys come from the encoder. All layers of the
+    encoder, and all of the decoder, share a position bias, which is split by heads."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -132,7 +133,8 @@ def _sliced_cases() -> list[Case]:
 
 
 def _few_sequences_cases() -> list[Case]:
-    """Cases of micro-batches of 1 or 3 sequences, which tp does not divide: ranks route unequal runs of tokens, or columns of each."""
+    """Cases of micro-batches of 1 or 3 sequences, which tp does not divide. Each tp rank routes a chunk of all tokens, whose length differs
+    between ranks, or a slice of each sequence."""
     one = partial(Case, kind="ddp", microbatches=3, precision="fp32", batch=3)
     found = []
     together = [name for name in ROUTERS if name in METHODS and METHODS[name].needs_whole_groups]
@@ -162,7 +164,7 @@ def _few_sequences_cases() -> list[Case]:
 
 
 def _overlapped_cases() -> list[Case]:
-    """Cases of tensor.overlap_chunks, in unequal chunks: with sequence_parallel, engines, recompute, bf16, and a pipeline."""
+    """Cases of tensor.overlap_chunks with chunks of unequal size: with sequence_parallel, engines, recompute, bf16, and a pipeline."""
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
     found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
     found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
@@ -174,7 +176,7 @@ def _overlapped_cases() -> list[Case]:
 
 
 def _dtensor_cases() -> list[Case]:
-    """Cases of tensor.kind dtensor in layers of every kind. They are few, because it shards weights as 1d does."""
+    """Cases of tensor.kind dtensor in layers of every kind. Few are needed, because it shards weights as 1d does."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
@@ -191,7 +193,8 @@ def _dtensor_cases() -> list[Case]:
 
 
 def _staged_cases() -> list[Case]:
-    """Cases of tensor parallelism in pipelines: stages send whole activations. Tied embeddings are on two ranks or on one."""
+    """Cases of tensor parallelism in pipelines, in which stages send unsharded activations. A tied embedding is on two pipeline ranks, or
+    on one."""
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")

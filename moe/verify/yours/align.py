@@ -1,9 +1,11 @@
-"""Finds which part of the one process's tensor a rank's tensor is.
+"""Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds.
 
-samples     which sequences (and which of their tokens) a rank reads: its first input, looked for in the input of the one process
-parameters  the place that a DTensor says; else by trying: whole, or chunk j of n along a dim, also in each of 2 or 3 blocks (fused q, k, v)
-names       a rank's `experts.0` may be the one's `experts.2`, and `layers.0` of a stage `layers.4`: the number with the weights that fit
-rows        inputs of an expert are rows of all ranks in any order: each goes to the nearest row
+samples     the sequences (and tokens of them) that a rank reads are found by searching its first input in that of the single process
+parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, also in each
+            of 2 or 3 blocks (fused q, k, v)
+names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift is the one with
+            which weights fit
+rows        inputs of an expert are rows of all ranks in any order; each is paired with the nearest row
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[Tensor]  # for each dim: index in the one's tensor of each index of the rank's (DTensor's) tensor
-_NEAREST = 4096  # most rows that are paired by distance
+Maps = list[Tensor]  # for each dim: index in the single process's tensor of each index of the rank's tensor (a DTensor: of the global one)
+_NEAREST = 4096  # largest number of rows that are paired by distance
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What a rank reads of the one's batch [B, L, ...]. rows: its sequences; cols: its tokens of each; found: whether they were found."""
+    """Part of the single process's batch [B, L, ...] that a rank reads. rows: indices of its sequences. cols: indices of its tokens in
+    each. batch, length: B, L. found: False if it was not found, and rows and cols are a guess."""
 
     rows: Tensor
     cols: Tensor
@@ -36,7 +39,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Part:
-    """A way to see a rank's tensor as a part. cut: (dim, chunks, own chunk, blocks), or None for a whole dim or a cut into samples."""
+    """A possible alignment of a rank's tensor with the single process's. cut: (dim, number of chunks, the rank's chunk, blocks); None if no
+    dim is cut, or only into samples. by_samples: True if a dim has the rank's samples."""
 
     maps: Maps
     cut: tuple[int, int, int, int] | None = None
@@ -45,7 +49,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """Elements of one rank in one value, next to the one process's. part: how they were aligned; None: rows of all ranks."""
+    """Elements that a rank (`here`) and the single process (`one`) both have of a value. part: how they were aligned; None: as rows of all
+    ranks, by distance."""
 
     rank: int
     one: Tensor
@@ -55,8 +60,8 @@ class Seen:
 
 
 def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
-    """Return the calls of one module, such as micro-batches, as one tensor along dim 0. None if their shapes do not allow it. kind, whole:
-    of a rank's value, its kind and the one process's calls."""
+    """Join the calls of one module, for example micro-batches, along dim 0. Return None if their shapes do not allow it. For a rank's
+    value, kind: the kind of value; whole: the single process's calls of the module."""
     pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:
@@ -70,7 +75,8 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """A module without samples computes the same in each micro-batch, and gets a term of its gradient from each."""
+    """Reduce a rank's calls of a module without samples, if they are more than the single process's: keep one of several equal outputs, and
+    add up output gradients, of which each micro-batch gives a part."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
@@ -80,7 +86,7 @@ def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
-    """Find a rank's first input in the one's."""
+    """Find the part of the single process's first input that is the rank's first input."""
     if (one.sampled or here.sampled) and one.rows and one.shape[1:] == here.shape[1:] and (known := _by_hash(one.rows, here.rows)):
         length = one.shape[1] if len(one.shape) > 1 else 1
         return Samples(torch.tensor(known), torch.arange(length), len(one.rows), length)
@@ -108,7 +114,7 @@ def samples(one: Piece, here: Piece, rank: int) -> Samples:
 
 
 def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
-    """Return the place in `one` of each hash of `here`: a contiguous part, each n-th, or any order. None if one is missing."""
+    """Return the index in `one` of each hash in `here`. Tries a contiguous part, every n-th, then any order. None if a hash is missing."""
     if not here or len(here) > len(one):
         return None
     number, size = len(one) // len(here), len(here)
@@ -138,7 +144,7 @@ def _columns(length: int, width: int) -> Iterator[Tensor]:
 
 
 def parts(one: tuple[int, ...], here: tuple[int, ...], of: Samples | None) -> Iterator[Part]:
-    """Yield the ways to see a tensor of shape `here` as a part of one of shape `one`. of: for activations, the samples of the rank."""
+    """Yield the possible alignments of a rank's tensor of shape `here` with one of shape `one`. of: for activations, the rank's samples."""
     if len(one) != len(here):
         return
     for fixed in _by_samples(one, here, of) if of is not None else ({},):
@@ -164,8 +170,8 @@ def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]
 
 
 def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
-    """Yield each way in which samples or tokens could be laid out: dim -> indices into the one process's tensor that this rank holds.
-    one, here: shapes of the tensor in the one process and on this rank. The last is {}: no dim has samples or tokens."""
+    """Yield the possible positions of samples or tokens, as dim -> indices into the single process's tensor that this rank holds. one,
+    here: shapes of the tensor in the single process and on this rank. The last possibility is {}: no dim has samples or tokens."""
     rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
     tokens = (rows[:, None] * of.length + cols).flatten()
     for batch_dim, token_dim in ((0, 1), (1, 0)):
@@ -181,7 +187,7 @@ def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Ite
 
 
 def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
-    """Return the elements that both pieces have, as (the one's, the rank's) in fp64, or None if there are none."""
+    """Return the elements that both pieces have, as (of the single process, of the rank), in fp64; None if there are none."""
     ours, theirs = one.values, here.values
     if theirs.numel() == 0 or ours.numel() == 0:
         return None
@@ -195,8 +201,9 @@ def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
 
 
 def nearest(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return for each row of `one` [rows, width] its row of `here`, so that the sum of distances is smallest. Rows of `here` that are left
-    over must be alike: padding. None otherwise, and if there are too few rows."""
+    """Pair each row of `one` [rows, width] with a row of `here`, with the smallest sum of distances. Returns the index of the row in `here`
+    for each row of `one`. Remaining rows of `here` must equal each other, because they are padding. Returns None if they differ, or if
+    there are too few or too many rows."""
     if not 0 < len(one) <= len(here) <= _NEAREST or one.shape[1:] != here.shape[1:]:
         return None
     from scipy.optimize import linear_sum_assignment
@@ -208,7 +215,7 @@ def nearest(one: Tensor, here: Tensor) -> Tensor | None:
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
-    """Return prefix -> shift: `PREFIX.0` of this rank is `PREFIX.<shift>` of the one process."""
+    """Return prefix -> shift: `PREFIX.0` of this rank is `PREFIX.<shift>` of the single process."""
     all_names, own_names = ({key.name for key in of.pieces if key.kind == "weight"} for of in (one, here))
     shifts = {}
     for prefix in sorted({".".join(words[:n]) for name in all_names for words in [name.split(".")] for n in range(len(words))}):
@@ -222,7 +229,7 @@ def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
 
 
 def _distance(one: Recorded, here: Recorded, prefix: str, shift: int) -> float:
-    """Return the sum of the differences between weights whose names begin with the prefix, if they are renamed by this shift."""
+    """Return the sum of absolute differences between the weights whose names begin with `prefix`, if they are renamed by `shift`."""
     total = 0.0
     for key, pieces in here.pieces.items():
         name = shifted(key.name, {prefix: shift})
@@ -238,7 +245,7 @@ def _whole(piece: Piece) -> Maps:
 
 
 def shifted(name: str, shifts: dict[str, int]) -> str:
-    """Return a rank's name as the one process has it."""
+    """Return the name that the single process has for a rank's name. shifts: result of `renamed`."""
     for prefix, shift in shifts.items():
         if match := re.match(re.escape(prefix) + r"\.(\d+)(?=\.|$)", name):
             name = f"{prefix}.{int(match[1]) + shift}{name[match.end() :]}"
@@ -246,8 +253,8 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Join chunks of the last dim, which ranks with the same samples hold under tensor parallelism, on the first of these ranks.
-    readers: groups of ranks with the same samples."""
+    """Join the chunks of the last dim that tensor parallelism has given to ranks with the same samples. The first of these ranks gets the
+    joined tensor, the others None. readers: groups of ranks with the same samples."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
@@ -262,8 +269,8 @@ def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]])
 def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
-    """Return the rows of all pieces as [rows, width], each divided by its rank's scale. None for samples and other shapes.
-    whole, readers: join parts of the whole's width, which ranks with the same samples hold."""
+    """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if the pieces are sampled or their
+    widths differ. whole, readers: if given, parts of the width that ranks with the same samples hold are joined (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [
@@ -275,13 +282,13 @@ def stacked(
 
 
 def factor_of(one: Tensor, here: Tensor) -> float | None:
-    """Return f with the least |here - f one|, or None if `one` is 0."""
+    """Return the factor f with the least |here - f one|; None if `one` is 0."""
     square = float((one * one).sum())
     return float((one * here).sum()) / square if square else None
 
 
 def multiple(one: Tensor, here: Tensor) -> float:
-    """Return the median of here / one over the larger elements: a few masked tokens do not change it."""
+    """Return the median of here / one over the larger elements. As a median, it does not depend on a few masked tokens."""
     large = one.abs() > 0.01 * one.abs().max()
     value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
     return value if value else 1.0

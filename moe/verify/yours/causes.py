@@ -1,4 +1,4 @@
-"""Says in words what a deviation looks like: its factor, and the likely cause."""
+"""Describes a deviation in words: the factor by which a value is wrong, if it is a factor, and the likely cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe.verify.yours.values import Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
-    """Return (factor, cause) of a deviation. factor: here = factor x one on all ranks that deviate, if that explains it."""
+    """Return (factor, cause) of a deviation. factor: the f with here = f x one on all ranks that deviate; None if no factor explains it."""
     bad = [s for s in seen if s.deviation > bound]
     if key.kind in OF_PARAMETERS and any(s.part for s in seen):
         bad = [s for s in bad if s.part]
@@ -74,7 +74,7 @@ def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
 
 
 def _order(one: Tensor, here: Tensor) -> list[int] | None:
-    """Return the permutation of dim 0 that makes `here` equal to `one`, in its first entries."""
+    """Return the first 8 entries of a permutation of dim 0 that makes `here` equal to `one`; None if there is none."""
     if one.dim() == 0 or one.shape != here.shape or not 2 <= len(one) <= 1024:
         return None
     order = nearest(one.reshape(len(one), -1), here.reshape(len(one), -1))
@@ -132,7 +132,7 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
 
 
 def _summed(bad: list[Seen]) -> Tensor | None:
-    """Return the sum of what the ranks hold, if they hold different values for the same elements."""
+    """Return the sum of the ranks' values if the ranks have different values of the same elements; None otherwise."""
     alike = len(bad) > 1 and all(s.one.shape == bad[0].one.shape and torch.equal(s.one, bad[0].one) for s in bad)
     return torch.stack([s.here for s in bad]).sum(0) if alike and any(not torch.equal(s.here, bad[0].here) for s in bad) else None
 
@@ -143,7 +143,7 @@ def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bo
 
 
 def _rows(bad: list[Seen], bound: float, noun: str) -> str:
-    """Say which rows along dim 0 deviate, if some do not."""
+    """Return text on the rows along dim 0 that deviate; "" if all rows deviate or none."""
     if not all(s.one.dim() for s in bad):
         return ""
     one, here = (torch.cat([getattr(s, side).reshape(len(s.one), -1) for s in bad]) for side in ("one", "here"))
@@ -157,7 +157,7 @@ def _rows(bad: list[Seen], bound: float, noun: str) -> str:
 def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
     one, here = torch.cat([s.one.flatten() for s in bad]), torch.cat([s.here.flatten() for s in bad])
     if key.kind == "input" and not of.samples[bad[0].rank].found:
-        return "other samples: these are not in the batch of the one process"
+        return "other samples: these are not in the batch of the run on one process"
     if key.kind == "output" and of.one.pieces[key][0].dtype.startswith("int"):
         return "other choices: a tie if its scores are equal (record with pin, or --pin-routing)"
     zeros = (one == 0) != (here == 0)
@@ -196,7 +196,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:
-    """Describe the fault of a module with right inputs and weights."""
+    """Return the likely cause of a wrong output if the module's inputs and weights are right."""
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
         return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
     weights, given = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
@@ -212,7 +212,7 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
 
 
 def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
-    """Say in which 16-bit dtype a sum looks to be taken: every element here is a number of that dtype."""
+    """Return text if all elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype; "" otherwise."""
     here = torch.cat([s.here.flatten() for s in bad])
     wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
     exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))
@@ -226,7 +226,7 @@ def _same(rows: Tensor, limit: float) -> bool:
 
 
 def _bias(of: Comparison, key: Key, seen: Seen) -> str:
-    """Explain rows that all differ by one vector."""
+    """Return the likely cause if all rows differ by the same vector."""
     bias = of.one.pieces.get(Key("weight", f"{key.name}.bias"))
     if bias and seen.part:
         own = bias[0].values.double()[seen.part.maps[-1]]

@@ -1,7 +1,7 @@
-"""Replays the routers' choices of the one process, so that a tie between two experts neither hides nor fakes an error (`record(pin=...)`).
+"""Replays the routers' choices of the single process, so that a tie between two experts neither hides nor fakes an error (`record(pin=)`).
 
-    one process   each topk or argmax over a token's scores keeps its indices: module, number of the call in it -> [tokens, choices]
-    elsewhere     the indices of this rank's tokens replace its own; the values are its own scores at these places, with their gradients
+    one process     the indices that each topk or argmax over a token's scores returns are stored, by module and number of the call in it
+    several ranks   topk and argmax return these indices for the rank's tokens; values are the rank's scores there, with their gradients
 
 The scores that the rank would have chosen are recorded as outputs of the router. They are equal at a tie, and differ if a choice is
 wrong. A router whose choices cannot be replayed is refused: other token counts, other functions than topk and argmax, recomputation.
@@ -24,12 +24,13 @@ from moe.verify.yours.values import Piece
 from parallel.errors import BadInput
 
 FILE = "choices.pt"
-_DIM = {"topk": (2, -1), "argmax": (1, None)}  # -> place and default of the argument `dim`
-Given = dict[str, Tensor]  # "tokens": the one's first input [B, L]; "MODULE NUMBER": its choices [B L, ...]
+_DIM = {"topk": (2, -1), "argmax": (1, None)}  # function -> (position, default) of its argument `dim`
+Given = dict[str, Tensor]  # "tokens": the single process's first input [B, L]; "MODULE NUMBER": choices of its tokens [B L, ...]
 
 
 class Choices(TorchFunctionMode):
-    """Keeps the choices of a step, or replays `given` ones. keep: called with (module, number of its choice, the rank's best scores)."""
+    """Stores the choices of a step, or replays the choices `given`. keep: called with (module, number of its choice, the scores that the
+    rank itself would choose)."""
 
     def __init__(self, given: Given | None, keep: Callable[[str, int, Tensor], None]) -> None:
         super().__init__()
@@ -39,11 +40,11 @@ class Choices(TorchFunctionMode):
         self.entered: set[str] = set()
         self.replayed = {"tokens"}
         self.calls: Counter[str] = Counter()
-        self.tokens: Tensor | None = None  # of the current call of the model [b, l]
-        self.at: Tensor | None = None  # their places among the one's tokens [b l]
+        self.tokens: Tensor | None = None  # token ids [b, l] of the current call of the model
+        self.at: Tensor | None = None  # index [b l] of each of them among the single process's tokens
 
     def enter(self, module: str, tensors: list[Tensor]) -> None:
-        """Note that a module is called. The model's own first input of whole numbers says which tokens this rank has."""
+        """Must be called when a module is entered. The first integer input of the model itself has the ids of this rank's tokens."""
         self.inside.append(module)
         self.entered.add(module)
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
@@ -57,7 +58,8 @@ class Choices(TorchFunctionMode):
         one, here = (Piece.of(t, "", t.numel()) for t in (self.given["tokens"], self.tokens))
         found = samples(one, here, 0)
         if not found.found:
-            raise BadInput("pin", got="tokens that the one process did not read", needed="a part of its batch", fix="record without pin")
+            got = "tokens that the run on one process did not read"
+            raise BadInput("pin", got=got, needed="a part of its batch", fix="record without pin")
         self.at = (found.rows[:, None] * found.length + found.cols).flatten()
 
     def leave(self) -> None:
@@ -73,7 +75,7 @@ class Choices(TorchFunctionMode):
         """Refuse a step in which one of the routers on this rank made its own choices."""
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
-                got = f"{module or 'the model'}, which chose for other tokens than the one process, or not by topk or argmax"
+                got = f"{module or 'the model'}, which chose for other tokens than the run on one process, or not by topk or argmax"
                 raise BadInput("pin", got=got, needed="the same router on this rank's tokens", fix="record without pin")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +92,7 @@ class Choices(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen), chosen)) if name == "topk" else chosen
 
     def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
-        """Return the choices to use instead of the rank's own. Choices of anything but this rank's tokens stay as they are."""
+        """Return the choices to use instead of the rank's own. Choices that are not made for the rank's tokens are returned unchanged."""
         if self.tokens is None:
             fix = "record without pin"
             raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)
@@ -106,18 +108,18 @@ class Choices(TorchFunctionMode):
             return own
         theirs = self.given.get(key)
         if theirs is None or self.at is None or theirs.shape[1:] != own.shape[lead:]:
-            got = f"a choice in {module} that the one process did not make"
+            got = f"a choice in {module} that the run on one process did not make"
             raise BadInput("pin", got=got, needed="the same model", fix="record without pin")
         self.replayed.add(key)
         return theirs[self.at].reshape(own.shape).to(own.device)
 
     def write(self, folder: str | Path) -> Given:
-        """Write the kept choices into the folder, and return them."""
+        """Write the stored choices into the folder, and return them."""
         if len(self.kept) < 2:
             raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
         if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:
             got, fix = f"micro-batches of {' and '.join(map(str, sorted(lengths)))} tokens", "pad them to one length"
-            raise BadInput("pin", got=got, needed="sequences of one length in the one process", fix=fix)
+            raise BadInput("pin", got=got, needed="sequences of one length in the run on one process", fix=fix)
         given = {key: torch.cat(parts) for key, parts in self.kept.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(given, Path(folder) / FILE)
@@ -129,7 +131,7 @@ def _module_of(key: str) -> str:
 
 
 def read(folder: str | Path) -> Given:
-    """Return the choices that the one process wrote. Raises BadInput if it wrote none."""
+    """Return the choices that the single process wrote into the folder. Raises BadInput if there are none."""
     try:
         given: Given = torch.load(Path(folder) / FILE, weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:

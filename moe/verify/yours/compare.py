@@ -16,11 +16,11 @@ from parallel.errors import BadInput, counted
 Say = Callable[[str], None]
 _NAMES = {"weight": "weight before", "note": "noted value"}
 _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradient", "output gradient": "gradient"}
-_SHOWN = 5  # reasons and names that are printed; --json has all
+_SHOWN = 5  # largest number of names that are printed; --json has all
 
 
 def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
-    """Compare two folders of `record`. Return the comparison, and why it shows nothing of gradients, or ""."""
+    """Compare two folders of `record`. Return (comparison, reason why gradients could not be compared, or "")."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
@@ -31,7 +31,7 @@ def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
 
 
 def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record`. Prints a table; returns 0 if all compared values, gradients among them, are equal within bounds."""
+    """Compare two folders of `record` and print a table. Return 0 if gradients could be compared and all values are equal within bounds."""
     comparison, lacking = judged(one, many)
     deviations = [deviation for deviation, _ in comparison.found]
     wrong = [deviation for deviation in deviations if not deviation.passed]
@@ -80,7 +80,7 @@ def _not_compared(comparison: Comparison) -> list[str]:
 
 
 def _without_gradients(comparison: Comparison) -> str:
-    """Say why the comparison of gradients shows nothing, or return ""."""
+    """Return the reason why gradients could not be compared; "" if they were."""
     if any(key.kind == "gradient" and why == TOO_LOOSE for key, why in comparison.refused.items()):
         return f"failed: gradients are not compared, because {TOO_LOOSE.replace('it, or its gradient,', 'them')}: record in fp32"
     if not any(d.kind == "gradient" for d, _ in comparison.found):

@@ -1,13 +1,13 @@
-"""Compares a recording of several ranks with the recording of one process, value by value, in the order of the one process.
+"""Compares a recording of several ranks with the recording of the same step in one process (`one`), value by value, in its order.
 
     deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
-    bound       2 x the largest deviation that other orders of sums caused in the one process (Recording.rounded), in this value or an
-                earlier one, plus one rounding on each side. A weight before the step: these roundings. A weight after it: in this value
-                alone, after the differences that the bound of its gradient explains (Adam turns the sign of a tiny gradient into a step).
-                The rounding of a rank's part of a gradient is also measured relative to this part, which may be small
+    bound       2 x the largest deviation that other orders of sums caused in the single process (Recording.rounded), in this value or an
+                earlier one, plus one rounding on each side. Weights before the step are only allowed these roundings. For a weight after
+                the step, only its own deviation counts. The difference that its gradient's bound explains is subtracted first, because Adam
+                turns the sign of a tiny gradient into a step. A rank's part of a gradient is also judged relative to the part's own size
 
-A rank's activation gradients may be a multiple of the one's, because its loss is a mean over its own samples. That multiple is measured
-at the first gradient of backward. Reduced gradients must be equal without it.
+A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. That multiple is
+measured at the first gradient of backward. Reduced gradients must be equal without it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-LOOSE = 0.25  # a larger bound hides a missing term of four
+LOOSE = 0.25  # a larger bound could hide that one of four terms is missing from a sum
 TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
 
 
 @dataclass
 class Comparison:
-    """Comparison of two recordings. refused: what was recorded and not compared -> reason."""
+    """Comparison of two recordings. refused: key of a value that is not compared -> reason."""
 
     one: Recorded
     ranks: list[Recorded]
@@ -41,7 +41,7 @@ class Comparison:
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
-    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> its rows on all ranks in the order of the one's
+    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order_of_rows`
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:
@@ -78,11 +78,11 @@ class Comparison:
             self.found.append((Deviation(key.name, key.kind, number, worst, bound, factor, cause, worst <= bound), seen))
         known = {*self.order, *(k._replace(kind="local gradient") for k in self.order if k.kind == "gradient")}
         for key in (key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient"):
-            self.refused.setdefault(key, "the one process has no such value")
+            self.refused.setdefault(key, "the run on one process has no such value")
 
     @cached_property
     def order(self) -> list[Key]:
-        """Keys of the one process in the order of their events: forward, then backward, with a gradient at its accumulation."""
+        """Keys of the single process in the order of events: forward, then backward, in which a gradient is at its accumulation."""
         keys, gradients = [], [k for k in self.one.pieces if k.kind == "gradient"]
         for key in self.one.pieces:
             if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
@@ -109,13 +109,13 @@ class Comparison:
         return most
 
     def _noise_of_parts(self, key: Key, seen: list[Seen]) -> float:
-        """Return the rounding of the ranks' parts, relative to the largest element of each part, as their deviations are."""
+        """Return the effect of rounding on the ranks' parts, relative to the largest element of each part."""
         held = [(s, s.part, self.ranks[s.rank].pieces[key][0]) for s in seen if s.part and key in self.ranks[s.rank].pieces]
         both = [(s, common(other.pieces[key][0], piece, part.maps)) for s, part, piece in held for other in self.rounded]
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
-        """Return weights after the step without the differences that their gradients' bounds explain."""
+        """Return `seen`, the weights after the step, without the differences that the bounds of their gradients explain."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled = []
         for s in seen:
@@ -131,7 +131,7 @@ class Comparison:
         """Return a weight after the step without the difference that the bound of its gradient explains: an update changes at most in
         proportion to its gradient, and a gradient within its bound of 0 may have either sign.
 
-        one, here: weight after the step, weight before it, and the one's gradient."""
+        one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
         if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
             return here[0]
         limit = self.bounds.get(name, 0.0) * max(float(one[2].abs().max()), self._least["gradient"])
@@ -141,7 +141,7 @@ class Comparison:
         return one[0] + torch.where(one[2].abs() <= limit, 0.0, rest.sign() * (rest.abs() - explained).clamp_min(0))
 
     def deviation(self, kind: str, one: Tensor, here: Tensor) -> float:
-        """Return the largest difference relative to the largest element. inf if an element is not finite on one side only."""
+        """Return the largest difference relative to the largest element; inf if an element is finite on one side but not on the other."""
         if one.shape != here.shape:
             return float("inf")
         difference = (one - here).abs().nan_to_num(torch.inf)
@@ -160,13 +160,13 @@ class Comparison:
 
     @cached_property
     def _first(self) -> Key | None:
-        """The first input of whole numbers that all ranks have, or the first input."""
+        """Key of the first integer input that all ranks have; without one, of the first input that all ranks have."""
         shared = [k for k in self.order if k.kind == "input" and all(k in r.pieces for r in self.ranks) and self._whole(k)[0].shape]
         return next((k for k in shared if "int" in self._whole(k)[0].dtype), shared[0] if shared else None)
 
     @cached_property
     def samples(self) -> list[Samples]:
-        """What each rank reads."""
+        """Part of the batch that each rank reads."""
         first = self._first
         whole = None if first is None else joined(self._whole(first))
         own = [None if first is None else joined(r.pieces[first]) for r in self.ranks]
@@ -184,7 +184,7 @@ class Comparison:
 
     @cached_property
     def scales(self) -> list[float]:
-        """Multiple of the one's activation gradients on each rank."""
+        """For each rank, its activation gradients / those of the single process."""
         shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
         for key in shared:
             seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self._pieces(key)) if piece is not None]
@@ -193,7 +193,7 @@ class Comparison:
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
 
     def _scale_of(self, rank: int) -> float:
-        """Return the multiple on a rank that has no module in common with all others: a pipeline's stage."""
+        """Return this multiple for a rank that has no module in common with all other ranks, such as a pipeline stage."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
             piece = self._pieces(key)[rank]
             if piece is not None and (best := self._best(key, rank, piece, 0.0, scale=False)) is not None:
@@ -201,7 +201,7 @@ class Comparison:
         return 1.0
 
     def _pieces(self, key: Key) -> list[Piece | None]:
-        """Each rank's calls as one tensor. Terms of a DTensor's sum are added up."""
+        """Return each rank's calls joined to one tensor. If ranks hold the terms of a sum (a DTensor with Partial), they are added up."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
@@ -211,7 +211,7 @@ class Comparison:
         return summed
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
-        """Return each rank's elements next to the one's, aligned; None if they cannot be aligned (then `refused` has the reason)."""
+        """Return each rank's elements, aligned with the single process's; None if they cannot be aligned (`refused` has the reason)."""
         whole, own = joined(self._whole(key)), self._pieces(key)
         if key.kind in OF_PARAMETERS:
             return self._parameter(key, own)
@@ -236,7 +236,7 @@ class Comparison:
         return seen
 
     def _lacking(self, key: Key, seen: list[Seen]) -> str:
-        """Say which part of the one's value no rank has, for parameters and for the batch."""
+        """Return text on the part of a parameter, or of the batch, that no rank has; "" if there is none."""
         unread = set(range(self.samples[0].batch)) - {row for of in self.samples for row in of.rows.tolist()}
         if unread and key == self._first:
             return f"samples {sorted(unread)[:8]} of the batch are read by no rank"
@@ -252,7 +252,7 @@ class Comparison:
         return None
 
     def _best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
-        """Return the alignment that deviates least. If none is within the bound, the rank's samples decide."""
+        """Return the alignment with the least deviation. If none is within the bound, one that follows the rank's samples is preferred."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:
@@ -261,7 +261,8 @@ class Comparison:
         return min(found, key=lambda s: (s.deviation > bound, not (s.part and s.part.by_samples), s.deviation), default=None)
 
     def _numbers(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Compare numbers, or notes of one shape: each rank's equal the one's, or their mean or sum over ranks does."""
+        """Compare values of the same shape on all sides, such as numbers: their mean or sum over ranks if it is equal, otherwise each
+        rank's."""
         values = {rank: piece.values.double().squeeze() for rank, piece in enumerate(own) if piece is not None}
         if not values:
             return self._refuse(key, "no rank has such a value")
@@ -272,10 +273,11 @@ class Comparison:
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Ranks may hold terms of a sum: ranks with the same samples, or all, as the gradient of what has no samples."""
+        """Align sums of the ranks' values: over ranks with the same samples, or over all ranks, for gradients of tensors without samples.
+        Return None if the sums deviate."""
         for together in (groups := self._readers, [list(range(len(own)))]):
             seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
-            apart = len(groups) > 1 and len(together) == 1  # then the sum is over samples, and has none of its own
+            apart = len(groups) > 1 and len(together) == 1  # a sum over all samples is not cut into samples
             if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
                 return [s for s in seen if s is not None]
         return None
@@ -287,7 +289,7 @@ class Comparison:
         return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
 
     def _by_rows(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Rows of all ranks in any order, such as an expert's inputs."""
+        """Align rows that are on all ranks in any order, such as an expert's inputs."""
         one, here = stacked([whole], [1.0]), stacked(own, self.scales if key.kind == "output gradient" else [], whole, self._readers)
         order = None if one is None or here is None else self._order_of_rows(key.name, bound)
         if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
@@ -295,7 +297,8 @@ class Comparison:
         return [Seen(0, one, here[order], None, self.deviation(key.kind, one, here[order]))]
 
     def _order_of_rows(self, module: str, bound: float) -> Tensor | None:
-        """Pair the module's rows by its inputs. Outputs decide between equal rows: with two choices, one token is there twice."""
+        """Return for each row of the single process the index of the ranks' row with the nearest input. Outputs decide between equal rows,
+        which exist because a token with two choices occurs twice. None if inputs deviate."""
         if module not in self.rows:
             sides: list[tuple[Tensor, Tensor]] = []
             for key in (k for k in self.order if k.name == module and k.kind in ("input", "output")):
@@ -333,7 +336,7 @@ class Comparison:
         return [*seen, *self._norm(key, {rank: piece for rank in holders if (piece := own[rank]) is not None})]
 
     def _norm(self, key: Key, own: dict[int, Piece]) -> list[Seen]:
-        """Compare the norm of all elements, if the one process has a sample of them only."""
+        """Compare the norm of all elements, if the single process recorded only a sample of them."""
         whole, squares = self._whole(key)[0], {}
         for rank, piece in own.items() if whole.norm is not None else ():
             part = self.layout(key.name, rank)
@@ -346,7 +349,7 @@ class Comparison:
         return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def _before_reduction(self, key: Key) -> list[Seen] | None:
-        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) hides the reduced one."""
+        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) does not show reduced gradients."""
         whole, local = self._whole(key)[0], [r.pieces.get(key._replace(kind="local gradient")) for r in self.ranks]
         reads = [(*of.rows.tolist(), -1, *of.cols.tolist()) for of in self.samples]
         terms = [p[0].values.double() / self.scales[r] / reads.count(reads[r]) for r, p in enumerate(local) if p]
@@ -357,7 +360,7 @@ class Comparison:
         return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def layout(self, name: str, rank: int) -> Part | None:
-        """Return which part of a parameter the rank holds. A chunk is the one that it holds of most parameters."""
+        """Return the part of a parameter that the rank holds. Of several chunks, prefers the number that it holds of most parameters."""
         tried = self.tried(name, rank)
         if not tried:
             return None
@@ -372,7 +375,7 @@ class Comparison:
         return min(of_usual, key=lambda pair: pair[1])[0] if of_usual else best
 
     def tried(self, name: str, rank: int) -> list[tuple[Part, float]]:
-        """Return the ways to see the rank's parameter as a part, each with its deviation."""
+        """Return the possible alignments of the rank's parameter, each with its deviation."""
         if (name, rank) not in self.layouts:
             piece, whole = (of.pieces[Key("weight", name)][0] for of in (self.ranks[rank], self.one))
             both = ((part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None))
@@ -381,7 +384,7 @@ class Comparison:
 
     @cached_property
     def _chunks(self) -> list[dict[int, Counter[int]]]:
-        """For each rank: number of chunks -> how many parameters are cut into it, by the chunk that the rank holds."""
+        """For each rank: number of chunks of a parameter -> index of the rank's chunk -> number of parameters cut in this way."""
         votes: list[dict[int, Counter[int]]] = [{} for _ in self.ranks]
         for rank, record in enumerate(self.ranks):
             for key in (k for k in record.pieces if k.kind == "weight" and k in self.one.pieces):

@@ -8,11 +8,11 @@
         optimizer.step()
 
 In one process the body runs four times from the same weights, optimizer states and random numbers: three times with sums in other orders
-(reordered.py), which measures rounding, then as it is. In several processes it runs once. Hooks exist during the loop only.
+(reordered.py), which measures rounding, then unchanged. In several processes it runs once. Hooks are removed after the loop.
 
-Recorded, in the order of events: weights and buffers before the step; inputs and outputs of every call of every module; gradients of
-outputs; each parameter's gradient as backward left it on this rank ("local gradient") and as the optimizer or
-torch.nn.utils.clip_grad_norm_ found it ("gradient"); that function's norm; weights after the step.
+These values are recorded, in the order of events: weights and buffers before the step; inputs and outputs of every call of every module;
+gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of optimizer.step or
+torch.nn.utils.clip_grad_norm_ ("gradient"); that function's norm; weights after the step.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def record(
 ) -> Iterator[Step]:
     """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
 
-    model: as the step calls it, wrapped or not. others: the optimizers, and whatever else the body changes that has a state_dict
-    (GradScaler, scheduler). on: False runs the body once and does nothing else. most: larger tensors are sampled. pin: folder of the one
-    process, there its own: all runs replay its routers' choices (choices.py), and one process runs the body once more, to find them.
-    Raises BadInput if a gradient is not finite with sums in other orders.
+    model: the object that the step calls, wrapped or not. others: the optimizers, and all other objects with a state_dict that the body
+    changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: tensors with more elements are sampled. pin:
+    folder into which one process writes its routers' choices; all runs replay them (choices.py). One process runs the body once more to
+    find them. Raises BadInput if a gradient is not finite with sums in other orders.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -100,7 +100,7 @@ def _refuse_infinite(record: Recorded) -> None:
 
 
 class Step:
-    """Records one run of the loop's body. given: choices of routers that it replays."""
+    """Records one run of the loop's body. most: tensors with more elements are sampled. given: choices of routers to replay."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int, given: Given | None = None
@@ -110,14 +110,15 @@ class Step:
         self._read = False
         self._open = ExitStack()
         self._hooked: set[int] = set()
-        self._by_call: dict[Key, dict[int, Piece]] = {}  # backward reaches calls in any order
+        self._by_call: dict[Key, dict[int, Piece]] = {}  # sorted at the end, because backward reaches calls in any order
 
     def note(self, name: str, value: Tensor | float) -> None:
-        """Record a value of your own under this name, such as the loss."""
+        """Record a further value, such as the loss, under this name."""
         self._keep(Key("note", name), torch.as_tensor(value).detach())
 
     def gradients(self) -> None:
-        """Record the gradients now. Call it before clipping by code of your own; otherwise clip_grad_norm_ or the optimizer's step does."""
+        """Record the gradients now. Call it before your own code clips them. Otherwise they are recorded by clip_grad_norm_ or the
+        optimizer's step."""
         if not self._read:
             self._read = True
             for name, parameter in self._parameters():
@@ -131,7 +132,7 @@ class Step:
         for name, parameter in self._parameters():
             self._hook(name, parameter)
         for name, module in self.model.named_modules():
-            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper: the module inside has its name
+            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper is skipped: its module has its name
                 self.record.modules[_name(name)] = type(module).__name__
                 self._until_the_end(module.register_forward_pre_hook(partial(self._entered, _name(name)), with_kwargs=True))
                 self._until_the_end(module.register_forward_hook(partial(self._left, _name(name))))
@@ -169,7 +170,7 @@ class Step:
             self._until_the_end(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # of several micro-batches, the last has the sum
+        if parameter.grad is not None:  # the last of several micro-batches has the accumulated gradient
             self.record.pieces.pop(Key("local gradient", name), None)
             self._keep(Key("local gradient", name), parameter.grad)
 
@@ -203,7 +204,7 @@ class Step:
                     self._until_the_end(tensor.register_hook(partial(self._gradient, Key("output gradient", name, slot), number)))
 
     def _gradient(self, key: Key, call: int, gradient: Tensor) -> None:
-        self.record.pieces.setdefault(key, [])  # its place in the order of events
+        self.record.pieces.setdefault(key, [])  # reserves its position in the order of events
         self._by_call.setdefault(key, {})[call] = self._piece(key, gradient)
 
     def _keep(self, key: Key, tensor: Tensor) -> None:
@@ -218,7 +219,7 @@ class Step:
 
 
 class _State:
-    """A copy of what a step changes: parameters, buffers, gradients, states of optimizers and other objects, random numbers."""
+    """A copy of all that a step changes: parameters, buffers, gradients, states of optimizers and other objects, random number states."""
 
     def __init__(self, model: nn.Module, others: tuple[Any, ...]) -> None:
         self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
@@ -247,7 +248,8 @@ class _State:
 
 
 def _of_engine(parameter: Tensor, function: str, own: Tensor | None) -> Tensor | None:
-    """Return what DeepSpeed's function gathers for a parameter of ZeRO, which hides its gradient and, in stage 3, its value; else `own`."""
+    """Return the gradient or value of a ZeRO parameter, which DeepSpeed's `function` gathers, because ZeRO hides it. For other parameters,
+    return `own`."""
     if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
         return own
     import deepspeed.utils
@@ -270,7 +272,7 @@ def _in_backward() -> bool:
 
 
 def _tensors(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield (place, tensor) of the tensors in nested tuples, lists, dicts and objects with fields."""
+    """Yield (path such as "0.mask", tensor) of the tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield slot, value
         return

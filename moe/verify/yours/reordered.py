@@ -2,7 +2,7 @@
 
 A layout computes the same sums as one process, in another order. Under `Reordered`, each matrix product adds its terms in a random order
 and in several parts. The results of other sums (softmax, norms, losses, attention, their gradients) change at random by up to one unit
-roundoff of their dtype. Elementwise operations stay as they are. (Monte Carlo arithmetic: Parker 1997.)
+roundoff of their dtype. Elementwise operations are not changed. (Monte Carlo arithmetic: Parker 1997.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1
 
 
 class Reordered(TorchDispatchMode):
-    """Computes sums in `parts` parts and in an order of its own."""
+    """Computes matrix products as sums of `parts` parts, in random order, and disturbs the results of other sums at random."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Values of a recorded step: tensors of each rank, whole or as samples, with their places in the tensor of the whole program.
+"""Values of a recorded step: tensors of each rank, complete or sampled, with their position in the unsharded tensor.
 
-    Piece        one tensor of one rank: elements, shape, and the part that it is of a larger tensor, as far as its DTensor says
-    Recorded     what one rank recorded: pieces by Key, in the order of their events
+    Piece        one tensor of one rank: elements, shape, and, if it is a DTensor, its position in the global tensor
+    Recorded     record of one rank: pieces by Key, in the order of their events
     Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with other orders of sums
 
 A tensor of more than `most` elements is sampled: along each dim, of each 64 indices the first k of a hashed order are kept. k is halved
-along the longest dim until the sample is small enough. So two ranks that hold parts of one tensor keep the same elements of it, if a part
-begins at a multiple of 64 or its place is known. The norm of all elements is kept with a sample.
+along the longest dim until the sample is small enough. Ranks that hold parts of one tensor therefore keep the same elements of it, if a
+part begins at a multiple of 64 or its position is known. The norm of all elements is stored with a sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSION = 3
 
 class Key(NamedTuple):
     """Name of a value. kind: weight, input, output, "output gradient", "local gradient", gradient, norm, note, "weight after".
-    name: of the module or parameter; slot: place of the tensor among a module's inputs or outputs."""
+    name: of the module or parameter. slot: position of the tensor among a module's inputs or outputs."""
 
     kind: str
     name: str
@@ -41,9 +41,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's tensor, or its sample. whole: shape of the DTensor that it is a part of; offset: where in it the part begins; index: its
-    indices in the whole by dim, if they are not contiguous; summed_over: ranks that hold terms of one sum (Partial); kept: indices kept
-    of each PERIOD, by dim."""
+    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor, if it is a DTensor. offset: first
+    index in the global tensor, by dim. index: all indices in it, by dim, if they are not contiguous. summed_over: ranks that hold the terms
+    of a sum (Partial). kept: number of indices kept of each PERIOD, by dim."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -59,7 +59,8 @@ class Piece:
 
     @staticmethod
     def of(tensor: Tensor, name: str, most: int, *, hashed: bool = False) -> Piece:
-        """Copy a tensor to the host, or a sample of at most about `most` elements of it. hashed: keep a hash of each index of dim 0."""
+        """Copy a tensor, or a sample of about `most` elements of it, to the host. hashed: also store a hash of the data at each index of
+        dim 0."""
         whole, index, summed, local = _place(tensor.detach())
         shape, dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
         kept = _kept(shape, most if local.is_floating_point() else 64 * most)
@@ -91,7 +92,7 @@ class Piece:
         return [torch.arange(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)]
 
     def cut(self, gradient: Tensor) -> Tensor:
-        """Return the elements of a gradient that this part of the weight has: DTensor styles may leave the whole gradient on each rank."""
+        """Return the elements of a gradient for this part of the weight. (DTensor styles may leave the unsharded gradient on each rank.)"""
         for dim, at in enumerate(self.places if gradient.shape == self.whole and not self.sampled else ()):
             gradient = gradient.index_select(dim, at)
         return gradient
@@ -102,7 +103,8 @@ class Piece:
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], list[Tensor], tuple[int, ...], Tensor]:
-    """Return (shape of the whole, indices in it of each dim if this is a DTensor, ranks that hold terms of a sum, local tensor)."""
+    """Return (global shape, indices of the local tensor in the global one by dim, ranks that hold terms of a sum, local tensor). Without a
+    DTensor, the second and third are empty."""
     if not hasattr(tensor, "placements"):
         return tuple(tensor.shape), [], (), tensor
     mesh, placements, here = tensor.device_mesh, tensor.placements, tensor.device_mesh.get_coordinate() or []
@@ -117,7 +119,7 @@ def _place(tensor: Any) -> tuple[tuple[int, ...], list[Tensor], tuple[int, ...],
 
 
 def _kept(shape: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return for each dim how many of PERIOD indices a sample keeps."""
+    """Return for each dim the number of indices that a sample keeps of each PERIOD."""
     kept = [PERIOD] * len(shape)
     sizes = [float(size) for size in shape]
     while sizes and torch.tensor(sizes).prod() > most:
@@ -137,15 +139,15 @@ def _sampled(index: Tensor, name: str, dim: int, kept: int) -> Tensor:
 
 
 def roundoff(of: list[list[Piece]]) -> float:
-    """Return the largest unit of rounding, eps, of the pieces' dtypes."""
+    """Return the largest machine epsilon of the pieces' dtypes."""
     dtypes = {p.dtype for pieces in of for p in pieces}
     return max((torch.finfo(getattr(torch, d)).eps for d in dtypes if d.startswith(("float", "bfloat"))), default=0.0)
 
 
 @dataclass
 class Recorded:
-    """Record of one rank. pieces: each Key's tensors, one for each call; they are in the order in which their first call happened.
-    modules: name -> class."""
+    """Record of one rank. pieces: each Key's tensors, one for each call; keys are in the order of their first calls. modules: name -> name
+    of its class."""
 
     rank: int
     world: int
@@ -169,7 +171,7 @@ class Recorded:
 
     @staticmethod
     def read(file: Path) -> Recorded:
-        """Read a record from its index NAME.json. Raises BadInput if it is not whole."""
+        """Read a record from its index NAME.json. Raises BadInput if it is damaged or incomplete."""
         try:
             return Recorded._read(file)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
@@ -191,7 +193,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder's records: one of each rank, and one of each other order of sums, of one process."""
+    """A folder's records. ranks: one of each rank. rounded: one of each other order of sums, if one process recorded them."""
 
     folder: Path
     ranks: list[Recorded]
@@ -217,8 +219,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Deviation:
-    """A compared value. order: number of its event; deviation and bound: relative to the largest element; factor: of the expected
-    value, if one explains the deviation; cause: in words."""
+    """Result of comparing one value. order: its position in the order of events. deviation, bound: relative to the largest element. factor:
+    found / expected value, if a factor explains the deviation. cause: likely cause in words."""
 
     name: str
     kind: str

@@ -45,7 +45,7 @@ def gathered(at: At, w: Whole) -> float:
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # `behind`: the layer whose backward pass follows, here the last layer
+        case "head":  # here `behind` is the last layer, gathered already because its backward pass comes next
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,
@@ -60,8 +60,9 @@ def gathered(at: At, w: Whole) -> float:
 
 
 def _each_pass(at: At, w: Whole) -> float:
-    """Return the bytes of `gathered` with pipeline stages, if gradients are scattered after each pass. A stage's weights stay gathered from
-    F until its next backward pass. The last scatter's input, the gradient of `behind`, stays until the next scatter, also while F runs."""
+    """Return the bytes of `gathered` with pipeline stages, if gradients are reduce-scattered after each backward pass. A stage's weights
+    stay gathered from a forward pass until its next backward pass. The input of the last reduce-scatter, the gradients of `behind`, stays
+    allocated until the next reduce-scatter, also during forward passes."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":

@@ -1,5 +1,5 @@
-"""Facts about a data-parallel engine for checks, planner, trainer, rehearsal and verify: one EngineKind for each, listed in catalog.py.
-Its functions import the engine's file when they are called, so that checks and planner need no torch."""
+"""Facts about data-parallel engines for checks, planner, trainer, rehearsal and verify: one EngineKind for each engine, listed in
+catalog.py. Its functions import the engine's file when they are called, so that checks and planner need no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from parallel.mesh.mesh import Mesh
     from parallel.numerics.first_values import Fill
 
-At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # moments of a step: moe/plan/memory/temporary.py
+At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # moments of a step (moe/plan/memory/temporary.py)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setup:
 
 
 class Whole(NamedTuple):
-    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. Numbers of elements, of sharded weights:
+    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. In elements of sharded weights:
 
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
     layer whose backward pass ended just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
@@ -86,7 +86,7 @@ class EngineKind:
 
     start: makes the engine. sharding: keys and values of a recipe's section `sharding` that select this engine. keys: further keys that the
     engine reads. load: imports the libraries that ranks need.
-    stage: the ZeRO stage that the engine's states follow: 1 shards optimizer states, 2 gradients too, 3 weights too.
+    stage: the ZeRO stage that shards the same states as this engine: 1 optimizer states, 2 gradients too, 3 weights too.
     cut: shards a model on the meta device and sets first values; None: every rank holds whole weights.
     by_module: a module's weights are gathered only while the module runs, so no other module may use them.
     frees_weights: gathered weights are freed after use, so no matrix product may save its weight for the backward pass.
@@ -95,12 +95,13 @@ class EngineKind:
     casts: the values of precision.casts that it can carry out.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages, unless_flat, stands_in, planned_as: another engine that is used with pipeline stages, for steps that are not on flat ranges
-    of fp32 elements, in a rehearsal, in the planner; None: this one.
+    with_stages, unless_flat, stands_in, planned_as: the engine used instead of this one: with pipeline stages; if the optimizer cannot step
+    flat ranges of fp32 elements; in a rehearsal; in the planner. None: this one.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
-    bucket: whether a bucket of gradients is allocated: `none`, from a pass's first gradient on (`passes`), or `always`.
-    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments of possible peaks."""
+    bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.
+    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments at which memory may
+    peak."""
 
     name: str
     start: Callable[[nn.Module, Setup, Rule], Engine]

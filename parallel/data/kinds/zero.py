@@ -31,7 +31,8 @@ def cut(model: nn.Module, setup: Setup, device: torch.device, fill: Fill) -> Non
 
 
 def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
-    """Start the engine of this ZeRO stage. Start DDP on a pipeline stage of one data-parallel rank without offload: nothing is sharded."""
+    """Start the engine of this ZeRO stage. Start DDP instead if there are pipeline stages, a single data-parallel rank and no offload,
+    because then nothing is sharded."""
     if setup.mesh.axis("pp").size > 1 and setup.mesh.axis("dp", "sp").size == 1 and setup.offload.optimizer == "none":
         return ddp.start(model, setup, optimizer)
     from parallel.data.engine import AdamW

@@ -189,8 +189,8 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 
 class Graph:
-    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. The gradient sums S of
-    a stage are one vertex, which runs in parallel with its ranks' next actions. A message also needs the previous message of its link.
+    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All actions S of one stage are one
+    vertex, which runs in parallel with its ranks' next actions. A message also needs the previous message of its link.
 
     vertices: node -> its vertex. before, after: vertices that each vertex needs, and that need it. transfers: vertices of messages."""
 

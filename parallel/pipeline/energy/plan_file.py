@@ -55,7 +55,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 
     def wrong(got: str) -> BadInput:
-        return BadInput(what, got=f"{path}: {got}", needed=f"a plan by moe energy of {schedule.name} with {size}", fix=fix)
+        return BadInput(what, got=f"{path}: {got}", needed=f"a plan of {schedule.name} with {size}, made by moe energy", fix=fix)
 
     try:
         value = json.loads(read_text(path))

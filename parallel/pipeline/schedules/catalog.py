@@ -81,7 +81,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         _batches(dualpipe_v), "a forward together with a backward pass, on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=2
     ),
     "dualpipe": ScheduleKind(
-        _batches(dualpipe), "the same in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
+        _batches(dualpipe), "dualpipe_v's pairs in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
     ),
     "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches),

@@ -58,8 +58,8 @@ def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """Return the order of one rank, without S and U. Actions have time slots, of which no two on a rank are equal: for a pipeline's
-    micro-batch j in its block, F of stage s is at slot s + 2j and B at slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots."""
+    """Return the order of one rank, without S and U. It follows from time slots: for a pipeline's micro-batch j of a block, F of stage s is
+    at slot s + 2j and B at slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a rank have the same slot."""
     each = ranks // pipelines  # micro-batches of one pipeline in a block
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]
     slots: dict[int, Action] = {}
@@ -87,8 +87,9 @@ class _Greedy:
         self.ranks, self.each = ranks, microbatches // 2
         self.free, self.in_flight = [0] * ranks, [0] * ranks  # for each rank: time at which it is free; number of micro-batches
         self.next: Counter[tuple[Op, int, int]] = Counter()  # (op, direction, stage) -> next micro-batch
-        self.arrived = {(Op.F, up, 0, n): 0 for up in (0, 1) for n in range(self.each)}  # (op, direction, stage, micro-batch) -> time
         self.done: list[list[Action]] = [[] for _ in range(ranks)]
+        # (op, direction, stage, micro-batch) -> time at which the action's input has arrived
+        self.arrived = {(Op.F, up, 0, n): 0 for up in (0, 1) for n in range(self.each)}
 
     def orders(self) -> list[list[Action]]:
         chosen = [self._choice(rank) for rank in range(self.ranks)]
@@ -97,7 +98,7 @@ class _Greedy:
         while heap:
             choice = heappop(heap)
             rank = choice[4]
-            if choice != chosen[rank]:  # outdated: the rank has a better choice since
+            if choice != chosen[rank]:  # outdated: the rank has another choice by now
                 continue
             for changed in {rank, self._do(choice)}:
                 new = chosen[changed] = self._choice(changed)

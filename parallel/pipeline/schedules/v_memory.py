@@ -64,7 +64,7 @@ class _Rank:
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.pending: list[Action] = []  # W whose I is done
+        self.pending: list[Action] = []  # each W that has not run, and whose I has
         self.kept = 0
 
 

@@ -74,9 +74,9 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
-    """Place all work in bubbles. works: in order of priority.
+    """Place all work in bubbles. works: the pieces of work, in order of priority.
     margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank, if a need does not exist, or if needs form a cycle."""
+    bubble of its rank, or if `needs` name missing work or form a cycle."""
     found = _of_steps(timeline)
     _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -96,7 +96,7 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
             return _packing(timeline, done, step + 1)
     left = next(work for queue in waiting.values() for work in queue)
     got = f"{left.name}, which waits for {', '.join(left.needs)}"
-    raise BadInput("needs", got=got, needed="needs that form no circle", fix="remove one of the needs")
+    raise BadInput("needs", got=got, needed="needs that form no cycle", fix="remove one of the needs")
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
@@ -141,12 +141,12 @@ def _check(timeline: Timeline, works: Sequence[BubbleWork], found: Sequence[Bubb
     names = {work.name for work in works}
     if len(names) < len(works):
         raise BadInput(
-            "works", got=f"{len(works)} works with {len(names)} names", needed="unique names", fix="give each work a name of its own"
+            "works", got=f"{len(works)} pieces of work with {len(names)} names", needed="unique names", fix="give each a different name"
         )
     for work in works:
         missing = [need for need in work.needs if need not in names]
         if missing:
-            raise BadInput(work.name, got=f"the need {missing[0]}", needed="a name among the works", fix="add that work or remove the need")
+            raise BadInput(work.name, got=f"the need {missing[0]}", needed="the name of other work", fix="add that work or remove the need")
         if not set(work.after) <= set(timeline.schedule.orders[work.rank]):
             wanted = " and ".join(map(str, work.after))
             raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of this rank")

@@ -25,11 +25,11 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPeaks:
-    """Moments of a step at which a rank may keep most activations.
+    """Moments of a step at which the memory of a rank's activations may have its peak.
 
-    stages: the rank's stages. most: number of micro-batches between F and B or W for each stage, at each moment that no other moment
-    exceeds in all stages. versions: number of weight versions that the rank keeps, the newest included. with_i: if the rank has actions I
-    and W, the moments that no other moment exceeds in all numbers; else ().
+    stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
+    left out if another one has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
+    included. with_i: if the rank has actions I and W, such moments with kept and pending micro-batches counted apart; else ().
     """
 
     stages: tuple[int, ...]
@@ -39,7 +39,7 @@ class RankPeaks:
 
     @cached_property
     def moments(self) -> tuple[InFlight, ...]:
-        """The moments, with or without I."""
+        """Return `with_i` if the rank has actions I, else `most` in the same form."""
         return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
@@ -130,7 +130,8 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:
     mine = [action for action in schedule.orders[rank] if action.stage == stage]
-    readers = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))  # version -> number of later readers
+    # version -> number of later actions that read it
+    readers = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))
     newest, older, most = 0, 0, 1  # older: number of versions before the newest that a later action reads
     for op, _, _, version in mine:
         if op is Op.U:

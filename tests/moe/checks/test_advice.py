@@ -66,7 +66,7 @@ def test_changes_that_need_each_other_are_told_together() -> None:
 def test_keys_of_experts_in_a_dense_model_are_refused_where_they_are_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"router.jitter: got a value in a dense model.*remove router.jitter"):
         load("dense_tiny", {"router.jitter": "0.1"})
-    with pytest.raises(BadInput, match=r"experts.num_experts: got a value, and 1 more of experts, in a dense model"):
+    with pytest.raises(BadInput, match=r"experts.num_experts: got a value, and 1 more key of experts, in a dense model"):
         load("dense_tiny", {"router.jitter": "0.1", "experts.num_experts": "4"})
     (tmp_path / "own.yaml").write_text("extends: dense_tiny\nrouter: {jitter: 0.1}\n")
     with pytest.raises(BadInput, match="router.jitter"):

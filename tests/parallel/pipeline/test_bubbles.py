@@ -142,11 +142,11 @@ def test_work_that_cannot_be_placed_is_refused() -> None:
         BadInput, match="long: got 3 long, 3.15 with its margin, needed at most 3, the longest bubble of rank 0; fix: cut it into parts"
     ):
         pack(timeline, [BubbleWork("long", 0, 3)])
-    with pytest.raises(BadInput, match="a: got the need b, needed a name among the works"):
+    with pytest.raises(BadInput, match="a: got the need b, needed the name of other work"):
         pack(timeline, [BubbleWork("a", 0, 1, needs=("b",))])
-    with pytest.raises(BadInput, match="needs: got a, which waits for b, needed needs that form no circle"):
+    with pytest.raises(BadInput, match="needs: got a, which waits for b, needed needs that form no cycle"):
         pack(timeline, [BubbleWork("a", 0, 1, needs=("b",)), BubbleWork("b", 1, 1, needs=("a",))])
     with pytest.raises(BadInput, match="a: got after 1F0, needed actions of rank 0"):
         pack(timeline, [BubbleWork("a", 0, 1, after=(Action(Op.F, 1, 0),))])
-    with pytest.raises(BadInput, match="works: got 2 works with 1 names"):
+    with pytest.raises(BadInput, match="works: got 2 pieces of work with 1 names"):
         pack(timeline, [BubbleWork("a", 0, 1), BubbleWork("a", 1, 1)])

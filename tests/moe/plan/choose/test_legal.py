@@ -225,7 +225,7 @@ def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> 
 
 def test_a_grid_that_is_none_is_said() -> None:
     network = network_of(run_of(sparse=False))
-    assert "is no grid" in str(refusal(network, Plan(tp=6, tensor="2d", microbatch=6)))
+    assert "do not form a grid" in str(refusal(network, Plan(tp=6, tensor="2d", microbatch=6)))
     assert refusal(network, Plan(tp=4, tensor="2d", microbatch=6)) is None
 
 

@@ -116,7 +116,7 @@ def test_another_file_is_refused_in_one_line(text: str | None, got: str, home: P
     file = tmp_path / "plan.json"
     if text is not None:
         file.write_text(text)
-    needed = "needed a plan by moe energy of 1f1b with 2 ranks, 2 stages, 4 micro-batches"
+    needed = "needed a plan of 1f1b with 2 ranks, 2 stages, 4 micro-batches, made by moe energy"
     fix = "fix: moe energy 1f1b --stages 2 --microbatches 4 --out plan.json, or set it to null"
     with pytest.raises(BadInput, match=re.escape(f"pipeline.energy_plan: got {file}: {got}, {needed}; {fix}")):
         check_pipeline(staged(home, file))

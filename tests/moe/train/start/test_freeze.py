@@ -118,7 +118,11 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
         (["rooter"], {}, "train.freeze: got rooter, needed embedding, .*; fix: set it to \\[router\\]"),
         (["layers.1-2"], {}, "got layers.1-2, needed layers from 0 to 1"),
         (["layers.1-0"], {}, "got layers.1-0, needed layers from 0 to 1"),
-        (["head"], {"model": {"tied_embeddings": True}}, "got head, needed an output layer of its own.*set it to \\[embedding\\]"),
+        (
+            ["head"],
+            {"model": {"tied_embeddings": True}},
+            "got head, needed a head that is not tied to the embedding.*set it to \\[embedding\\]",
+        ),
         (["experts", "norms"], {"model": {"moe_every": 0}}, "got experts, needed layers with experts; fix: set it to \\[norms\\]"),
         (["layers.0-1", "embedding", "norms"], {}, "got all of the model"),
         (["layers.0"], {"degrees": {"pp": 2}}, "got layers.0 with degrees.pp=2"),

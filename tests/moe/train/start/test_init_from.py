@@ -83,7 +83,7 @@ def test_a_run_that_has_begun_goes_on_from_its_own_checkpoint(home: Path, before
 @pytest.mark.parametrize(
     ("sections", "source", "what"),
     [
-        ({"model": {"d_ff": 20}}, "", "needed shape .20, 16.*give this recipe the other's sizes"),
+        ({"model": {"d_ff": 20}}, "", "needed shape .20, 16.*give this recipe the sizes of the other run"),
         ({"model": {"num_heads": 4}}, "", "model.num_heads: got 4, needed 2.*leave --init_from out"),
         ({"data": {"tokenizer": "bytes"}}, "", "data.tokenizer"),
         ({}, "checkpoints/step-5", "--init_from: got .*step-5, which has no checkpoint"),

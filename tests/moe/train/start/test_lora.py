@@ -192,7 +192,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     shutil.rmtree(moved)
     longer = adapted(home, train={"steps": 2, "save_every": 1})
     (said,) = trained.train(longer, tmp_path / "b")
-    assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
+    assert "got no checkpoint in" in said and "moe train also accepts --init_from WHERE_IT_IS" in said
     with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # moe generate, eval and convert load a model in this way
         restore(tmp_path / "b/checkpoints/step-1")
     link = str(refused.value.fix).partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))

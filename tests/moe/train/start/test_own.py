@@ -228,7 +228,7 @@ def test_a_run_that_was_given_samples_does_not_go_on_without_them(home: Path, tm
     trained.train(run, tmp_path / "run", own=lambda rank: {"data": [[1, 2, 3]] * 9})
     stored = sparse(home, train={"steps": 4}, data={"source": "given", "path": None})
     (line,) = trained.train(stored, tmp_path / "run")
-    assert line.startswith("data.source: got given, needed it from Python: train(run, data=...)")
+    assert line.startswith("data.source: got given, needed the object itself, from Python: train(run, data=...)")
 
 
 class Broken(list[list[int]]):
