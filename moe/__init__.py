@@ -9,6 +9,7 @@
     train          the training loop; resumes from its checkpoint   moe/train/loop/trainer.py
     script         runs your own script as a training run           moe/launch/launch.py
     verify         compares all layouts with a single process       moe/verify/verify.py
+    open           a trained run: model, tokenizer, recipe          moe/train/use/opened.py
     Transformer    the model; works without process groups          moe/model/transformer.py
     MoELayer       one MoE layer, for your own model                moe/experts/layer.py
     Context        a forward pass's positions, seed, documents ...  moe/nn/context.py
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
     from moe.recipe.load import load as load
     from moe.train.loop.trainer import train as train
     from moe.train.parts.callbacks import Callback as Callback
+    from moe.train.use.opened import open as open
     from moe.verify.verify import main as verify
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Context", "MoELayer", "RoutingRecord", "Transformer", "__version__", "load", "script", "train", "verify"]
+__all__ = ["Callback", "Context", "MoELayer", "RoutingRecord", "Transformer", "__version__", "load", "open", "script", "train", "verify"]
 
 _HOME = {
     "Callback": "moe.train.parts.callbacks",
@@ -48,6 +50,7 @@ _HOME = {
     "RoutingRecord": "moe.nn.routing_record",
     "Transformer": "moe.model.transformer",
     "load": "moe.recipe.load",
+    "open": "moe.train.use.opened",
     "script": "moe.launch.launch",
 }
 _CALLED = ("train", "verify")  # packages that can be called like functions: `from moe import train; train(run)`

@@ -1,6 +1,7 @@
 """The documentation as a site: `make docs` builds docs/ with Sphinx into build/docs, and fails where a link leads nowhere.
 
 docs/**/*.md                        the pages, as they are
+docs/**/*.ipynb                     notebooks: text, code, and what it printed
 docs/index.md, its tables           the table of contents beside every page
 docs/site/api.rst, docstrings       the reference
 README, CONTRIBUTING, CHANGELOG     stand at docs/site/*.md
@@ -8,6 +9,7 @@ README, CONTRIBUTING, CHANGELOG     stand at docs/site/*.md
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ html_static_path = ["style"]
 html_css_files = ["wide.css"]
 html_copy_source = False
 root_doc = "index"
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
 default_role = "code"
 highlight_language = "text"
 myst_heading_anchors = 4
@@ -37,6 +39,8 @@ suppress_warnings = ["ref.python"]  # names that several modules have
 
 def read(app: Any, name: str, source: list[str]) -> None:
     """Files of the project's root stand as pages; behind the index stands a table of contents for each of its tables."""
+    if (DOCS / f"{name}.ipynb").is_file():
+        source[0] = as_page(json.loads(source[0]))
     if name in BESIDE:
         source[0] = (DOCS.parent / f"{BESIDE[name]}.md").read_text(encoding="utf-8").replace("](docs/", "](/")
         source[0] = re.sub(r"\[([^]]+)\]\((recipes/[^)]*|LICENSE)\)", r"\1", source[0])  # no pages
@@ -45,8 +49,18 @@ def read(app: Any, name: str, source: list[str]) -> None:
     if name == "index":
         tables = re.split(r"^\*\*(.+?)\*\*$", source[0], flags=re.M)
         for title, table in zip(tables[1::2], tables[2::2], strict=True):
-            source[0] += contents(title, re.findall(r"^\| \[[^]]+\]\(([^)#]+)\.md\)", table, flags=re.M))
+            source[0] += contents(title, re.findall(r"^\| \[[^]]+\]\(([^)#]+)\.(?:md|ipynb)\)", table, flags=re.M))
         source[0] += contents("Project", [*BESIDE, "site/api"])
+
+
+def as_page(notebook: dict[str, Any]) -> str:
+    """Return a notebook in Markdown."""
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        parts += [f"```text\n{''.join(output['text'])}```" for output in cell.get("outputs", ())]
+    return "\n\n".join(parts)
 
 
 def contents(title: str, pages: list[str]) -> str:

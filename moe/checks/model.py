@@ -129,6 +129,7 @@ def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", "T5 and Switch have none"),
+        "train.loss": ("cross_entropy", "blocks of multi-token prediction learn by it"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),

@@ -154,9 +154,11 @@ def _chats(
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
     chats = open_chats(data.path, tokenizer, max_length=max_length, field=messages_field(data.text_key), cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
-    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else "each is a sequence, padded"
+    alone = "each pair" if chats.encoded.pairs else "each"
+    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else f"{alone} is a sequence, padded"
     log(f"data: {holds} of {max_length + 1} tokens (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
-    return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, {"key": chats.key}, chats.key)
+    index = {"key": chats.key, "pairs": chats.encoded.pairs}
+    return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, index, chats.key)
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

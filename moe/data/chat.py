@@ -6,6 +6,7 @@ predicted.
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
+    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for train.loss)
 
 A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log has
 their number. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
@@ -33,7 +34,7 @@ from parallel.store.files import read_text, user_path
 # value of "from" -> role
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
 NO_TEMPLATE = "a template, because this model came with none"
-_FORMS = "messages, or prompt and completion, or conversations"
+_FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
@@ -47,12 +48,14 @@ class Text(NamedTuple):
 
 class Encoded(NamedTuple):
     """Chats as token ids. ids_N: the ids of all chats, concatenated. predicted_N: whether each id is predicted. starts: index of each
-    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens)."""
+    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens). pairs: chats 2 i and 2 i + 1
+    are the chosen and the rejected answer to a prompt."""
 
     ids_N: npt.NDArray[np.uint32]
     predicted_N: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int64]
     about: str
+    pairs: bool = False
 
 
 @final
@@ -83,32 +86,39 @@ def file_of(path: str) -> Path:
 
 
 def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
-    """Read and encode a file of chats. Samples have at most max_length + 1 ids. `field`: the field of a line that has the messages; None:
-    any of the forms above. Templates get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of
-    another form, which it names, and for a file without chats."""
+    """Read and encode a file of chats. Samples have at most max_length + 1 ids, each chat of a pair half of them. `field`: the field of a
+    line that has the messages; None: any of the forms above. Templates get the date of the file's last change (UTC) as the current date.
+    Raises BadInput for a line of another form, which it names, for chats among pairs, and for a file without chats."""
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
-    ids, predicted, lengths, cut, left_out = bytearray(), bytearray(), [0], 0, 0
+    ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
     for number, line in enumerate(formats.lines(file), 1):
         if not line.strip():
             continue
-        found, shown = _encoded(_text(line, f"{path}, line {number}", template, field), tokenizer)
-        cut += len(found) > max_length + 1
-        found, shown = found[: max_length + 1], shown[: max_length + 1]
-        if not shown[1:].any():
-            left_out += 1
+        texts = _texts(line, where := f"{path}, line {number}", template, field)
+        each = each or len(texts)  # chats of a line: 1, or a pair
+        if len(texts) != each:
+            said = "pairs" if each == 2 else "single chats"
+            raise BadInput(where, got=f"another form than the {said} before", needed="one form in a file", fix="write two files")
+        made, room = [_encoded(text, tokenizer) for text in texts], (max_length + 1) // each
+        cut += sum(len(found) > room for found, _ in made)
+        if not all(shown[1:room].any() for _, shown in made):
+            left_out += each
             continue
-        ids += found.astype(np.uint32).tobytes()
-        predicted += shown.tobytes()
-        lengths.append(len(found))
+        for found, shown in made:
+            ids += found[:room].astype(np.uint32).tobytes()
+            predicted += shown[:room].tobytes()
+            lengths.append(len(found[:room]))
     if len(lengths) == 1:
         got = f"{path} with no chat that has a predicted token" if left_out else f"{path}, which has no lines"
         raise BadInput("data.path", got=got, needed=f"lines with {_FORMS}", fix="give chats that an assistant answers")
     starts, shown = np.cumsum(lengths), np.frombuffer(predicted, np.bool_)
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
-    cuts = f", {counted(cut, 'chat')} cut to model.max_length" if cut else ""
-    sizes = f"{counted(len(lengths) - 1, 'chat')}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
-    return Encoded(np.frombuffer(ids, np.uint32), shown, starts, f"{sizes}; the longest chat has {counted(max(lengths), 'token')}")
+    cuts = f", {counted(cut, 'chat')} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
+    count = f"{counted(len(lengths) - 1, 'chat')}{' in pairs' * (each == 2)}"
+    sizes = f"{count}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
+    about = f"{sizes}; the longest chat has {counted(max(lengths), 'token')}"
+    return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 
 
 def check_readable(path: str, given: str | None, *, text_key: str) -> None:
@@ -118,7 +128,7 @@ def check_readable(path: str, given: str | None, *, text_key: str) -> None:
     if given is None:
         number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
         if number:
-            _text(line, f"{path}, line {number}", None, messages_field(text_key))
+            _texts(line, f"{path}, line {number}", None, messages_field(text_key))
 
 
 def messages_field(text_key: str) -> str | None:
@@ -146,7 +156,22 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
     return ChatTemplate(own["template"], tokens, date, own.get("tool_use")) if "template" in own else None
 
 
-def _text(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> Text:
+def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
+    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput."""
+    row = _row(line, where, field)
+    if not {"chosen", "rejected"} <= row.keys():
+        return [_text(row, where, template)]
+    both = [row["chosen"], row["rejected"]]
+    if "prompt" not in row:  # the messages that both begin with
+        given = [_messages(messages, where) for messages in both]
+        same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
+        row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]
+    kept = {name: row[name] for name in ("prompt", "tools") if name in row}
+    return [_text(kept | {"completion": completion}, where, template) for completion in both]
+
+
+def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
+    """Return the fields of a line that are not null; if `field` names the messages, these as "messages", and tools. Raises BadInput."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -161,6 +186,10 @@ def _text(line: bytes, where: str, template: ChatTemplate | None, field: str | N
                 where, got=f"an object with {', '.join(row) or 'nothing'}", needed=f"{field}, which data.text_key names", fix=fix
             )
         row = {"messages": row[field]} | {name: row[name] for name in ("tools",) if name in row}
+    return row
+
+
+def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Text:
     given = next((row[name] for name in ("messages", "conversations", "prompt") if name in row), None)
     if given is None or (given is row.get("prompt") and "completion" not in row):
         raise BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=_FORMS, fix=_WRITE)

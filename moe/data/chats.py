@@ -32,9 +32,10 @@ from moe.data.tokenizer import Tokenizer
 from moe.data.tokens import Damaged, locked_alone, usable
 from moe.recipe.shapes import PADDING, beginning, marked
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.store.files import replace_file
 
-_FORMAT = 1  # version of these files and of the encoding of chats; part of the key
+_FORMAT = 2  # version of these files and of the encoding of chats; part of the key
 
 
 @dataclass(frozen=True)
@@ -119,15 +120,19 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
     """Return the sequences for training and for validation. The last `validation_share` of the chats is held out for validation. Raises
-    BadInput for a single chat."""
-    if len(chats) < 2:
-        raise BadInput("data", got=counted(len(chats), "chat"), needed="at least 2, of which one is held out", fix="give more chats")
-    trained = len(chats) - min(len(chats) - 1, max(1, round(len(chats) * validation_share)))
+    BadInput for a single chat or pair, and for packed pairs."""
+    pairs = chats.encoded.pairs
+    if pairs and packing:
+        raise BadInput("data.packing", got="true with pairs of chats", needed="false: each pair is a sequence", fix=Set("it", False))
+    count, name, each = (len(chats) // 2, "pair", 2) if pairs else (len(chats), "chat", 1)
+    if count < 2:
+        raise BadInput("data", got=counted(count, name), needed="at least 2, of which one is held out", fix=f"give more {name}s")
+    trained = each * (count - min(count - 1, max(1, round(count * validation_share))))
     lengths = np.diff(chats.encoded.starts).tolist()
 
     def rows(first: int, last: int) -> ChatRows:
         if not packing:
-            return ChatRows(chats, np.arange(first, last), np.arange(last - first + 1), max_length, packed=False)
+            return ChatRows(chats, np.arange(first, last), np.arange(0, last - first + 1, each), max_length, packed=pairs)
         found = packed(lengths[first:last], room=max_length + 1)
         starts = np.cumsum([0, *map(len, found)])
         return ChatRows(chats, first + np.concatenate(found), starts, max_length, packed=True)
@@ -180,7 +185,8 @@ def _key(path: str, tokenizer: Tokenizer, max_length: int, field: str | None) ->
 
 def _write(named: Path, made: Encoded, max_length: int) -> None:
     numbers = b"".join((made.starts.tobytes(), made.ids_N.tobytes(), made.predicted_N.tobytes()))
-    sizes = {"chats": len(made.starts) - 1, "ids": len(made.ids_N), "sha256": _digest(numbers, max_length), "about": made.about}
+    sizes = {"chats": len(made.starts) - 1, "ids": len(made.ids_N), "pairs": made.pairs, "about": made.about}
+    sizes["sha256"] = _digest(numbers, max_length)
     line = json.dumps(sizes).encode() + b"\n"
     replace_file(named, line.rjust(-(-len(line) // 8) * 8) + numbers)
 
@@ -196,7 +202,7 @@ def _opened(named: Path, max_length: int) -> Chats:
         predicted_N = content[ends[1] : ends[2]].view(np.bool_)
         if (digest := _digest(content.data, max_length)) != sizes["sha256"]:
             raise Damaged("its contents have another SHA-256")
-        return Chats(Encoded(ids_N, predicted_N, starts, sizes["about"]), digest[:24])
+        return Chats(Encoded(ids_N, predicted_N, starts, sizes["about"], sizes["pairs"]), digest[:24])
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 

@@ -15,7 +15,7 @@ decoder's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from moe.experts.layer import LayerReport, MoELayer
 from moe.model.ahead import PredictionDepth, multi_token_loss
 from moe.model.initialise import FirstValues, alone, initialise
+from moe.model.kept import Kept, keeping
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop, scaled
-from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
+from moe.nn.own_loss import OwnLoss
+from moe.nn.vocabulary import CrossEntropy, OfTokens, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.losses import join
@@ -47,13 +49,14 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 class Output(NamedTuple):
     """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. The tensor that
     is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
-    reports. Output is a tuple, because engines that hook the backward pass find tensors only in tuples.
+    reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors only in tuples.
     """
 
     logits_BLV: Tensor
     loss: Tensor
     layers: Reports
     hidden_BLD: Tensor | None = None
+    kept: Kept | None = None
 
 
 class StageLayers(NamedTuple):
@@ -145,6 +148,7 @@ class Transformer(nn.Module):
     Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
     Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
     part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
+    `keep=("hidden", "routing")` keeps values inside the pass (moe/model/kept.py).
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class Transformer(nn.Module):
         self.columns: Callable[[int], slice] | None = None
         self.slices = 1  # number of ranks among which sequences are sharded between layers (tensor.sequence_parallel)
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
+        self.own_loss: OwnLoss | None = None  # set for training with train.loss: module:name
         self.loss_chunks, self.recast = 1, False  # recast: the head casts its weight again in the backward pass and keeps no copy
         # used for logits that are neither sharded nor chunked; a compiled function can replace it
         self.cross_entropy: CrossEntropy = cross_entropy
@@ -200,9 +205,18 @@ class Transformer(nn.Module):
             self.embedding = None
 
     def forward(
-        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: StageLayers | None = None
+        self,
+        tokens_BL: Tensor,
+        context: Context | None = None,
+        targets_BL: Tensor | None = None,
+        part: StageLayers | None = None,
+        *,
+        keep: Collection[str] = (),
     ) -> Output:
         part = part or self.parts[0]
+        if keep:
+            with keeping([self.layers[layer] for layer in part.layers], keep, batch=len(tokens_BL)) as kept:
+                return self(tokens_BL, context, targets_BL, part)._replace(kept=kept)  # type: ignore[no-any-return]
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
@@ -293,7 +307,9 @@ class Transformer(nn.Module):
         if targets_BL is None:
             logits_BLV = project(x_BLD, matrix, recast=self.recast)
             return Output(capped(logits_BLV.to(sum_dtype(logits_BLV.dtype)), self.config.logit_cap), none, reports)
-        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), reports)
+        own, whole = self.own_loss, self.whole_sequences
+        of_tokens = None if own is None else partial(own, targets_BL=targets_BL, context=context, whole=whole)
+        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix, of_tokens), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """Return x unchanged, such that its backward pass adds the gradient of the loss of multi-token prediction."""
@@ -303,9 +319,9 @@ class Transformer(nn.Module):
         )
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
 
-    def _summed_loss(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows) -> Tensor:
-        cap, whole = self.config.logit_cap, self.cross_entropy
-        return summed_loss(x_BLD, as_targets(targets_BL), matrix, chunks=self.loss_chunks, recast=self.recast, cap=cap, whole=whole)
+    def _summed_loss(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, own: OfTokens | None = None) -> Tensor:
+        cap, whole, chunks, recast = self.config.logit_cap, self.cross_entropy, self.loss_chunks, self.recast
+        return summed_loss(x_BLD, as_targets(targets_BL), matrix, chunks=chunks, recast=recast, cap=cap, whole=whole, own=own)
 
 
 def _through(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe.recipe.shapes import PADDING as PADDING
 from moe.recipe.shapes import unmarked
-from parallel.data.tiling import Tiled, take, with_branches
+from parallel.data.tiling import Tiled, as_it_is, take, with_branches
 from parallel.mesh.layout import Tile, cut
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.recompute import recomputed
@@ -193,6 +193,8 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]
+# (log-probabilities of targets [B, L], function that selects the same tokens from a tensor of this rank's own) -> the sum of a loss
+OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
 def summed_loss(
@@ -204,16 +206,19 @@ def summed_loss(
     recast: bool = False,
     cap: float | None = None,
     whole: CrossEntropy = cross_entropy,
+    own: OfTokens | None = None,
 ) -> Tensor:
-    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
+    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: returns another loss.
 
     With one chunk, no tiles and no other ranks this is `whole` of all logits, and `recast` works as in `project`. Otherwise the matrix's
     gradient needs logits that are freed, and cannot be deferred.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
-    if one_piece and others is None:
+    if one_piece and others is None and own is None:
         return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)
-    targets_N = (targets_BL if others is None else others.targets(targets_BL)).flatten()
+    arranged = as_it_is if others is None else others.targets
+    targets_BL = arranged(targets_BL)
+    targets_N = targets_BL.flatten()
     x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 
     def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
@@ -229,7 +234,8 @@ def summed_loss(
     target_N = torch.stack([s[1] for s in scores]).sum(0)
     if others is not None:
         total_N, target_N = others.scores(torch.stack((total_N, target_N)))
-    loss = (total_N - target_N).masked_fill(targets_N == PADDING, 0.0).sum()
+    logp_N = (target_N - total_N).masked_fill(targets_N == PADDING, 0.0)
+    loss = -logp_N.sum() if own is None else own(logp_N.view_as(targets_BL), arranged)
     return loss if others is None else others.loss(loss)
 
 

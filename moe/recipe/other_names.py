@@ -96,6 +96,7 @@ KEYS: dict[str, str] = {
     "clip=1.0 grad_norm_clip=1.0 grad_clip_norm=1.0",
     "lora.rank": "lora_r=8 lora_rank=8 peft_lora_r=8 r=8",
     "lora.alpha": "lora_alpha=16",
+    "train.epochs": "num_train_epochs=3 num_epochs=3 max_epochs=3 train_epochs=3",
     "train.steps": "max_steps=500 max_iters=600 train_iters=500 num_train_steps=500 total_steps=500 training_steps=500 num_steps=500 "
     "total_num_steps=500 max_train_steps=500 "
     "iters=500 iterations=500 num_iterations=500 step=500",
@@ -173,8 +174,7 @@ OTHER_UNITS: dict[str, str] = {
     "train.global_batch, of all ranks and micro-batches together": "per_device_train_batch_size micro_batch_size local_batch_size "
     "train_micro_batch_size_per_gpu per_gpu_train_batch_size device_batch_size micro_batch "
     "mbs",
-    "train.steps, in steps of train.global_batch sequences": "num_train_epochs num_epochs epochs max_epochs train_epochs train_samples "
-    "max_train_samples max_samples exit_interval",
+    "train.steps, in steps of train.global_batch sequences": "train_samples max_train_samples max_samples exit_interval",
     "train.global_batch, in sequences": "total_batch_size tokens_per_batch",
     "train.steps, which the schedule of the learning rate spans": "lr_decay_iters lr_decay_steps",
     "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches "

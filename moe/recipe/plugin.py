@@ -31,6 +31,7 @@ GROUPS = {  # key that accepts plugins -> group of entry points in which package
     "optimizer.kind": "moe_parallel.optimizers",
     "optimizer.schedule": "moe_parallel.schedules",
     "data.source": "moe_parallel.sources",
+    "train.loss": "moe_parallel.losses",
     "router.score": "moe_parallel.scores",
     "router.select": "moe_parallel.selections",
     "dispatch.kind": "moe_parallel.dispatchers",

@@ -191,8 +191,8 @@ def carried(run: Run) -> tuple[Run, str]:
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
     """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, a few steps are rehearsed at
     once. Raises BadInput as the run itself would, and RehearsalError for another error that the run would have."""
-    # no values are computed, so compiling would only cost time
-    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
+    # no values are computed, so compiling would only cost time, and a user's loss could not read them
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False, "loss": "cross_entropy"})})
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
     with rehearsal(world) as pretended:

@@ -58,7 +58,8 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
         optimizer |= LINEAR
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
-    values["train"] = {"compile": run.train.compile, "freeze": [part for part in run.train.freeze if layers_of(part) is None]}
+    freeze = [part for part in run.train.freeze if layers_of(part) is None]
+    values["train"] = {"compile": run.train.compile, "loss": run.train.loss, "freeze": freeze}
     if sparse:
         values["router"] = _router(run)
         at_least = 2 * method_of(run.router).experts_needed(run.router)

@@ -235,7 +235,8 @@ def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> 
     words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs/site", "-d", str(tmp_path / "read")]
     for more in (["-D", "html_theme=basic", "docs", str(tmp_path)], ["docs", str(tmp_path), "docs/index.md", "docs/site/api.rst"]):
         assert run_on_ranks(built, 1, [*words, *more], timeout_s=300) == [(0, "")]
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    written = (path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb"))
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in written}
     assert all((tmp_path / page).is_file() for page in pages)
     front = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "furo" in front

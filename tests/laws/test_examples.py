@@ -1,4 +1,4 @@
-"""The scripts of docs/use/python.md do what the page says. They run unchanged, with a smaller model and fewer steps."""
+"""The scripts of docs/use/python.md and the notebook do what the pages say. They run unchanged, with a smaller model and fewer steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import moe
 from moe.recipe.load import load
 from parallel.process import process
+from tests.support.notebook import executed, stored
 from tests.support.ranks import run_on_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/use/python.md"
@@ -33,6 +34,14 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
     exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("runs/*/summary.json"))
     assert summary["steps"] == 3 and summary["recipe"] in script
+
+
+def test_the_notebook_prints_what_it_shows_but_for_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(moe, "load", small, raising=False)
+    notebook = json.loads(PAGE.with_name("look_inside.ipynb").read_text(encoding="utf-8"))
+    shown = [re.sub(r"[\d.]+", "0", text) for text in stored(notebook)]
+    assert [re.sub(r"[\d.]+", "0", text) for text in executed(notebook)] == shown and len(shown) == 4
 
 
 def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,11 @@ class Lora(Section, alters="shape"):
 
 class Train(Section, alters="cost"):
     steps: int = key(300, "training steps of the run", gt=0, alters="training")
+    epochs: float | None = key(None, "passes over the training data instead of train.steps", gt=0, le=1e6, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
+    loss: Literal["cross_entropy"] | Plugin = key(
+        "cross_entropy", "a function of log-probabilities: a loss for each sequence", alters="training"
+    )
     freeze: Annotated[tuple[str, ...], OneOrMore] = key(
         (), "weights that are not trained: embedding, head, attention, dense, experts, router, norms, layers.0-3", alters="training"
     )

@@ -4,8 +4,8 @@
     then               global gradient norm; if finite: unscale, clip, update; if not: drop the gradients and count a skipped step
     after an update    each router's selection bias changes by the step's load
 
-For any sharding, the loss is the mean over the predicted tokens of the *global* batch, and auxiliary losses are means over its routed
-tokens. Padding is neither predicted nor routed.
+For any sharding, the loss is the mean over the predicted tokens of the *global* batch (a user's own loss: over its sequences), and
+auxiliary losses are means over its routed tokens. Padding is neither predicted nor routed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe.router.losses import updated_bias
 from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor
 from moe.train.parts.numbers import Numbers, Sums
-from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.parts.passes import count_tokens, num_losses, passes_of
 from parallel.data.engine import Engine
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import on_device
@@ -48,12 +48,13 @@ def accumulate(
     over all ranks. Collective. sequences_NL: this rank's token ids, int64, of shape `shard.shape`, equal on all pipeline stages; PADDING
     may only be at the end of a sequence. flag: float64 [1], whose sum over ranks is `Numbers.flags`."""
     tokens = count_tokens(sequences_NL, shard)
+    losses = num_losses(executor.model, tokens, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
     found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs)
 
     def each(number: int, output: Output) -> Tensor | None:
-        loss = output.loss / tokens.targets if output.hidden_BLD is None else None
+        loss = output.loss / losses if output.hidden_BLD is None else None
         found.add(loss, output.layers, passes[number].share)
         return None if loss is None else loss * loss_scale
 
@@ -89,8 +90,8 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss, in nats a token, over all ranks' sequences, with router.eval_capacity_factor. at_once: sequences in a
-    micro-batch."""
+    """Return the mean loss over all ranks' sequences, with router.eval_capacity_factor: in nats a token, or a user's own loss. at_once:
+    sequences in a micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 
@@ -101,4 +102,4 @@ def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenSha
     executor.model.eval()
     executor.forward(passes_of(sequences_NL.split(at_once), tokens, shard), each)
     executor.model.train()
-    return sum_over_all(total, (*shard.axes, executor.pp_axis)).item() / tokens.targets
+    return sum_over_all(total, (*shard.axes, executor.pp_axis)).item() / num_losses(executor.model, tokens, shard)

@@ -20,7 +20,7 @@ from moe.train.loop.step import move_biases
 from moe.train.parts.batch_counts import with_whole_step
 from moe.train.parts.executor import Executor, Pipelined
 from moe.train.parts.numbers import Numbers, Sums
-from moe.train.parts.passes import Pass, Tokens, count_tokens, passes_of
+from moe.train.parts.passes import Pass, Tokens, count_tokens, num_losses, passes_of
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 from parallel.numerics.clip import GradientNorm, norm_of, squares
@@ -60,7 +60,7 @@ def stream(
 
     def each(number: int, output: Output) -> Tensor | None:
         batch = number // schedule.microbatches_per_update
-        loss = output.loss / counts[batch].targets if output.hidden_BLD is None else None
+        loss = output.loss / num_losses(model, counts[batch], shard) if output.hidden_BLD is None else None
         found[batch].add(loss, output.layers, passes[number].share)
         return loss
 

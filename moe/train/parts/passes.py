@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
+from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
 from moe.nn.vocabulary import as_inputs
@@ -60,6 +61,11 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
         needed = "sequences without it: an encoder would read it"
         raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
     return Tokens(max(1, inputs), max(1, targets), read_N if padded else None, begun > 0)
+
+
+def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
+    """Return the number by which the global batch's sum of losses is divided: predicted tokens, or with train.loss sequences."""
+    return tokens.targets if model.own_loss is None else shard.num_sequences
 
 
 def passes_of(

@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
 from moe.checks.begins import check_stays
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
-from moe.data import Dataset, open_data
+from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
 from moe.model.names import global_name
@@ -50,7 +50,8 @@ from moe.train.start.restore import base_of, check_base, described
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
+from parallel.fixes import Remove
 from parallel.mesh.collectives import largest
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
@@ -107,6 +108,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
+    run = in_steps(run, data, arguments.say)
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
     if arguments.fresh:
@@ -136,6 +138,21 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree)
 
 
+def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
+    """Return the run with the steps that train.epochs asks for; the last one ends in the next epoch. Raises BadInput for data without
+    epochs."""
+    epochs, batch = run.train.epochs, run.train.global_batch
+    if epochs is None:
+        return run
+    train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
+    if not isinstance(train, TrainSet):
+        got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
+        raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
+    steps = ceil(epochs * train.num_windows / batch)
+    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {batch} sequences; an epoch has {train.num_windows}")
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
+
+
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     """Make the run's folder, find the checkpoints that the run starts from, and check that its model fits them. Collective."""
     check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
@@ -160,6 +177,9 @@ def read_data(
     made from the text. listing: path of the file with all remarks, for the log. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
+    if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
+        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
+        raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     for line in remark_lines(data.index, listing):
         log(line)
     if run.model.document_mask:
@@ -255,7 +275,7 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
         if found is None or world.index:
             return False
         step = found.state["counters"]["step"]
-        return bool(step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
+        return bool(run.train.epochs is None and step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
 
     return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
 

@@ -27,7 +27,8 @@ from parallel.watch.outcome import of_all
 GIVEN = "given"
 # key that accepts a plug-in -> number of arguments with which the plug-in is called (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
-    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": 1, "router.score": 1, "router.select": 2
+    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "train.loss": 1, "dispatch.kind": 1,
+    "router.score": 1, "router.select": 2,
 }  # fmt: skip
 
 

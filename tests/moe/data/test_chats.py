@@ -16,6 +16,7 @@ import torch
 from moe.data import chats as module
 from moe.data import open_data
 from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
+from moe.data.order import TrainSet
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.model.transformer import Transformer
@@ -202,3 +203,28 @@ def test_a_run_counts_tokens_without_padding(tmp_path: Path, monkeypatch: pytest
     whole = TokenShard.whole(4, 30)
     read = [int((opened.train.batch(step, whole)[:, :-1] != PADDING).sum()) for step in range(2)]
     assert [line["tokens"] for line in trained.lines(tmp_path / "run", "train")] == read and 200 < sum(read) < 240
+
+
+def test_epochs_pass_over_the_packed_training_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs show each chat that is not held out at least twice, and with one step less one of them less than twice. More epochs
+    continue the run."""
+    home, batch = trained.home(tmp_path, monkeypatch), 4
+    chats = write(tmp_path, [3, 9, 1, 5, 7, 2, 4, 8] * 5)
+    data = chats.model_dump() | {"packing": True, "validation_share": 0.2}
+    sizes: dict[str, dict[str, Any]] = {"data": data, "model": {"max_length": 24}}
+    opened = open_data(build_run({"data": data}).data, max_length=24, vocab_size=256, seed=0, log=lambda line: None)
+    for epochs in (2, 2.5):
+        run = trained.recipe(home, **sizes | {"train": {"epochs": epochs, "global_batch": batch}})
+        (summary,) = trained.train(run, tmp_path / "run")
+        assert isinstance(order := opened.train, TrainSet) and isinstance(rows := order.windows, ChatRows)
+        shown = np.bincount(order.order(np.arange(summary["steps"] * batch)), minlength=rows.num_windows)
+        assert shown.min() >= int(epochs) and shown.sum() - batch < epochs * rows.num_windows <= shown.sum()
+        assert sorted(rows.members.tolist()) == list(range(32)), "8 of 40 chats are held out"
+    assert [line["step"] for line in trained.lines(tmp_path / "run")] == list(range(1, summary["steps"] + 1))
+
+
+def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained.recipe(trained.home(tmp_path, monkeypatch), train={"epochs": 2}, data={"source": "given", "path": None})
+    samples = {"train": iter([[1, 2, 3]] * 99), "validation": [[1, 2, 3]]}
+    (line,) = trained.train(run, tmp_path / "run", own=lambda rank: {"data": samples})
+    assert line.startswith("train.epochs: got 2 with given, needed one source, with a length")

@@ -1,0 +1,64 @@
+"""Values inside a forward pass, kept for the caller: `model(tokens_BL, keep=("hidden", "routing")).kept`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from moe.experts.layer import MoELayer
+from moe.router.router import Routing
+from parallel.errors import BadInput, did_you_mean
+
+# B sequences, L tokens of each, D model, K choices, E experts
+_HIDDEN, _ROUTING = KINDS = ("hidden", "routing")
+
+
+class Choices(NamedTuple):
+    """Routing of one layer. expert_BLK: chosen experts, int64. gate_BLK: their gates, fp32. kept_BLK: False for a choice that found no
+    slot. probs_BLE: the router's probabilities, fp32."""
+
+    expert_BLK: Tensor
+    gate_BLK: Tensor
+    kept_BLK: Tensor
+    probs_BLE: Tensor
+
+
+class Kept(NamedTuple):
+    """hidden: layer -> its output [B, L, D], with gradient. routing: layer with experts -> its choices. Without "hidden" or "routing" in
+    `keep`, that one is empty."""
+
+    hidden: dict[int, Tensor]
+    routing: dict[int, Choices]
+
+
+@contextmanager
+def keeping(blocks: Collection[nn.Module], keep: Collection[str], *, batch: int) -> Iterator[Kept]:
+    """Within this context, fill the returned Kept with values of the layers `blocks`. batch: sequences of the pass. Raises BadInput for
+    another name in `keep`."""
+    for name in keep:
+        if name not in KINDS:
+            near = did_you_mean(name, KINDS)
+            raise BadInput("keep", got=name, needed=" or ".join(KINDS), fix=f"did you mean {near}?" if near else 'write keep=("hidden",)')
+    found = Kept({}, {})
+
+    def hidden(layer: int) -> Callable[..., None]:
+        return lambda module, given, made: found.hidden.update({layer: made[0]})
+
+    def routing(layer: int) -> Callable[..., None]:
+        def note(module: nn.Module, given: Any, made: Routing) -> None:
+            values = (made.expert_TK, made.gate_TK, made.kept_TK, made.probs_TE)
+            found.routing[layer] = Choices(*(x.unflatten(0, (batch, -1)) for x in values))
+
+        return note
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            if _HIDDEN in keep:
+                hooks.callback(block.register_forward_hook(hidden(block.layer)).remove)  # type: ignore[arg-type]
+            for moe in block.modules() if _ROUTING in keep else ():
+                if isinstance(moe, MoELayer):
+                    hooks.callback(moe.router.register_forward_hook(routing(moe.layer)).remove)
+        yield found

@@ -1,0 +1,82 @@
+"""A loss of the user's own, `train.loss: module:name`: a function of the log-probabilities that the model gives to the next tokens.
+
+    name(predictions)  ->  a loss for each sequence [B]          the step's loss is their mean over the sequences of the global batch
+
+A sequence's loss may depend on that sequence alone, so no layout and no micro-batch changes it. A sequence can hold several chats, such as
+a preferred and a rejected answer (docs/use/dpo.py). The function gets no logits, so ranks may share the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.nn.context import Context
+from moe.nn.vocabulary import as_targets
+from moe.recipe.plugin import loaded
+from parallel.errors import BadInput, where
+
+# B sequences, L tokens of each
+
+_KEY = "train.loss"
+Arranged = Callable[[Tensor], Tensor]
+
+
+class Predictions(NamedTuple):
+    """Whole sequences of a micro-batch, each tensor [B, L]. logp_BL: log-probability of the next token, in nats, fp32 or wider, with
+    gradient; 0 if it is not predicted. next_BL: its id; -100 if it is not predicted. read_BL: id that the model reads there; 0 for padding.
+    chat_BL: number of the packed chat to which the place belongs, from 0."""
+
+    logp_BL: Tensor
+    next_BL: Tensor
+    read_BL: Tensor
+    chat_BL: Tensor
+
+
+class OwnLoss:
+    """The function that the plug-in `name` is, tried on the first micro-batch."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tried = name, False
+
+    def __call__(self, logp_BL: Tensor, arranged: Arranged, *, targets_BL: Tensor, context: Context, whole: Arranged) -> Tensor:
+        """Return this rank's share of the sum of the sequences' losses. `arranged` selects the tokens for which this rank has logits, from
+        those of its own. `whole` gathers whole sequences from the ranks that share them; each of these ranks computes the same losses.
+        Raises BadInput for a function that fails, or whose result is not a loss of each sequence by itself."""
+        assert context.tokens_T is not None
+        begins_T = torch.zeros_like(context.tokens_T) if context.begins_T is None else context.begins_T.long()
+        known = (arranged(x) for x in (as_targets(targets_BL), context.tokens_T.view_as(targets_BL), begins_T.view_as(targets_BL)))
+        whole_BL, next_BL, read_BL, begins_BL = (whole(x) for x in (logp_BL, *known))
+        given = Predictions(whole_BL, next_BL, read_BL, (begins_BL.cumsum(1) - 1).clamp(min=0))
+        loss_B = self._called(given)
+        if not self.tried:
+            self.tried = True
+            self._check_alone(given, loss_B)
+        return loss_B.sum() * (logp_BL.shape[1] / whole_BL.shape[1])
+
+    def _called(self, given: Predictions) -> Tensor:
+        try:
+            loss_B = loaded(_KEY, self.name, arguments=1)(given)
+        except BadInput:
+            raise
+        except Exception as error:
+            got = f"{self.name}, which raised {where(error)}"
+            raise BadInput(_KEY, got=got, needed="a loss for each sequence", fix="correct it") from error
+        count = len(given.logp_BL)
+        if not isinstance(loss_B, Tensor) or loss_B.shape != (count,) or not loss_B.is_floating_point():
+            shown = f"{loss_B.dtype} of shape {list(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"a {type(loss_B).__name__}"
+            needed = f"a loss for each of the {count} sequences: numbers of shape [{count}]"
+            raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 alone")
+        return loss_B
+
+    @torch.no_grad()
+    def _check_alone(self, given: Predictions, loss_B: Tensor) -> None:
+        alone = [self._called(Predictions(*(x[number : number + 1] for x in given))) for number in range(len(loss_B))]
+        if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6):
+            needed = "a loss of each sequence by itself, equal at each call: otherwise it depends on the layout"
+            raise BadInput(
+                _KEY, got=f"{self.name}, whose loss of a sequence depends on others", needed=needed, fix="treat each row by itself"
+            )

@@ -1,0 +1,61 @@
+"""A trained run as objects: `moe.open("runs/NAME")`.
+
+run = moe.open("runs/NAME")                          the newest checkpoint, with adapters merged, in evaluation mode
+tokens_BL = torch.tensor([run.tokenizer.beginning("def main(")])
+kept = run.model(tokens_BL, keep=("hidden", "routing")).kept
+run.model(tokens_BL[:, :-1], None, tokens_BL[:, 1:]).loss.backward()
+run.expert(layer=1, number=3)["w1"].gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moe.data import Tokenizer
+from moe.data import load as load_tokenizer
+from moe.model.transformer import Transformer, moe_layers
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.train.start.restore import choose, restore
+from moe.train.start.state import opened
+from parallel.errors import BadInput
+
+
+class Weight(NamedTuple):
+    """A matrix or bias of one expert, and its gradient after a backward pass (None before)."""
+
+    value: Tensor
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run's model, tokenizer and recipe, and the step of its checkpoint."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    recipe: Run
+    step: int
+
+    def expert(self, *, layer: int, number: int) -> dict[str, Weight]:
+        """Return the weights of one expert, views of the model's: w1 [D, F], w2 [F, D], w3 [D, F] for gated activations, and biases.
+        Raises BadInput for a layer without experts, and for an expert that it lacks."""
+        experts = {moe.layer: moe.experts for moe in moe_layers(self.model)}
+        if layer not in experts:
+            needed = f"a layer with experts: {', '.join(map(str, experts)) or 'this model has none'}"
+            raise BadInput("layer", got=layer, needed=needed, fix="layers count from 0")
+        if not 0 <= number < experts[layer].num_experts:
+            raise BadInput("number", got=number, needed=f"an expert from 0 to {experts[layer].num_experts - 1}", fix="choose another")
+        stacks = experts[layer].named_parameters()
+        return {name: Weight(stack[number], None if stack.grad is None else stack.grad[number]) for name, stack in stacks}
+
+
+def open(folder: str | Path, *, step: int | None = None) -> Opened:
+    """Open a run's newest checkpoint, or the one at `step`, in this process. Raises BadInput for a folder without a valid one."""
+    path = choose(Path(folder), step=step)
+    state = opened(path).state
+    return Opened(restore(path), load_tokenizer(state["tokenizer"]), build_run(state["recipe"]), int(state["counters"]["step"]))
