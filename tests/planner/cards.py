@@ -22,7 +22,7 @@ MODELS = ("qwen3_30b_a3b", "gpt_oss_20b", "olmoe_1b_7b", "deepseek_v2_lite", "mo
 CLUSTERS = ("h100-1", "h100-8", "h100-8x8")
 FULL = {"train.global_batch": "512", "train.eval_sequences": "512", "precision.master": "fp32"}
 ADAPTERS = FULL | {"precision.master": "bf16", "lora.rank": "16"}
-HEAD = ("model", "GPUs", "trained", "GiB", "tokens/s a GPU", "plan")
+HEAD = ("model", "GPUs", "GiB", "tokens/s a GPU", "plan")
 
 
 def rows() -> list[dict[str, Any]]:
@@ -70,7 +70,8 @@ def printed(name: str) -> tuple[float | None, str]:
 def line(row: dict[str, Any]) -> str:
     """Return a row as a line of a Markdown table."""
     numbers = (f"{row['gib']:.0f}", f"{row['tokens_per_s']:,.0f}") if row["fits"] else (f"needs {row['gib']:.0f}", "")
-    return _cells((f"`{row['model']}`", row["devices"], row["trained"], *numbers, row["plan"] or "does not fit"))
+    plan = ": ".join(["LoRA"] * (row["trained"] == "LoRA") + [row["plan"]] * row["fits"])
+    return _cells((f"`{row['model']}`", row["devices"], *numbers, plan))
 
 
 def _cells(cells: tuple[Any, ...]) -> str:
