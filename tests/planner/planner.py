@@ -4,6 +4,7 @@
     python -m tests.planner ranges      the range of each prediction, from tables left out (ranges.py)
     python -m tests.planner runs        a small recipe under each sharding.kind on this machine, against torch's bytes (runs.py)
     python -m tests.planner published   layouts of well-known runs (published.py)
+    python -m tests.planner cards       the fastest plans of well-known models on 1, 8 and 64 H100 (cards.py)
     python -m tests.planner speed       the seconds that planning these takes (speed.py)
     python -m tests.planner orders      searched orders of actions against the zero-bubble paper's (orders.py)
     python -m tests.planner best        plans of random recipes that are faster than the first plan (best.py)
@@ -23,6 +24,7 @@ import tyro
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from tests.planner import best as planner_best
+from tests.planner import cards as planner_cards
 from tests.planner import choice as planner_choice
 from tests.planner import memory as planner_memory
 from tests.planner import orders as planner_orders
@@ -31,7 +33,7 @@ from tests.planner import ranges as planner_ranges
 from tests.planner import speed as planner_speed
 from tests.planner.read_tables import Table, read_folder
 
-Part = Literal["runs", "tables", "ranges", "published", "speed", "orders", "best"]
+Part = Literal["runs", "tables", "ranges", "published", "cards", "speed", "orders", "best"]
 TABLES = Path(__file__).resolve().parent / "tables"
 HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
 
@@ -44,6 +46,7 @@ def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None
         "tables": lambda: table_rows(folder or TABLES),
         "ranges": lambda: planner_ranges.rows(read_folder(folder or TABLES)),
         "published": planner_published.rows,
+        "cards": planner_cards.rows,
         "speed": planner_speed.rows,
         "orders": planner_orders.rows,
         "best": planner_best.rows,

@@ -16,7 +16,7 @@ from moe.plan.choose.choose import described
 from moe.plan.job.flops import counted_training, size
 from moe.plan.job.network import Recomputed
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.job.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
+from moe.plan.job.states import BF16, FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.memory import peak
@@ -24,7 +24,7 @@ from moe.plan.memory.stack import OURS, Stack
 from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from moe.recipe.sections import Run
-from tests.planner.software import DEEPSEEK, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, PROGRAMS, TORCHTITAN
+from tests.planner.software import DEEPSEEK, FSDP, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, PROGRAMS, TORCHTITAN
 
 GIB = 2**30
 SAME = 0.035  # tolerance of the printed number of parameters: GLaM's 1.2T is rounded by this much
@@ -122,6 +122,34 @@ RUNS = (
         source="Llama 3 (arXiv 2407.21783), table 4: 400 TFLOP/s on 16,384 GPUs; taken as 6 N + 12 L w s",
         differs="the number of chunks; micro-batches in groups of pp",
         tflops=400,
+    ),
+    Published(
+        *("qwen3_30b_a3b", "h100-8", 30.5, 3.3, PROGRAMS["fsdp"], FSDP, BF16),
+        source="NeMo Automodel's performance summary of 2025-10: 12,040 tokens/s a GPU",
+        differs="exchanges by DeepEP, norms and products by Transformer Engine",
+        device_seconds=1 / 12_040,
+    ),
+    Published(
+        *("gpt_oss_20b", "h100-8", 20.91, 3.61, PROGRAMS["fsdp"], FSDP, BF16),
+        source="NeMo Automodel's performance summary of 2025-10: 13,058 tokens/s a GPU",
+        differs="exchanges by DeepEP, attention by FlexAttention; the loss in chunks",
+        device_seconds=1 / 13_058,
+    ),
+    Published(
+        *("olmoe_1b_7b", "h100-8x32", 6.9, 1.3, PROGRAMS["fsdp"], FSDP, FP32),
+        source="OLMoE (arXiv 2409.02060): 5.13T tokens in about 10 days on 256 H100",
+        differs="experts by MegaBlocks' block-sparse products; its micro-batch and recomputation are not printed",
+        device_seconds=10 * 86_400 * 256 / 5.13e12,
+    ),
+    Published(
+        *("deepseek_v2_lite", "h800-8x8", 15.7, 2.4, CORE, MEGATRON, MIXED_FP32_GRADIENTS),
+        source="DeepSeek-V2 (arXiv 2405.04434), appendix B; no time is printed",
+        differs="the number of devices",
+    ),
+    Published(
+        *("moonlight_16b", "h100-8x8", 16, 2.24, CORE, MEGATRON, replace(MIXED_FP32_GRADIENTS, optimizer=8)),  # Muon has one moment
+        source="Muon is Scalable for LLM Training (arXiv 2502.16982); no time is printed",
+        differs="the layout",
     ),
 )
 

@@ -30,8 +30,26 @@ PRINTED = {
     "mixtral_8x7b": (46.7e9, 1e-3),
     "deepseek_v3": (671e9, 1e-3),
     "llama3_405b": (405e9, 3e-3),
+    "qwen3_30b_a3b": (30.5e9, 2e-3),
+    "gpt_oss_20b": (20.91e9, 1e-3),
+    "olmoe_1b_7b": (6.9e9, 3e-3),
+    "deepseek_v2_lite": (15.7e9, 1e-3),
+    "moonlight_16b": (16e9, 3e-3),
 }
-ACTIVE = {"glam_64b_64e": (96.6e9, 1e-3), "mixtral_8x7b": (12.9e9, 3e-3)}
+# (printed number of active parameters, relative error, how many of embedding and head it leaves out)
+ACTIVE = {
+    "glam_64b_64e": (96.6e9, 1e-3, 0),
+    "mixtral_8x7b": (12.9e9, 3e-3, 0),
+    "qwen3_30b_a3b": (3.3e9, 0.017, 0),  # 3.35B; no count gives 3.3B
+    "gpt_oss_20b": (3.61e9, 2e-3, 1),
+    "olmoe_1b_7b": (1.3e9, 0.015, 0),
+    "deepseek_v2_lite": (2.24e9, 3e-3, 2),  # Moonlight's paper; its authors print 2.4B
+    "moonlight_16b": (2.24e9, 3e-3, 2),
+}
+# printed without embedding and head: Qwen3's model card; Moonlight's paper
+INNER = {"qwen3_30b_a3b": 29.9e9, "deepseek_v2_lite": 15.29e9, "moonlight_16b": 15.29e9}
+# largest error of a predicted step, if above 10 %; docs/parallel/planner_published.md has the reasons
+FAR = {"glam_64b_64e": 0.30, "qwen3_30b_a3b": 0.36, "gpt_oss_20b": 0.14, "olmoe_1b_7b": 0.47}
 # (dp, tp, pp, ep, devices) of the papers; GLaM's paper does not print them
 LAYOUTS = {
     "gpt3_175b": (4, 8, 12, 1, 384),
@@ -43,6 +61,9 @@ LAYOUTS = {
     "mixtral_8x7b": (16, 1, 4, 8, 64),
     "deepseek_v3": (128, 1, 16, 64, 2048),
     "llama3_405b": (128, 8, 16, 1, 16384),
+    "qwen3_30b_a3b": (8, 1, 1, 8, 8),
+    "gpt_oss_20b": (8, 1, 1, 8, 8),
+    "olmoe_1b_7b": (256, 1, 1, 1, 256),
 }
 by_name = pytest.mark.parametrize("of", RUNS, ids=lambda of: of.recipe)
 
@@ -54,11 +75,14 @@ def test_every_recipe_has_a_run() -> None:
 @by_name
 def test_parameters_and_layout_are_the_papers(of: Published) -> None:
     run = resolved(of)
-    found = size(run)
+    found, vocabulary = size(run), run.vocab_size * run.model.d_model
     printed, share = PRINTED[of.recipe]
     assert found.total == pytest.approx(printed, rel=share) and of.parameters == printed / 1e9
     if of.recipe in ACTIVE:
-        assert found.active == pytest.approx(ACTIVE[of.recipe][0], rel=ACTIVE[of.recipe][1])
+        active, share, left_out = ACTIVE[of.recipe]
+        assert found.active - left_out * vocabulary == pytest.approx(active, rel=share)
+    if of.recipe in INNER:
+        assert found.total - 2 * vocabulary == pytest.approx(INNER[of.recipe], rel=5e-4)
     plan = plan_of(run)
     assert refusal(network_of(run), plan) is None
     if of.recipe in LAYOUTS:
@@ -67,13 +91,15 @@ def test_parameters_and_layout_are_the_papers(of: Published) -> None:
 
 def test_seconds_follow_from_what_is_printed() -> None:
     """`published_seconds` equals the step time that follows from each paper's printed speed, device-hours or seconds. GPT-3: Megatron-LM's
-    formula for TFLOP/s, which counts recomputation. GLaM, DeepSeek-V3: device-hours. BLOOM: seconds."""
+    formula for TFLOP/s, which counts recomputation. GLaM, DeepSeek-V3: device-hours. BLOOM, Automodel:
+    seconds."""
     found = {of.recipe: published_seconds(of, resolved(of), load_cluster(of.cluster).world) for of in RUNS}
     batch, length, layers, width, vocab = 1536, 2048, 96, 12288, 51200
     flops = 96 * batch * length * layers * width**2 * (1 + length / (6 * width) + vocab / (16 * layers * width))
     assert found["gpt3_175b"] == pytest.approx(flops / (384 * 153e12), rel=1e-3)
     assert found["glam_64b_64e"] == pytest.approx(574 * 3600 / (280e9 / 2**20))
     assert found["deepseek_v3"] == pytest.approx(2.664e6 * 3600 / 2048 / (14.8e12 / (15360 * 4096)), rel=1e-3)
+    assert found["qwen3_30b_a3b"] == pytest.approx(21.773, rel=1e-3) and found["gpt_oss_20b"] == pytest.approx(10.04, rel=1e-3)
     assert found["bloom_176b"] == 104.5 and found["switch_c"] is None
     tokens = 2048 * 8192  # the paper counts 3.8e25 FLOPs for 15.6T tokens, without attention
     assert found["llama3_405b"] * 16384 * 400e12 > 3.8e25 / 15.6e12 * tokens
@@ -81,11 +107,11 @@ def test_seconds_follow_from_what_is_printed() -> None:
 
 @by_name
 def test_predicted_seconds_are_near_the_published_seconds(of: Published) -> None:
-    """Within 10 % (GLaM: 30 %), although no constant is fitted to these runs. If this fails, docs/ has to list the new errors."""
+    """Within 10 %, or the error in FAR, although no constant is fitted to these runs. If this fails, docs/ has to list the new errors."""
     row = row_of(of)
     assert row["passed"] and row["held_gib"] > 0
     if row["error"] is not None:
-        assert abs(row["error"]) < (0.30 if of.recipe == "glam_64b_64e" else 0.10)
+        assert abs(row["error"]) < FAR.get(of.recipe, 0.10)
 
 
 def test_a_published_layout_is_priced_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
