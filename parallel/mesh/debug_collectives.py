@@ -22,7 +22,7 @@ from typing import Any
 from parallel.errors import Ended
 
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # environment variable: seconds to wait for a missing rank; turns debug mode on
-TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may delay a healthy rank
+TIMEOUT_S = 60.0  # more than the time by which saving a checkpoint or compiling the first step can delay a healthy rank
 _LOOK_S = 0.25  # a waiting rank checks after each of these periods, in seconds, whether another rank has failed
 
 
@@ -33,8 +33,8 @@ class Disagreement(Ended):
 @dataclass(frozen=True)
 class Call:
     """A collective that a rank is about to run.
-    `send`, `receive`: rows to and from each rank of the axis, if these can differ; else None. `number`: how many collectives the ranks of
-    the axis have run together, this one included; 0: not numbered yet."""
+    `send`, `receive`: number of rows to and from each rank of the axis; None if all ranks must pass tensors of the same shape.
+    `number`: the collective is the `number`-th (from 1) that the ranks of the axis run together; 0: not numbered yet."""
 
     name: str
     axis: str
@@ -110,8 +110,8 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def other_splits(calls: Mapping[int, Call], ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees. calls:
-    rank -> its call; not all ranks of the group need to have one."""
+    """Yield (sender, receiver, rows that the sender sends, rows that the receiver expects) for each pair of ranks for which these two
+    numbers differ. calls: rank -> its call; ranks of the group may be missing."""
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):
             sent, expected = calls[sender].send if sender in calls else None, calls[receiver].receive if receiver in calls else None
