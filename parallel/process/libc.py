@@ -1,4 +1,5 @@
-"""Calls of the C library that Python does not have: end with the parent process, and what happens to freed memory. Does not import torch.
+"""Functions of the C library that Python does not offer: kill a process when its parent dies, and keep or return freed memory. No torch
+here.
 
 Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears: a third of
 a training step on a CPU for a layer of 128 small experts. Smaller tensors leave holes in the heap that no other process can use.

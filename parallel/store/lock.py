@@ -4,8 +4,8 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-A launcher holds the lock for its ranks: their environment variable HELD names the folder. A single process, or rank 0 under another
-launcher, holds the lock itself. On a disk without locks, nothing is locked.
+A launcher holds the lock for its ranks, and tells them the folder in the environment variable HELD. Without such a launcher, a single
+process or rank 0 holds the lock itself. If the disk has no locks, nothing is locked.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class _Held:
             return False
 
     def leave(self) -> None:
-        """Remove the lock file and empty folders made for it, and release the lock. In a forked child, only close the descriptors."""
+        """Release the lock, and remove the lock file and the empty folders made for this run. In a forked child, only close the
+        descriptors."""
         if self.place is None or os.getpid() != self.process:
             return self.close()
         if self.file is not None:

@@ -93,7 +93,8 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Each read is contiguous: one for each index of the dims before the last dim that is cut."""
+        """Return a box of the tensor `key`. It is read in contiguous pieces: one for each index of the dims before the last dim that is
+        cut."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -133,7 +134,7 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has no NaN and no infinity. Minimum and maximum, which are NaN if any value is, need no copy."""
+    """Return whether the tensor has no NaN and no infinity. It needs no copy, because minimum and maximum are NaN if any value is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     tensor = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no aminmax of 8 bits
@@ -141,7 +142,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 class Unreadable(BadInput):
-    """Raised if a checkpoint's file cannot be read but may be intact, so that a run does not resume from an older checkpoint instead."""
+    """Raised if a checkpoint's file cannot be read but may be intact. It ends the run, which would otherwise resume from an older one."""
 
 
 @contextmanager

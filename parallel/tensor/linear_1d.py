@@ -34,8 +34,9 @@ from parallel.tensor.style import Shape, Style
 class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
-    Fills the slot `products` of the layer. For a sum of tiles it fills `enter`, so that the gradient of x is summed over ranks once, after
-    all tiles. sliced: with sequence parallelism between layers (sliced.py). chunks: number of chunks with overlapping sums (overlapped.py).
+    Fills the slot `products` of the layer (a replaceable function, style.py). For a sum of tiles it fills `enter` instead, so that the
+    gradient of x is summed over ranks only once, after all tiles. sliced: with sequence parallelism between layers (sliced.py).
+    chunks: number of chunks with overlapping sums (overlapped.py).
     """
 
     axis: str = "tp"

@@ -2,7 +2,7 @@
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-Training follows the plan's order of actions, because 1F1B may have a longer warm-up in the plan. 0 MHz: the action has no planned clock.
+The file has the order of actions too, because a plan may lengthen 1F1B's warm-up; training follows this order. 0 MHz: no planned clock.
 """
 
 from __future__ import annotations
