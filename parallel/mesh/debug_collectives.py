@@ -23,7 +23,7 @@ from parallel.errors import Ended
 
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # environment variable: seconds to wait for a missing rank; turns debug mode on
 TIMEOUT_S = 60.0  # more than the time by which saving a checkpoint or compiling the first step can delay a healthy rank
-_LOOK_S = 0.25  # a waiting rank checks after each of these periods, in seconds, whether another rank has failed
+_LOOK_S = 0.25  # seconds after which a waiting rank checks again whether another rank has failed
 
 
 class Disagreement(Ended):
@@ -60,8 +60,8 @@ class Agreement:
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def check(self, ranks: tuple[int, ...], call: Call) -> None:
-        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank runs another, or none
-        within `timeout_s`."""
+        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank is about to run a different one, or
+        has not come to one within `timeout_s`."""
         self._numbers[ranks] += 1
         mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
@@ -75,7 +75,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # all ranks have finished number - 2, so its lines are no longer read
+        if mine.number > 2:  # all ranks have finished the collective number - 2, so its lines in the store are no longer read
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 

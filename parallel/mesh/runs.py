@@ -1,5 +1,4 @@
-"""Splits rows into contiguous chunks ("runs"), one for each rank of an axis. The number of rows is arbitrary: runs differ by at most one
-row.
+"""Splits any number of rows into contiguous chunks ("runs"), one for each rank of an axis. Runs differ by at most one row.
 
 7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as torch.tensor_split splits them
 message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes

@@ -57,7 +57,7 @@ def distinct(choices: float, targets: float) -> float:
 
 
 class Message(NamedTuple):
-    """A number `calls` of equal calls of the collective `name` over the axis `axis`, both named as in the communicator's counts.
+    """`calls` calls of the collective `name` over `axis` (names as in the communicator's counts), all with inputs of the same size.
     handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours on `axis`, as
     a difference of their indices on the axis of the whole exchange. busiest: in an all-to-all, (bytes received by the rank that receives
     most) / `handed`."""
@@ -102,7 +102,7 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True)
 class Count:
     """The number of calls of one collective on one axis, and bytes of all calls together. bytes: given to the collective. sent: sent to
-    other ranks; for all_reduce, all_gather and reduce_scatter those of a ring algorithm, which no algorithm undercuts."""
+    other ranks; for all_reduce, all_gather and reduce_scatter the bytes of a ring algorithm, which are the least possible."""
 
     calls: int = 0
     bytes: int = 0

@@ -61,8 +61,8 @@ def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, .
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """Return the norms. squares: this rank's result of `squares`. Collective. Raise Disagreement on all ranks if their collectives
-    differ."""
+    """Return the norms. squares: this rank's result of `squares`. Collective. If ranks ran different collectives, all raise
+    Disagreement."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

@@ -88,8 +88,8 @@ def open_pending() -> PendingGradients | None:
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return `weights`, which the caller stores as an attribute of ctx; () if their gradients cannot be deferred. An attribute keeps a
-    weight in memory as long as ctx exists, and so longer than a saved tensor. This must not happen to a weight that was made for one
-    pass."""
+    weight in memory as long as ctx exists, so longer than a saved tensor. So a weight that was made for one pass must not be an
+    attribute."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 

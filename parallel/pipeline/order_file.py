@@ -61,7 +61,7 @@ def read_order(path: str | Path) -> Schedule:
             raise BadInput(f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix=fix)
     if not any(action.op is Op.F for order in orders for action in order):
         needed = "a line of actions for each rank, such as 0F0,0B0"
-        raise BadInput("schedule", got=f"{path} without a forward", needed=needed, fix="add actions to the file")
+        raise BadInput("schedule", got=f"{path} without a forward pass (F)", needed=needed, fix="add actions to the file")
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 

@@ -87,8 +87,7 @@ class Schedule:
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
     microbatches: number in all batches of the schedule together. microbatches_per_update: number whose gradients one update (U) applies.
-    pairs: nodes of each F that runs as one block with the next action, a B. A block waits for both inputs and sends both results at its
-    end."""
+    pairs: nodes of each F that runs as one block with the next action, a B. It waits for both inputs, and sends both results at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]

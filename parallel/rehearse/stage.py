@@ -152,8 +152,7 @@ _IS_CUDA, _IS_CPU = Tensor.is_cuda.__get__, Tensor.is_cpu.__get__  # type: ignor
 
 class _Gpu(TorchFunctionMode):
     """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). So without this
-    mode it would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for the backward pass than GPU
-    kernels."""
+    mode it would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for backward than GPU kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: of its queries. k: of its keys, and as many values. r: log-sum-exps, one for each query and
+    """Numbers of elements on a rank. q: of its queries. k: of its keys (and of its values). r: of its log-sum-exps, one a query and
     head."""
 
     q: int
@@ -102,8 +102,8 @@ def _ring_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ring_uneven(order: Places, ranks: int) -> float:
-    """Return the busiest rank's work divided by the mean. For contiguous positions, the last of N ranks has N - 1/2 blocks, the mean is
-    N/2."""
+    """Return the busiest rank's work divided by the mean. With contiguous positions, the last of N ranks has N - 1/2 blocks; mean: N /
+    2."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 
@@ -113,8 +113,7 @@ def _ring_advice(order: Places, ranks: int) -> str | None:
 
 
 def _lightseq_cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of all ranks. Of all pairs of ranks, in `far` pairs one rank sends its keys and values, in `helped` ones its
-    queries."""
+    """Return the bytes of all ranks. In `far` pairs of ranks, one sends its keys and values; in `helped` pairs, its queries."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
     far = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
     helped = ranks * (ranks - 1) // 2 - far

@@ -8,8 +8,7 @@
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
 So a folder with a final name is always complete, even if a process dies at any moment. The next save removes unfinished folders.
-Before a checkpoint is loaded, every hash is checked. If one is wrong, the next older checkpoint is tried, and the log names the skipped
-one.
+Before a checkpoint is loaded, every hash is checked. If one is wrong, the log says so, and the next older checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -338,7 +337,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
             str(folder),
             got="checkpoints, none of which can be read" if there else "no folder, or a broken link",
             needed="at least one that verifies",
-            fix="bring back what is missing, or start over with --fresh, which sets them aside",
+            fix="restore a checkpoint, or start over with --fresh, which sets the folder aside",
         )
     return _NONE
 

@@ -65,8 +65,7 @@ class _Held:
             return False
 
     def leave(self) -> None:
-        """Release the lock, and remove the lock file and the empty folders made for this run. In a forked child, only close the
-        descriptors."""
+        """Release the lock, and remove the lock file and empty folders made for this run. In a forked child, only close descriptors."""
         if self.place is None or os.getpid() != self.process:
             return self.close()
         if self.file is not None:

@@ -93,8 +93,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. It is read in contiguous pieces: one for each index of the dims before the last dim that is
-        cut."""
+        """Return a box of the tensor `key`. Reads contiguous pieces: one for each index of the dims before the last one that is cut."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -160,8 +159,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
-    needed = "a file that can be read: it may be intact, so no older checkpoint is taken"
-    fix = "give this user the permission, or wait for its disk, and start again"
+    needed = "a file that can be read; no older checkpoint is taken, because this one may be intact"
+    fix = "give this user permission to read it, or wait until its disk answers, and start again"
     return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
 
 

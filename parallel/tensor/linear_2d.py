@@ -103,8 +103,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum over ranks: rank i gets the sum of all ranks' i-th tensor of `shares`. Each sum overlaps with the computation of the next
-    tensor."""
+    """Sum over ranks: rank i gets the sum of all ranks' i-th tensor of `shares`. Each sum overlaps with computing the next tensor."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

@@ -22,8 +22,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. Fills the slot (style.py) `columns` of its block, if it is in
-    one."""
+    """A norm between layers, which sees different tokens on each rank. Fills the slot (style.py) `columns` of its block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

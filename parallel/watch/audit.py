@@ -5,7 +5,7 @@
     by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
     mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
-If two copies differ, neither is known to be intact. If three or more differ, the value of the majority counts as intact.
+If there are two copies and they differ, neither is known to be intact. With three or more, the value of the majority counts as intact.
 Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent Data Corruption in LLM Training (2502.12340).
 """
 
@@ -104,8 +104,7 @@ def fingerprints(held: Iterable[Held]) -> Tensor:
 
 
 def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find copies that differ between ranks. prints: `fingerprints(held)`. Collective: the ranks of an axis pass the same tensors in
-    order."""
+    """Find copies that differ between ranks. prints: `fingerprints(held)`. Collective: all ranks of an axis pass the same tensors."""
     found = []
     for axis, numbers in _together(held, mesh):
         rows = _of_all(prints[numbers], axis)  # [ranks, tensors]

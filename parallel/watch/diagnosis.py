@@ -34,8 +34,7 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show for which rank it
-    waits.
+    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show what it waits for.
 
     answers: rank -> its report. silent: rank without a report -> text about its last sign of life. limit_s: the watchdog's time limit.
     share: a rank counts as waiting after this fraction of `limit_s`. 0: it counts at once, unless it computes.
@@ -100,8 +99,7 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """Return a finding about the first collective of a group that differs between ranks; None if all agree. It names the ranks in the
-    minority."""
+    """Return a finding about the first collective of a group that differs between ranks; None if all agree. It names the minority."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}

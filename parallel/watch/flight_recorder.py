@@ -112,7 +112,7 @@ def read_folder(folder: Path) -> list[Trace]:
             continue
         rank = int(number[1])
         if rank in traces:
-            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one a rank, of one run", fix=f"remove {path}")
+            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one trace a rank", fix=f"remove {path}")
         traces[rank] = _trace(rank, _content(path), path)
     if not traces:
         raise BadInput("--trace", got=f"{folder} without a trace", needed="files that end with a rank, such as _dump_0", fix=fix)

@@ -1,5 +1,5 @@
-"""Opens the store through which a run's process groups are made. If the run cannot start, its error names the ranks that do not come, or
-that share a GPU.
+"""Opens the store through which a run's process groups are made. If the run cannot start, its error names the ranks
+that do not come or that share a GPU.
 
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 

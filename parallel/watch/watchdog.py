@@ -1,5 +1,4 @@
-"""Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing ranks and their
-places.
+"""Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing ranks.
 
     ranks 0 1 3      all_reduce 340 over dp ................ limit_s     rank 0: request "ask/1" -> each watchdog writes its rank's progress
     rank 2           (stopped)                                           rank 0: reads all progress -> writes the line -> all ranks end
@@ -139,8 +138,8 @@ class Watchdog:
                 _print(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Ask all ranks for their progress, diagnose it, and write the verdict. If it ends the run, each rank's listening thread does
-        so."""
+        """Ask all ranks for their progress, diagnose it, and write the verdict. Each rank's listening thread reads it, and may end the
+        run."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
@@ -272,8 +271,7 @@ class Watchdog:
         return self.line or "ranks did not make the same collectives in this step, and no rank knows which ones differ"
 
     def _settle(self, why: Why) -> None:
-        """Ask all ranks for their progress, unless another rank has asked. Wait for the verdict; on rank 0 also until others have read
-        it."""
+        """Ask all ranks for their progress, unless another rank has asked. Wait for the verdict, and on rank 0 for its readers."""
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)

@@ -33,7 +33,7 @@ Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the poss
 class PowerModel:
     """Assumed power P and time t of an action at clock f: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f). F is the full
     clock, and t_F the time at full clock. V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest
-    clock. m is `memory_share`, the fraction of the time that does not depend on the clock. The defaults resemble a V100, but were
+    clock. m is `memory_share`, the fraction of the time that does not depend on the clock. The defaults resemble a V100 but are
     not measured."""
 
     static_w: float = 50

@@ -56,7 +56,7 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes at full clock: the last stage; elsewhere the first micro-batch's forward pass and the last one's backward pass."""
+    """Return the nodes at full clock: all of the last stage, and on other stages the first F and the last micro-batch's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -190,9 +190,10 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All actions S of one stage are one
-    vertex, which runs in parallel with its ranks' next actions. A message also needs the previous message of its link.
+    vertex, which runs in parallel with the next actions of its ranks. A message also needs the previous message between the same ranks.
 
-    vertices: node -> its vertex. before, after: vertices that each vertex needs, and that need it. transfers: vertices of messages."""
+    vertices: node -> its vertex. before, after: for each vertex, those that it needs, and those that need it. transfers: vertices of
+    messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}

@@ -61,7 +61,7 @@ def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) 
 
 class _Rank:
     """Progress of one rank in _Builder. next: F or I -> next micro-batch of chunks 0 and 1. kept: number of micro-batches between F and W,
-    both chunks counted."""
+    summed over both chunks."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
@@ -72,8 +72,8 @@ class _Rank:
 
 class _Builder:
     """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else a pending W.
-    limit: largest number of micro-batches between F and W on a rank, both chunks counted. early: a rank that would wait may run an F before
-    its slot."""
+    limit: largest number of micro-batches between F and W on a rank, summed over both chunks. early: a rank that would wait may run an F
+    before its slot."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, limit: int, *, early: bool) -> None:
         self.microbatches, self.limit, self.early = microbatches, limit, early

@@ -152,8 +152,7 @@ class _Run:
         self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (action S -> time at which its rank reached it)
 
     def all(self, cost: Cost) -> float:
-        """Simulate one batch and return the end of its last action. Another call simulates a batch that directly follows the previous
-        one."""
+        """Simulate one batch and return the end of its last action. Another call simulates a batch that follows directly."""
         self._sent: list[tuple[int, float]] = []
         graph, starts, ends, ready, free = self.graph, self.starts, self._ends, self._ready, self._free
         actions, ranks, source, target, more, pairs = graph.actions, graph.ranks, graph.source, graph.target, graph.more, graph.pairs
