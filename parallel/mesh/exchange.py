@@ -19,7 +19,8 @@ from parallel.mesh.mesh import Axis
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
-    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: number of rows from rank r for bin b."""
+    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: number of rows from rank r for this rank's
+    bin b."""
     if axis.size == 1:
         return counts_RB
     axis.count("counts", counts_RB)

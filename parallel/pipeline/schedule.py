@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: the actions of each rank, in order. Which actions an action waits for: ActionGraph in check.py.
+"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py has the actions for which each one waits.
 
 rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
 rank 1   1F0 1B0 1F1 1B1 1U@1

@@ -1,4 +1,4 @@
-"""Context of a rehearsal: one rank of torch's fake process group, with fake tensors, on a GPU that may not exist.
+"""Context of a rehearsal: this process is one rank of torch's fake process group, with fake tensors on a GPU that may not exist.
 
 with rehearsal(world) as pretended:      world.device may be a GPU without a driver
     ...                                  the run's own code

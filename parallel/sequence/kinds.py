@@ -39,8 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: of its queries. k: of its keys (and of its values). r: of its log-sum-exps, one a query and
-    head."""
+    """Numbers of elements on a rank. q: queries. k: keys, as many as values. r: log-sum-exps, one for each query and head."""
 
     q: int
     k: int
@@ -102,8 +101,7 @@ def _ring_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ring_uneven(order: Places, ranks: int) -> float:
-    """Return the busiest rank's work divided by the mean. With contiguous positions, the last of N ranks has N - 1/2 blocks; mean: N /
-    2."""
+    """Return (work of the busiest rank) / mean. With contiguous positions, the last of N ranks has N - 1/2 blocks, the mean is N / 2."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 

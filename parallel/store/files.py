@@ -36,7 +36,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError for others, such as a pipe (reading would wait) or a device (has no end)."""
+    """Return the UTF-8 text of a regular file. Raise OSError for other files, such as a pipe, which may block, or a device without end."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

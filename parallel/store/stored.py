@@ -1,6 +1,6 @@
-"""Reads tensors of a committed checkpoint: any box of any tensor, joined from the pieces and files in which it was saved.
+"""Reads tensors of a committed checkpoint: any box (rectangular region) of any tensor, joined from the pieces in which it was saved.
 
-    Reader.load(name, kind, layout, mesh, box)     this rank's part of a parameter, or a box of that part
+    Reader.load(name, kind, layout, mesh, box)     this rank's shard of a parameter, or a box of the shard
     Reader.region(name, kind, region)              a box of the full tensor   <-  pieces that overlap it  <-  runs of bytes of their files
 
 Files are read directly into the returned tensor. safetensors' own reader maps files into memory instead, which counts as the process's

@@ -8,8 +8,8 @@
           \\                          /
             y = sum of partial sums         g: sum forward, identity backward                     layer.leave
 
-With fewer key-value heads than ranks, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh whose
-tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
+With fewer key-value heads than the t ranks of tp, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh
+whose tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
 Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 

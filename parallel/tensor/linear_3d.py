@@ -33,7 +33,7 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# place -> (axis over which x is gathered, axis over which y is scattered, dim of the weight [out, in] that tp_depth cuts too)
+# place -> (axis over which x is gathered, axis over which y is summed and scattered, dim of the weight [out, in] that tp_depth also cuts)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 

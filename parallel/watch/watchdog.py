@@ -138,8 +138,7 @@ class Watchdog:
                 _print(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Ask all ranks for their progress, diagnose it, and write the verdict. Each rank's listening thread reads it, and may end the
-        run."""
+        """Ask all ranks for their progress, diagnose it, and write the verdict, which may end the run on all ranks."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
