@@ -2,8 +2,8 @@
 
     text -> events, counted -> values          a: &x [1, 1], b: [*x, *x]     counts as 8 values: aliases count as if written out
 
-A few aliases can mean more values than fit into memory, and deeply nested brackets overflow the stack of the parser. Both are noticed in
-the stream of events, before any value is made. Repeated keys are refused too (PyYAML would keep the last).
+A few aliases can mean more values than fit into memory, and deeply nested brackets overflow the parser's stack. Both are found in the
+parser's events, before any value is made. Repeated keys are refused too (PyYAML would keep the last).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from typing import Any
 from parallel.errors import Ended
 
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # environment variable: seconds to wait for a missing rank; turns debug mode on
-TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may delay a healthy rank
-_LOOK_S = 0.25  # a waiting rank checks after each of these periods, in seconds, whether another rank has failed
+TIMEOUT_S = 60.0  # more than the time by which saving a checkpoint or compiling the first step can delay a healthy rank
+_LOOK_S = 0.25  # seconds after which a waiting rank checks again whether another rank has failed
 
 
 class Disagreement(Ended):
@@ -33,8 +33,8 @@ class Disagreement(Ended):
 @dataclass(frozen=True)
 class Call:
     """A collective that a rank is about to run.
-    `send`, `receive`: rows to and from each rank of the axis, if these can differ; else None. `number`: how many collectives the ranks of
-    the axis have run together, this one included; 0: not numbered yet."""
+    `send`, `receive`: number of rows to and from each rank of the axis; None if all ranks must pass tensors of the same shape.
+    `number`: the collective is the `number`-th (from 1) that the ranks of the axis run together; 0: not numbered yet."""
 
     name: str
     axis: str
@@ -60,8 +60,8 @@ class Agreement:
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def check(self, ranks: tuple[int, ...], call: Call) -> None:
-        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank runs another, or none
-        within `timeout_s`."""
+        """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank is about to run a different one, or
+        has not come to one within `timeout_s`."""
         self._numbers[ranks] += 1
         mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
@@ -75,7 +75,7 @@ class Agreement:
         problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
-        if mine.number > 2:  # all ranks have finished number - 2, so its lines are no longer read
+        if mine.number > 2:  # all ranks have finished the collective number - 2, so its lines in the store are no longer read
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
@@ -110,8 +110,8 @@ def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
 
 
 def other_splits(calls: Mapping[int, Call], ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (sender, receiver, rows that the sender sends, rows that the receiver expects) of each pair of ranks that disagrees. calls:
-    rank -> its call; not all ranks of the group need to have one."""
+    """Yield (sender, receiver, rows that the sender sends, rows that the receiver expects) for each pair of ranks for which these two
+    numbers differ. calls: rank -> its call; ranks of the group may be missing."""
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):
             sent, expected = calls[sender].send if sender in calls else None, calls[receiver].receive if receiver in calls else None

@@ -1,11 +1,12 @@
-"""Exchange of rows with other ranks: counts of rows, and the order of received ones. A bin is a destination on a rank, such as an expert.
+"""Counts for an exchange of rows: tells each rank how many rows it will receive, and sorts the received rows by bin.
+A bin is a destination on a rank, such as an expert.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
     rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
 
-Counts go first, because ranks cannot know how many rows will arrive. A rank without rows still takes part, or the others would wait
-for ever.
+Counts are exchanged first, because ranks cannot know how many rows will arrive. A rank without rows still takes part, or the others would
+wait for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from parallel.mesh.mesh import Axis
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
-    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: number of rows from rank r for bin b."""
+    """Send counts_RB[r, b], the number of rows for bin b of rank r, to rank r. Return [r, b]: number of rows from rank r for this rank's
+    bin b."""
     if axis.size == 1:
         return counts_RB
     axis.count("counts", counts_RB)

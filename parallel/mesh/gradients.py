@@ -1,6 +1,7 @@
-"""Sums of gradients over ranks that hold copies of a parameter and process different tokens, in flat buckets, in fp32 or wider.
+"""Sums the gradients of a parameter over the ranks that hold copies of it and process different tokens, in flat buckets, in fp32 or wider.
 
-Layouts define the ranks (parallel/mesh/layout.py). Sums, never means: each loss is a share of the global mean (parallel/data/engine.py).
+Layouts say which ranks these are (parallel/mesh/layout.py). Gradients are summed and never averaged, because each rank's loss is already
+its share of the mean over all tokens (parallel/data/engine.py).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
 
 
 def data_axis(layout: Layout, mesh: Mesh) -> Axis:
-    """Return the axis over which a parameter's gradients are summed, and over which engines cut it into shards."""
+    """Return the axis over which a parameter's gradients are summed. FSDP and ZeRO shard the parameter over the same axis."""
     return mesh.axis(*layout.summed_over())
 
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A started sum of the gradients `grads`. When `work` is done, the buffer `flat` holds their sums, concatenated in this order. If
-    `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
+    """A sum of the gradients `grads` that has started. When `work` is done, the buffer `flat` holds the sums, concatenated in the order of
+    `grads`. If `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
 
     work: dist.Work
     flat: Tensor
@@ -93,8 +94,8 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(elements: Mapping[str, int], axis_of: Callable[[str], Axis]) -> list[Bucket]:
-    """Cut consecutive gradients with the same axis, of at least 2 ranks, into buckets: at most _BUCKET_ELEMENTS elements in each, or one
-    larger gradient. elements: name -> number of elements. axis_of: name -> axis of its sum."""
+    """Split the gradients into buckets, each of consecutive gradients with the same axis: at most _BUCKET_ELEMENTS elements together, or
+    one larger gradient. Gradients with an axis of one rank are left out. elements: name -> number of elements. axis_of: name -> axis."""
     found: dict[tuple[str, tuple[int, ...]], list[Bucket]] = {}
     room: dict[tuple[str, tuple[int, ...]], int] = {}
     for name, count in elements.items():

@@ -55,7 +55,7 @@ class Grid:
 
     @property
     def copies(self) -> int:
-        """Number of ranks with different tokens that hold the same shard of a weight matrix."""
+        """Number of ranks that hold the same shard of a weight matrix and process different tokens."""
         return self.depth if self.kind == "2.5d" else 1
 
     @property
@@ -67,7 +67,7 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
         d_ff, or 0 without dense networks.
 
-        For key-value heads, the number of shards may also be a multiple of the value (not with DTensor): then each head has copies."""
+        Key-value heads may also be fewer, if they divide the number of shards: then each head has copies (not with DTensor)."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units
@@ -92,8 +92,8 @@ def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
 
 
 def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
-    """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows,
-    from which the error message suggests values of tp."""
+    """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows;
+    the error message suggests values of tp that they give."""
     found = grid(kind, tp, depth)
     if found is not None:
         return found
@@ -102,7 +102,7 @@ def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int
         raise BadInput(
             "tensor.depth",
             got=f"{depth} with degrees.tp={tp}",
-            needed="degrees.tp / depth to be a square, 4 at least",
+            needed="degrees.tp / depth to be a square number of at least 4",
             fix=Set("it", *depths) if depths else Set("degrees.tp", depth * side * side),
         )
     needed = {"2d": "a square: q * q", "2.5d": "depth * q * q, both at least 2", "3d": "a cube: q * q * q"}[kind]

@@ -14,7 +14,7 @@
     3D: a first product's weight GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
 
-Products in 2D already sum gradients over the grid; 2.5D's grids have different tokens, so gradients are summed over depth too.
+In 2D, a product's backward pass already sums the gradients over the grid. 2.5D's grids have different tokens, so it also sums over depth.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Layout:
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
-    view: the view of the mesh that has the axes of `split` and `copies` (mesh.py). uneven: dims with shards that may differ by one.
+    view: the view of the mesh that has the axes of `split` and `copies` (mesh.py). uneven: dims whose shards may differ by one in size.
     family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
-    index (`layers.3.experts.{}.w1`). placement: the global index of each entry of the stack, if they are not in order.
+    index (`layers.3.experts.{}.w1`). placement: global index of each entry of the whole stack, in the order of dim 0; None: 0, 1, 2, ...
     holders: the pipeline stages that hold the parameter, if there are several (a tied embedding, Chimera's replicas).
     alike: axes along which ranks see the same tokens, so that copies have equal gradients. Axes that are not in `copies` are ignored."""
 
@@ -81,8 +81,8 @@ class Layout:
     uneven: tuple[int, ...] = ()
 
     def without(self, dim: int) -> Layout:
-        """Return the layout of the parameter's mean over `dim`. Ranks along axes that cut `dim` hold copies of it. A negative dim counts
-        from the end."""
+        """Return the layout of a tensor that has the parameter's shape without `dim`, such as its mean over `dim`. Ranks along axes that
+        cut `dim` hold copies of this tensor. A negative dim counts from the end."""
         dim %= len(self.shape)
         assert self.tile is None and (dim or self.unstack is None), "a mean over tiles or a stack"
         return replace(
@@ -140,8 +140,8 @@ class Layout:
         return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether the piece of this rank's shard that FSDP or ZeRO keeps here counts in norms. Ranks along `alike` hold equal
-        pieces, so only the first of these ranks counts."""
+        """Return whether this rank's elements of the parameter count in norms, if FSDP or ZeRO gives ranks different elements of its shard.
+        Ranks along `alike` hold equal elements, so only the first of them counts."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 

@@ -10,8 +10,8 @@
 An axis has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one
 column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
 
-A rank computes and makes only its own groups, and nothing lists the whole world, so a hundred thousand ranks cost as much as eight.
-Arithmetic without torch; the caller of `Mesh.connect` makes process groups. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
+A rank makes only the process groups of which it is a member, and training never lists all groups, so 100,000 ranks start as fast as eight.
+No torch here: the caller of `Mesh.connect` gives it a function that makes groups. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ class Axis:
         return replace(self, label=f"{self.label} backward".lstrip())
 
     def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-        """Count one call of the collective `name`, and write it into this rank's record. Call it before the collective, also before
-        one that torch or an engine starts.
+        """Count one call of the collective `name`, and write it into this rank's record. Call this before the collective starts, also if
+        torch or an engine will start it.
 
-        In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`,
-        `receive[i]`: rows to and from the axis's i-th rank, if these can differ. If `name` is "send", it is a message between two
-        ranks, which is counted and not compared."""
+        In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`, `receive[i]`:
+        rows to and from the axis's i-th rank; None if all ranks pass tensors of the same shape. The name "send" is a message between two
+        ranks, which is counted but not compared."""
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -214,15 +214,15 @@ class Axis:
 @dataclass(frozen=True)
 class Mesh:
     """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), 5).axis("tp").index is 1.
-    All ranks must make equally many process groups in the same order, because torch names a group by its number in a process:
-    `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis, make one more each."""
+    All ranks must make the same number of process groups in the same order, because torch numbers a process's groups and uses the number in
+    the group's name. `connect` makes the groups of `axes`. `part`, and the first `axis` call for a joint axis, make one more each."""
 
     degrees: Degrees = Degrees()
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> `part`
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> result of `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
@@ -264,8 +264,8 @@ class Mesh:
         return self.made[self.rank,]
 
     def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
-        """Return the mesh with a process group on every axis longer than 1; axes of equal ranks share a group. world: the existing group of
-        all ranks. Every rank calls `new_group` for its own groups, in the order of the axes."""
+        """Return the mesh with a process group on every axis longer than 1; axes with the same ranks share a group. world: the existing
+        group of all ranks. Every rank calls `new_group` for its own groups, in the order of the axes."""
         all_ranks = self.axes["world"].ranks
         found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
         found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
@@ -279,7 +279,7 @@ class Mesh:
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                # other ranks make a group of themselves, so that all ranks make equally many
+                # a rank outside of `ranks` makes a group of itself alone, so that all ranks make the same number of groups
                 group = self.new_group(ranks if held else (self.rank,))
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found

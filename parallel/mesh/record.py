@@ -4,14 +4,16 @@
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
 A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last of
-them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Every rank adds one number, its token, to a sum that
-runs anyway: the sum shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or splits differ).
+them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Each rank also adds a number, its token, to the
+all-reduce of the gradient norm. The total shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or
+splits differ). This token is a hash and has nothing to do with the model's tokens:
 
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
     splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
 
-In the sum over a group, equal chains cancel to 0, and so do splits if sender and receiver agree. All is modulo 2**40, so that sums of
-8,192 ranks are exact in float64; a difference goes unnoticed with probability 2**-40.
+In the sum over a group, equal chains cancel to 0, because w is 0 before the first and after the last rank. Splits cancel if each receiver
+expects what its sender sends. Numbers are modulo 2**40, so that sums of 8,192 ranks are exact in float64. A difference between ranks goes
+unnoticed with probability 2**-40.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack during a backward pass, in which DDP may wait for other ranks
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack in a backward pass, in which DDP may wait for other ranks
 
 # files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
@@ -86,8 +88,8 @@ class Record:
     def announce(
         self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. send, receive: numbers of rows to and from each rank, if ranks may differ in them; else
-        None. Each pair of ranks must agree on the rows between them."""
+        """Record a collective before it starts. send, receive: numbers of rows to and from each rank, if they may differ between ranks;
+        else None. A rank must send as many rows as the receiver expects from it."""
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -120,7 +122,7 @@ class Record:
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
-        """Return this rank's progress as plain values (JSON). The watchdog's thread calls it, also while the main thread hangs."""
+        """Return this rank's progress as plain values, for JSON. The watchdog's thread calls this, even while the main thread hangs."""
         place, waits = standing(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
@@ -153,12 +155,12 @@ def balanced(total: float) -> bool:
 
 
 def standing(main: int | None) -> tuple[str, str]:
-    """Return (place, waits). place: innermost "file:line function" outside of torch in the thread with id `main`. waits: "yes", "no" or
-    "maybe", whether any thread of this process waits for other ranks."""
+    """Return (place, waits). place: innermost "file:line function" outside of torch in the thread with id `main`. waits: whether any thread
+    of this process waits for other ranks: "yes", "no" or "maybe"."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")
-    # with CUDA, Python can wait anywhere for a kernel that waits for other ranks
+    # with CUDA, any Python line can wait for a kernel that itself waits for other ranks
     waits = "maybe" if torch is not None and torch.cuda.is_initialized() else "no"
     for top in frames.values():  # on a GPU, autograd has threads of its own
         name = top.f_code.co_filename

@@ -1,11 +1,11 @@
-"""Contiguous chunks ("runs") of rows, one for each rank of an axis, for any number of rows: their lengths differ by at most one.
+"""Splits any number of rows into contiguous chunks ("runs"), one for each rank of an axis. Runs differ by at most one row.
 
-7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as `torch.tensor_split` cuts them
+7 rows on 3 ranks      0 1 2 | 3 4 | 5 6          as torch.tensor_split splits them
 message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receiver removes
 
          forward                                          backward
-cut      keep this rank's run of rows that all have       all_gather of the runs' gradients
-join     all_gather of the runs                           keep this rank's run of the gradient, which all have
+cut      all ranks have all rows: keep this rank's run    all_gather of the runs' gradients
+join     all_gather of the runs                           all ranks have the same gradient: keep this rank's run of it
 """
 
 from __future__ import annotations

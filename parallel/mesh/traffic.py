@@ -32,8 +32,8 @@ class Load(NamedTuple):
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
     ones. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
     row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
-    reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if each target has
-    equally many of the bins, in order; None: rows are sent to random targets."""
+    reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if the bins are placed
+    on targets in consecutive blocks of equal size; None: each row is sent to a random target."""
 
     tokens: float
     choices: int
@@ -57,10 +57,10 @@ def distinct(choices: float, targets: float) -> float:
 
 
 class Message(NamedTuple):
-    """`calls` equal calls of one collective `name` over `axis`, named as in the communicator's counts.
-    handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours of `axis`,
-    counted in indices of the whole exchange's axis. busiest: in an all-to-all, (bytes received by the rank that receives most) /
-    `handed`."""
+    """`calls` calls of the collective `name` over `axis` (names as in the communicator's counts), all with inputs of the same size.
+    handed: bytes of a rank's inputs to all these calls. ranks: number of ranks of `axis`. stride: distance between neighbours on `axis`, as
+    a difference of their indices on the axis of the whole exchange. busiest: in an all-to-all, (bytes received by the rank that receives
+    most) / `handed`."""
 
     axis: str
     name: str
@@ -82,8 +82,8 @@ class Message(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The messages of one layer's exchange. agreed: small messages before the rows, such as counts. forward, backward: rows and results in
-    each pass."""
+    """The messages of one layer's exchange. agreed: small messages that ranks exchange before the rows, such as counts. forward, backward:
+    rows and results in each pass."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
@@ -91,7 +91,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def there_and_back(cls, *agreed: Message, rows: tuple[Message, ...]) -> Traffic:
-        """Return the traffic of `rows` sent out and results sent back by equal messages, in the forward and in the backward pass."""
+        """Return the traffic of an exchange in which results are sent back by messages of the same sizes as `rows`, in both passes."""
         return cls(agreed, 2 * rows, 2 * rows)
 
     @property
@@ -102,7 +102,7 @@ class Traffic(NamedTuple):
 @dataclass(frozen=True)
 class Count:
     """The number of calls of one collective on one axis, and bytes of all calls together. bytes: given to the collective. sent: sent to
-    other ranks; for all_reduce, all_gather and reduce_scatter in a ring, the minimum of all algorithms."""
+    other ranks; for all_reduce, all_gather and reduce_scatter the bytes of a ring algorithm, which are the least possible."""
 
     calls: int = 0
     bytes: int = 0

@@ -1,1 +1,1 @@
-"""Dtypes, loss scale, clipping, recomputation, random numbers and first values."""
+"""Dtypes, loss scale, gradient clipping, activation recomputation, random numbers and initial values of parameters."""

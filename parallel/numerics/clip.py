@@ -1,8 +1,8 @@
-"""Gradient norm and clipping. Each element of the whole model counts once, on every layout.
+"""Gradient norm and clipping. Each element of the whole model counts exactly once, with any layout.
 
-Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over the whole
-world then gives the norms of all families. So no process group has to be chosen; with a wrong one, other systems have averaged the norms of
-ranks, or left experts out, by mistake.
+Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over all ranks then
+gives the norms of all families (groups of parameters, such as experts). So the code never has to choose a process group for a parameter.
+Other systems chose a wrong one by mistake, and so averaged the norms of ranks or left experts out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, .
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """Return the norms. squares: this rank's result of `squares`. Collective. Raise Disagreement on all ranks if collectives differed."""
+    """Return the norms. squares: this rank's result of `squares`. Collective. If ranks ran different collectives, all raise
+    Disagreement."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

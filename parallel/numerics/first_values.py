@@ -69,7 +69,7 @@ def _rows(shape: tuple[int, ...], region: Box) -> NDArray[np.uint64]:
 
 
 def _bits(row_R: NDArray[np.uint64], column_C: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return SplitMix64 numbers [R, C] without the generator's last step, which only changes the low half: a float32 drops that."""
+    """Return SplitMix64 numbers [R, C] without the generator's last step, which changes only low bits that a float32 cannot hold."""
     x = np.add.outer(row_R, column_C)
     for shift, factor in ((np.uint64(30), _MIX), (np.uint64(27), _MIX_2)):
         x ^= x >> shift

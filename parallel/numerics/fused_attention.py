@@ -1,13 +1,13 @@
-"""Choice of torch's fused attention kernel for a block of queries and keys, by device and dtype, as scaled_dot_product_attention chooses.
+"""Chooses one of torch's fused attention kernels for a block of queries and keys, by device, dtype and channels of a head.
 
     device    dtype         kernel                                                channels of a head
     CPU       any           _scaled_dot_product_flash_attention_for_cpu           any
     CUDA      fp16, bf16    _scaled_dot_product_flash_attention, from sm_80       to 192, 225 to 256
     otherwise               none: plain operations (softmax.py)
 
-Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged. torch would
-next try its memory-efficient kernel, also in fp32. That kernel is not used here, because it pads log-sum-exps, and needs outputs in another
-memory order.
+Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged.
+For flash attention's cases this is also the choice of scaled_dot_product_attention. For others, torch would try its memory-efficient
+kernel. It is not used here, because it pads log-sum-exps, and needs outputs in another memory order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kernel_for(q_BHLC: Tensor) -> Fused | None:
 
 
 def flash_takes(q_BHLC: Tensor) -> bool:
-    """Return whether a GPU's flash attention kernel takes these queries. It trains 193 to 224 channels on some GPUs only."""
+    """Return whether flash attention supports these queries on a GPU. Only some GPUs have its backward kernel for 193 to 224 channels."""
     channels = q_BHLC.shape[-1]
     if q_BHLC.device.type != "cuda" or q_BHLC.dtype not in (torch.float16, torch.bfloat16) or 192 < channels <= 224 or channels > 256:
         return False
@@ -54,7 +54,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BHL: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # the kernel expects the memory layout of the forward kernel's lse
+    # the backward kernel expects log-sum-exps in the memory layout in which the forward kernel returns them
     lse = rearrange(rearrange(lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     return dq, dk, dv
@@ -67,7 +67,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # unread: in place of the random state of dropout, which is off
+    # `unread` is passed in place of dropout's random state; dropout is off, so the kernel does not read it
     channels, lengths, unread = q.shape[-1], (q.shape[2], k.shape[2]), q.new_empty(2, dtype=torch.uint64)
     given = (*map(_padded, (grad, q, k, v, out)), lse.contiguous(), None, None, *lengths, 0.0, causal, unread, unread)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(*given, scale=channels**-0.5)

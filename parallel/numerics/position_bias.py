@@ -4,7 +4,7 @@
     query 4       1      0     -1        The 2 x 3 pairs have 4 distances: the table is read once for each, and pairs of a diagonal share
     query 5       2      1      0        the value. Backward: gradients are summed over each diagonal, then into the table's rows.
 
-If each pair read the table, a GPU would add L x S gradients to a few rows one after another.
+If the table were read once for each pair, the backward pass would add L x S gradients to a few rows, which a GPU does one after another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 
 class Bias(NamedTuple):
-    """The bias of a query and a key: for each head, its column of `table_UH`, fp32, at row `bucket(distance)`, for int64 distances query -
-    key. Positions are ranges with the same step.
+    """The bias of a (query, key) pair: row `bucket(distance)` of `table_UH` (fp32), one value for each head. distance: position of the
+    query minus that of the key, int64. The positions of queries, and of keys, are ranges; both ranges have the same step.
     """
 
     table_UH: Tensor

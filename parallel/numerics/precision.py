@@ -1,6 +1,6 @@
 """One precision policy for dense and sparse models and for all engines.
 
-    parameters, gradients, Adam moments    master dtype (fp32; bf16 saves memory and loses updates below 2^-9)
+    parameters, gradients, Adam moments    master dtype (fp32; bf16 saves memory, but loses updates below 2^-9 of the parameter)
     matrix products                        compute dtype: weights are cast at each use, and their gradients
                                            are cast back to the master dtype and accumulated in it
     router, softmax, norm statistics,

@@ -1,4 +1,6 @@
-"""Values for some tensors of a rehearsal (parallel/rehearse/), in which all other tensors have only shape, dtype and device."""
+"""Values for some tensors of a rehearsal. A rehearsal runs one rank of a run with torch's fake tensors (parallel/rehearse/), which have
+shape, dtype and device but no values. Outside of a rehearsal, these functions return their tensors unchanged.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,22 @@ def pretended(tensor: Tensor) -> bool:
 
 
 def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor, unchanged in training. In a rehearsal it gets the values values(), and so do tensors computed from it."""
+    """Return the tensor. In a rehearsal, first give it the result of values(); tensors computed from it then have known values too."""
     mode: Any = getattr(tensor, "fake_mode", None)
     return tensor if mode is None else mode.suppose(tensor, values)
 
 
 def labelled(tensor: Tensor, label: str) -> Tensor:
-    """Return the tensor, unchanged in training. In a rehearsal, the next message that contains it has this label, which sender and receiver
-    compare."""
+    """Return the tensor. In a rehearsal, also label the next message that contains it; the labels of sender and receiver must be equal."""
     if pretended(tensor):
         tensor.label = label  # type: ignore[attr-defined]
     return tensor
 
 
 def supposed_as(made: Any, twin: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Return `made`, a tensor or a dataclass of tensors, unchanged in training. In a rehearsal its tensors get values: `twin`, a function
-    with the same result, computes them on the CPU from the values of the arguments, if these are known. Missing rows are 0."""
+    """Return `made`, a tensor or a dataclass of tensors that `twin(*given, **named)` would compute in another way, for example without a
+    GPU kernel. In a rehearsal, if the arguments' values are known, give `made` the values that twin computes from them on the CPU. If
+    `made` has more rows than twin's result, the values of these rows are 0."""
     mode: Any = getattr(given[0], "fake_mode", None)
     known = None if mode is None else mode.computed(twin, given, named)
     if known is not None:

@@ -1,4 +1,5 @@
-"""Deferred weight gradients: the backward pass in two parts, I and W, for zero-bubble schedules (arXiv 2401.10241, section 2).
+"""Deferred weight gradients: the backward pass is split into input gradients (I) and weight gradients (W), for zero-bubble schedules
+(arXiv 2401.10241, section 2).
 
     y = x W     I   dx = dy W^T      the previous stage waits for it     with defer_gradients() as pending: torch.autograd.backward(y, dy)
                 W   dW = x^T dy      only the update waits for it        pending.compute()
@@ -58,7 +59,7 @@ class PendingGradients:
             torch.autograd.backward(passes)
 
 
-# the open context, at most one for all threads, because autograd runs the backward pass of GPU tensors in another thread
+# the PendingGradients of the open context; at most one for all threads, because autograd runs a GPU's backward pass in another thread
 _open: list[PendingGradients] = []
 
 
@@ -86,8 +87,9 @@ def open_pending() -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights`, to be kept as an attribute of ctx; () if their gradients cannot be deferred. An attribute lives as long as ctx,
-    longer than a saved tensor, so a weight that was made for one pass must not be an attribute."""
+    """Return `weights`, which the caller stores as an attribute of ctx; () if their gradients cannot be deferred. An attribute keeps a
+    weight in memory as long as ctx exists, so longer than a saved tensor. So a weight that was made for one pass must not be an
+    attribute."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 

@@ -1,11 +1,12 @@
-"""Adafactor (Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5) without first moment: an n x m matrix has n + m optimizer states.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5) without first moment. For an n x m matrix it keeps n + m numbers.
 
     R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: the same over rows        b = 1 - t^-0.8
     V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U))
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
-A vector has one state, the running mean of its elements' squares. Each expert is a separate matrix. If ranks hold shards of a matrix, they
-all-reduce the sums from which means are computed: the rank's part of R and C, and three numbers for each matrix.
+W weights, G gradient, R and C optimizer states (one number for each row and column), t number of the step, lr learning rate. A vector has
+one optimizer state, the running mean of its squared gradients. Each expert is a separate matrix. If ranks hold shards of a matrix, they
+all-reduce the sums from which means are computed: this rank's part of R and C, and three numbers for each matrix.
 """
 
 from __future__ import annotations

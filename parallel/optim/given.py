@@ -1,4 +1,4 @@
-"""Optimizer from a user's function. Tests on small parameters, with the model's parameter names, show what the optimizer supports.
+"""Optimizer from a user's function. Test steps on small parameters, named like the model's, show which of its uses are correct.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
 
@@ -78,8 +78,7 @@ class Given(Rule):
         return self._kept[name, num_dims]
 
     def cuts(self, name: str, num_dims: int) -> frozenset[int]:
-        """Return the dims along which the parameter may be sharded: along them, updates of shards equal the update of the whole
-        parameter."""
+        """Return the dims along which the parameter may be sharded, because the updates of its shards equal the update of the whole."""
         at = name, num_dims
         if at not in self._cuts:
             whole = _small(num_dims)
@@ -129,9 +128,9 @@ class Given(Rule):
     def _stepped(
         self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: StateDims | None = None
     ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
-        """Return (final value, optimizer, parameter) after a few steps of a parameter with the initial value `whole`, or of a slice of it:
+        """Return (final value, optimizer, parameter) after _STEPS steps of a parameter whose initial value is `whole`, or only its slice
         `part` along dim `dim`.
-        again: names of optimizer states; if given, the last step is made by a new optimizer with these states, as from a checkpoint."""
+        again: names of optimizer states; if given, a new optimizer makes the last step with these states, as after loading a checkpoint."""
         at = (slice(None),) * dim + (part,)
         parameter = nn.Parameter(whole[at].clone())
         optimizer = self.build(self.groups([(name, parameter)]))

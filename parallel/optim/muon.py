@@ -4,8 +4,8 @@
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, 5 times (Newton-Schulz)        X: nearly orthogonal
     W  <-  W - lr s X - lr decay W                    s: a factor that depends on the matrix's shape (`scale`)
 
-Each expert is a separate matrix. If several ranks hold copies or shards of a matrix, one of them computes the iterations
-(parallel/optim/shared.py).
+W weights, G gradient, M momentum, lr learning rate. Each expert is a separate matrix. If several ranks hold copies or shards of a matrix,
+one of them computes the iterations (parallel/optim/shared.py).
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -66,7 +66,7 @@ class Muon(Rule):
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW; groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> ranks with copies or shards."""
+    """AdamW; groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> the ranks that hold its copies or shards."""
 
     def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)

@@ -1,6 +1,6 @@
 """SGD with momentum (Polyak 1964), like torch's SGD without dampening, but with decoupled weight decay as in AdamW.
 
-M  <-  mu M + G        W  <-  W - lr M - lr decay W
+M  <-  mu M + G        W  <-  W - lr M - lr decay W        W weights, G gradient, M momentum, lr learning rate
 """
 
 from __future__ import annotations

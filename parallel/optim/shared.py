@@ -34,7 +34,7 @@ Wait = Callable[[], list[Tensor]]  # waits for the results of a round; returns f
 @dataclass(frozen=True)
 class Stack:
     """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix, or of the whole matrix.
-    number: identifies the parameter; chosen by the caller. dtype: of the results. whole: the ranks that have copies or the other shards."""
+    number: identifies the parameter for the caller. dtype: of the results. whole: the ranks that hold copies or the other shards."""
 
     number: int
     count: int
@@ -56,8 +56,8 @@ class Stack:
 
 def shared(stacks: Iterable[Stack], part: Callable[[int], Tensor], work: Work, *, cost: Cost) -> Iterator[tuple[int, Tensor]]:
     """Yield (number, this rank's shard [K, R, C] of the results) for each stack, in any order. Collective: stacks are equal on all ranks.
-    part: number -> this rank's shard of the matrices, [K, R, C], in the dtype that `work` takes; called once for each stack. work: computes
-    the results of whole matrices; called on their owner. cost: of the work on one matrix."""
+    part: number -> this rank's shard of the matrices, [K, R, C], in the dtype that `work` takes; called once for each stack.
+    work: computes the results of whole matrices; called only on their owner. cost: shape of a matrix -> cost of the work on it."""
     groups: dict[tuple[object, ...], list[Stack]] = {}  # stacks with copies or shards on the same ranks
     for stack in stacks:
         key = stack.dtype, stack.whole.copies is None, *((axis.name, axis.ranks) for axis in stack.axes)
@@ -80,8 +80,8 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The matrices of a stack on the way to their owners, over one axis after another.
-    tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each matrix, the owner's indices on the remaining axes."""
+    """The matrices of a stack while they are sent to their owners, over one axis after another.
+    tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each matrix, the owner's indices on the axes that remain."""
 
     stack: Stack
     tensor: Tensor
@@ -119,7 +119,7 @@ def _results(stacks: list[Stack], wait: Wait) -> Iterator[tuple[int, Tensor]]:
 
 
 def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
-    """Yield the stacks of each round. Each round but the last has at least as many matrices as ranks, and if possible _ROUND_ELEMENTS."""
+    """Yield the stacks of each round. Each round but the last has at least as many matrices as ranks, and _ROUND_ELEMENTS if it can."""
     some: list[Stack] = []
     matrices = elements = 0
     for stack in stacks:
@@ -134,7 +134,7 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
 
 
 def _to_owners_and_back(level: int, batch: list[_Matrices], work: Work) -> Wait:
-    """Send a round's matrices to their owners over the axes from number `level` on, do the work, and start to send the results back."""
+    """Send a round's matrices to their owners over the axes with index `level` and higher, do the work, and start to send results back."""
     stack = batch[0].stack
     if level == len(stack.axes):
         results = [work(m.stack.number, m.tensor) if len(m.tensor) else m.tensor.to(m.stack.dtype) for m in batch]

@@ -4,7 +4,7 @@ number    0   1   2   3   4   5        index of an action; rank 0's actions firs
 action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
 order     0 3 4 5 1 2                  topological order: each rank in turn runs until it must wait
 
-Actions (F, B, I, W, S, U) are explained in schedule.py.
+Letters F, B, I, W, S and U are the operations of actions: see Op in schedule.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ActionGraph:
     first: number of each rank's first action; one more entry: the number of all actions.
     source: for each action, the action whose result it receives; NONE: it receives nothing.
     target: for each action, the rank to which its result is sent; NONE: it sends nothing.
-    more: action -> further actions that it needs. For example, U needs S on every replica.
-    pairs: first action of each pair. Its result is sent together with that of the second."""
+    more: action -> other actions that it needs. For example, U needs S on every replica.
+    pairs: numbers of the F that run as one block with the next action, a B. The result of F is sent together with that of B."""
 
     def __init__(self, schedule: Schedule, all_reduce_blocks: bool) -> None:
         self.schedule = schedule
@@ -71,7 +71,7 @@ class ActionGraph:
         self.order = self._in_order()
 
     def _connect(self, all_reduce_blocks: bool) -> None:
-        """Fill `source`, `target` and `more`. Leaves out needs that come earlier in the same rank's order, and needs that do not exist."""
+        """Fill `source`, `target` and `more`. Leaves out actions that come earlier in the same rank's order or that no rank has."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)

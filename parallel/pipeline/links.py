@@ -26,11 +26,11 @@ Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of a schedule, as one rank needs them.
+    """Messages of a schedule, as one rank's Links needs them.
 
     expected: source rank -> the messages that it sends to this rank, in order of arrival.
-    taken_at: message -> index, in the receiver's order, of the action that receives it. sent_at: message -> index, in the sender's
-    order, of the action that sends it. Both have the messages between all ranks.
+    taken_at: message -> index of the action that receives it, in the receiver's order. sent_at: message -> index of the action that sends
+    it, in the sender's order. Both contain all messages of the pipeline, not only this rank's.
     channels: ((source, target), first message) of every channel of the pipeline, sorted."""
 
     expected: dict[int, tuple[Message, ...]]
@@ -121,7 +121,8 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Release sent tensors that are known to have arrived: tensors that the sender of `message` received before it sent `message`."""
+        """Wait for sends that must have ended, and free their tensors: those that the sender of `message` received before it sent
+        `message`."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

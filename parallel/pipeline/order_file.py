@@ -3,8 +3,8 @@
     0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is not written
     1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair of F and B, which runs as one block
 
-A rank holds the stages that its line names. If a file has no S and U, they are appended to each rank's order. So the compute-only files of
-torch.distributed.pipelining can be read too; their empty cells (waits) are ignored.
+A rank holds the stages in its line. S (all-reduce of a stage's replicas) and U (update) are appended to each rank's order if the file has
+neither, as in the compute-only files of torch.distributed.pipelining. Empty cells in these files (waits) are ignored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_order(path: str | Path) -> Schedule:
             raise BadInput(f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix=fix)
     if not any(action.op is Op.F for order in orders for action in order):
         needed = "a line of actions for each rank, such as 0F0,0B0"
-        raise BadInput("schedule", got=f"{path} without a forward", needed=needed, fix="add actions to the file")
+        raise BadInput("schedule", got=f"{path} without a forward pass (F)", needed=needed, fix="add actions to the file")
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
 
 

@@ -71,7 +71,7 @@ class Recorder(Watcher):
 
 class StageReplicas:
     """All-reduces the gradients of parameters that several pipeline ranks hold: replicas of a stage (Chimera), or a tied embedding.
-    parameters, layouts: of this rank, by parameter name; `Layout.holders` lists ranks with a copy. of_stage: stage -> names."""
+    parameters, layouts: name -> parameter or layout, for this rank's parameters. of_stage: stage -> names of its parameters."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
@@ -112,7 +112,7 @@ class StageReplicas:
         return shard
 
 
-Sums = Callable[[Sequence[str]], None]  # announces or starts the sums of the gradients of parameters, given by name
+Sums = Callable[[Sequence[str]], None]  # called with names of parameters, whose gradients it sums or will soon sum
 
 
 class OverlappedReduction(Watcher):
@@ -121,9 +121,9 @@ class OverlappedReduction(Watcher):
     rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
                                                ^ the reduction of stage 4 starts during 4B3, that of stage 0 during 0B3
 
-    names: stage -> names of the parameters that no other stage holds. expect: called with them before the stage's last backward action.
-    start: called after each action with the parameters (often none) that now have complete gradients; starts the reductions
-    that have not started, and stores the results of those that have ended."""
+    names: stage -> names of the parameters that no other stage holds. expect: called with a stage's names before its last backward action.
+    start: called after each action with the names of parameters whose gradients this action has completed (often none). It starts their
+    reductions, and stores the results of reductions that have ended."""
 
     def __init__(self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, expect: Sums, start: Sums) -> None:
         self.stage_at, self.names, self.expect, self.start = stage_complete_at(schedule.orders[rank]), names, expect, start
@@ -273,9 +273,9 @@ def hash_of(value: object) -> int:
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule` (m micro-batches).
-    Each rank's order is by (group of num_ranks micro-batches, stage, micro-batch). F needs only F of the previous stage, which comes
-    earlier in this order, so there is no deadlock."""
+    """Return a schedule of forward passes only. If `schedule` has m micro-batches, j runs on the ranks of its micro-batch j % m.
+    Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which comes earlier in this order,
+    so there is no deadlock."""
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):
         for stage in range(schedule.num_stages):

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: the actions of each rank, in order. Which actions an action waits for: ActionGraph in check.py.
+"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py has the actions for which each one waits.
 
 rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
 rank 1   1F0 1B0 1F1 1B1 1U@1
@@ -30,7 +30,8 @@ OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank. version: weight version that F, B, I or W reads (0: the initial weights), or that S and U make (from 1)."""
+    """One action of a rank. version: of the weights. F, B, I and W read this version (0: initial weights); U makes it (from 1), and S sums
+    the gradients for it."""
 
     op: Op
     stage: int
@@ -85,8 +86,8 @@ class Schedule:
     """The order of actions of each rank (`orders`), and the ranks that hold each stage (`homes`).
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
-    microbatches: number of micro-batches in all batches of the schedule. microbatches_per_update: number whose gradients one U applies.
-    pairs: nodes of F that run as one block with the next action, a B: a block waits for both inputs, and sends both results at its end."""
+    microbatches: number in all batches of the schedule together. microbatches_per_update: number whose gradients one update (U) applies.
+    pairs: nodes of each F that runs as one block with the next action, a B. It waits for both inputs, and sends both results at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]
@@ -198,7 +199,7 @@ class Schedule:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Return the schedule of one batch that drains at its end. orders: the actions of each rank without U, which this function appends."""
+    """Return the schedule of one batch after which the pipeline is empty. orders: each rank's actions; this function appends U to them."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 

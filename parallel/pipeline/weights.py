@@ -29,7 +29,8 @@ class Versions:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
-        """Return a context for one F, B or I, in which the parameters have the values of this version. Drops it after its last reader."""
+        """Return a context for one F, B or I, in which the parameters have the values of this version. After the last action that reads the
+        version, its tensors are freed."""
         if version == self.newest:
             yield
         else:

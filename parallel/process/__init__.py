@@ -1,1 +1,1 @@
-"""Processes of this machine: ranks, forks, freed memory, settings of the process."""
+"""Starts and ends process groups, forks ranks on this machine, and changes settings of a process (memory, determinism)."""

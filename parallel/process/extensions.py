@@ -18,7 +18,7 @@ import psutil
 
 def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder for compiled extensions in the user's cache: one for each combination of versions of torch, DeepSpeed and Python.
-    (torch's default is one folder, so two environments that alternate would compile again each time.)"""
+    torch's default is one folder for all, so each switch between two environments would compile the extensions again."""
     python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
     return cache_dir(environment) / "extensions" / f"torch-{version_of('torch')}-deepspeed-{version_of('deepspeed')}-{python}"
 

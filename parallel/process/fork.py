@@ -100,8 +100,8 @@ def _child(
 
 
 def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float) -> list[int] | None:
-    """Wait for all files `parts`. Return None if they all exist; [] if a rank ended without its file; at the time limit, the ranks that
-    still run."""
+    """Wait for the files `parts`, one of each rank. Return None if all exist; [] if a rank ended without writing its file; at the time
+    limit, the ranks that still run."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:

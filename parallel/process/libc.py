@@ -1,7 +1,7 @@
-"""Calls of the C library that Python does not have: end with the parent process, and what happens to freed memory. Does not import torch.
+"""Functions of the C library that Python does not offer: kill a process when its parent dies; keep or return freed memory. No torch here.
 
-Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears: a third of
-a training step on a CPU for a layer of 128 small experts. Smaller tensors leave holes in the heap that no other process can use.
+Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears. For a layer of
+128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the heap that no other process can use.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def die_with(parent: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed memory in the process for the next tensor (fast). Return False if the allocator cannot be set, as without glibc."""
+    """Keep freed memory in this process for its next tensors, which is fast. Return False if the allocator cannot be set, as without
+    glibc."""
     kept = _set(_M_TRIM_THRESHOLD, _LARGEST)
     return any(_set(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, 32 * 2**20)) and kept  # older glibc refuses _LARGEST
 
 
 def give_freed_memory_back() -> bool:
-    """Return memory to the system when it is freed (small): each tensor of 64 KiB or more gets pages of its own. Return False if the
-    allocator cannot be set."""
+    """Return memory to the system when it is freed, so that the process stays small: each tensor of 64 KiB or more gets pages of its own.
+    Return False if the allocator cannot be set."""
     return _set(_M_TRIM_THRESHOLD, _SMALL) and _set(_M_MMAP_THRESHOLD, _SMALL)
 
 

@@ -67,8 +67,8 @@ def gpus() -> int:
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
-    """Return the index of a rank's GPU among its `visible` GPUs. A launcher shows all ranks the same GPUs, or each rank its own.
-    If two ranks get the same GPU, this is refused when ranks meet (parallel/watch/meet.py)."""
+    """Return the index of a rank's GPU among the `visible` GPUs of its process. A launcher shows all ranks the same GPUs, or each rank its
+    own. If two ranks get the same GPU, parallel/watch/meet.py raises an error when the ranks start."""
     return local_rank % max(1, visible)
 
 
@@ -138,7 +138,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """Return the exception, equal on all ranks, for ranks that reached the store but cannot connect to each other."""
+    """Return the exception for ranks that reached the store but cannot connect to each other. Its message is the same on all ranks."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
         lines = [line.rpartition("] ")[2] for line in lines[:1]]  # gloo's first line, without its place in the source
@@ -198,7 +198,7 @@ def _with_address(address: ipaddress.IPv6Address) -> str | None:
 
 
 def _last_resort_s() -> float:
-    """Return torch's time limit for a group. It is later than the watchdog's, because the watchdog's message says more."""
+    """Return torch's time limit for a group. It is longer than the watchdog's, so that the watchdog, whose message says more, is first."""
     watching = watchdog.current()
     return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 

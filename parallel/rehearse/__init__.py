@@ -1,1 +1,1 @@
-"""Rehearses one rank of a run of any size in a single process, with torch's fake tensors and fake process group."""
+"""Rehearsal: one process executes one rank of a run of any size, with torch's fake tensors and fake process group."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OTHER = "activations"  # purpose of all storages without another name; includes buffers of collectives and temporary tensors
+OTHER = "activations"  # purpose of all storages that are given no other; includes buffers of collectives and temporary tensors
 
 
 class Ledger:
@@ -33,7 +33,7 @@ class Ledger:
         self._made = self._first = 0  # number of storages made; number of events before `begin`
 
     def record(self, tensor: Any, *, counts: bool = True) -> None:
-        """Record an operator's result. counts: False if a real device would not allocate it, for example inside a fused kernel."""
+        """Record a new tensor, the result of an operator. counts: False if a real device would not allocate it, as in a fused kernel."""
         storage = tensor.untyped_storage()
         where = storage._cdata
         if where not in self._numbers:
@@ -80,7 +80,7 @@ class Ledger:
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
-        """Set the purpose of all live storages that were made between two marks and have none yet. before: None: until now."""
+        """Set the purpose of all live storages that were made between two marks and have no purpose yet. before: None: until now."""
         for number in self._sizes:
             if since <= number < (self._made if before is None else before):
                 self.kinds.setdefault(number, kind)

@@ -1,4 +1,4 @@
-"""Compares the order of collectives and messages of all ranks of a world, each of which was rehearsed in turn.
+"""Compares the order of collectives and messages of all ranks of a world. The ranks were rehearsed one after another.
 
     rank 0   all_reduce of (0, 1)   send F of micro-batch 0 to 2   ...      a group: equal collectives in the same order on all ranks
     rank 2   recv F of micro-batch 0 from 0   all_reduce of (2, 3)   ...    a pair: each send has its receive, in the same order
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @cache
 def _call(*fields: Any) -> Call:
-    """Return `Call(*fields)`, one object for all equal calls: a world has many ranks, and a group's ranks call alike."""
+    """Return `Call(*fields)`, the same object for equal calls, to save memory: a world has many ranks, which mostly make equal calls."""
     return Call(*fields)
 
 
@@ -109,7 +109,7 @@ def _of_messages(of_rank: Mapping[int, Sequence[Call]], named: Callable[[int], s
 
 
 def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tuple[tuple[int, str], Call]]]:
-    """Yield the messages between the two ranks, as (source, what is sent) with the call; those that start together in one sorted list."""
+    """Yield (source, content) and the call of each message between the two ranks: one sorted list for all messages that start together."""
     mine = [call for call in calls if call.peer == peer]
     numbered = [(call.batch or -n, ((rank if call.name == "send" else peer, call.said), call)) for n, call in enumerate(mine, 1)]
     for _, batch in groupby(numbered, key=lambda both: both[0]):

@@ -27,10 +27,10 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-# a floating-point tensor that zeros() or empty() makes has known values if it has at most this number of elements, so that counters and
-# biases have known values, and weights have not
+# zeros() and empty() make floating-point tensors with known values if they have at most this number of elements: so counters and biases
+# have known values, and weights do not
 MADE_ELEMENTS = 512
-KNOWN_ELEMENTS = 2**24  # an operator's results have known values, if its inputs do, up to this number of elements
+KNOWN_ELEMENTS = 2**24  # larger results of operators have unknown values, even if the operator's inputs are known
 
 # dtypes that NCCL cannot send
 _NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
@@ -59,7 +59,7 @@ class Pretended(FakeTensorMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger, self.work, self.calls = device, Ledger(device), Counted(), Calls()
-        self._within = 0  # depth of operators that are called by operators; a device runs one fused kernel for all of them
+        self._within = 0  # above 0 in an operator that another operator calls; a device runs one fused kernel for all of them
         self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
     # --- known values of fake tensors ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Pretended(FakeTensorMode):
             with _disable_current_modes():  # no fake tensors, because a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd takes the tensors' device for the CPU (_device_in_cpp)
+            kwargs = kwargs | {"device": self.device}  # C++ code sees all tensors on the CPU (_device_in_cpp), so autograd asks for the CPU
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
         if READS & set(func.tags):

@@ -1,4 +1,4 @@
-"""Context of a rehearsal: one rank of torch's fake process group, with fake tensors, on a GPU that may not exist.
+"""Context of a rehearsal: this process is one rank of torch's fake process group, with fake tensors on a GPU that may not exist.
 
 with rehearsal(world) as pretended:      world.device may be a GPU without a driver
     ...                                  the run's own code
@@ -50,7 +50,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
         return mock.patch.object(pretended, "of_reducer", True)
 
     @contextmanager
-    def backward() -> Iterator[None]:  # torch switches modes such as _Gpu off in a backward pass, so it is switched on again
+    def backward() -> Iterator[None]:  # torch switches modes such as _Gpu off in a backward pass; this switches _Gpu on again
         with _Gpu(), mock.patch.object(pretended.work, "passing", "backward"):
             yield
 
@@ -95,7 +95,7 @@ class _Hopper:
 
 
 class _Event:
-    """Replaces torch.cuda.Event. The GPU reaches it at the next host synchronisation."""
+    """Replaces torch.cuda.Event. The GPU is assumed to reach the event at the next host synchronisation."""
 
     def __init__(self, work: Counted, **_: Any) -> None:
         self.work, self.synchronize = work, work.wait
@@ -151,8 +151,8 @@ _IS_CUDA, _IS_CPU = Tensor.is_cuda.__get__, Tensor.is_cpu.__get__  # type: ignor
 
 
 class _Gpu(TorchFunctionMode):
-    """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). Without this mode
-    it would not copy between CPU and GPU, and would choose CPU kernels that save more memory for the backward pass than a GPU's."""
+    """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). So without this
+    mode it would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for backward than GPU kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,7 +6,7 @@
                             launches for one operator (a sort) count as one
     moved bytes             all inputs and results of a kernel, except of matrix products and attention
 
-Counts belong to the module that runs (`watch`), for its forward or its backward pass.
+Each count is recorded for the module that runs (`watch`) and its pass, forward or backward.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Counted:
         module.register_forward_hook(end)
 
     def _switch(self, tensors: Any, name: str) -> None:
-        """Count work for module `name` from the moment at which the backward pass has the gradient of the first of these tensors."""
+        """Count work for module `name` from the moment at which autograd has computed the gradient of the first of these tensors."""
         first = next((t for t in tree_leaves(tensors) if isinstance(t, Tensor) and t.requires_grad), None)
 
         def enter(_: Tensor) -> None:

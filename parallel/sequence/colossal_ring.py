@@ -7,7 +7,7 @@
     backward   values go around again for the probabilities' gradient, and keys for the queries' gradient. Every rank has partial sums of
                the gradients of all keys and values; a reduce-scatter sums them on their owners
 
-The released code divides gradients by N (ColossalAI #3044); the loss of a sequence is no mean over ranks, so they are not divided here.
+ColossalAI's code divides gradients by N (issue #3044). This file does not, because a sequence's loss is no mean over ranks.
 Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13120, section 3.2.
 """
 

@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: of queries. k: of keys, equal to that of values. r: one for each query and head (log-sum-exps)."""
+    """Numbers of elements on a rank. q: queries. k: keys, as many as values. r: log-sum-exps, one for each query and head."""
 
     q: int
     k: int
@@ -64,15 +64,15 @@ class Cost:
 class SequenceKind:
     """Facts about one method of sequence-parallel attention.
 
-    about: a phrase for the help text. cost: (number of ranks, layer) -> bytes.
+    about: a phrase for the help text. make: makes the method. cost: (number of ranks, layer) -> bytes.
     open_make: as `make`, for attention in which every token sees all keys; None: `make` does both.
     orders: the orders of positions that the method can have (order.py), the default first.
-    trades_heads: all ranks exchange heads for tokens, so `make` gets an axis of one rank.
+    trades_heads: all ranks exchange heads for tokens (Ulysses). No ring is left, so `make` gets an axis of one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
     overlaps: messages are sent during computation; otherwise ranks wait for them.
     uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
     advice: (order, number of ranks in the ring) -> one line if another choice is better; else None.
-    tried: name -> keys of the recipe's section `sequence`, for each variant that `moe verify` runs; None: one, named like the method."""
+    tried: what `moe verify` runs: name -> the recipe's section `sequence` of a variant; None: one variant, named like the method."""
 
     name: str
     about: str
@@ -101,7 +101,7 @@ def _ring_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ring_uneven(order: Places, ranks: int) -> float:
-    """Return the busiest rank's work divided by the mean. For contiguous positions, the last rank has N - 1/2 blocks, the mean is N / 2."""
+    """Return (work of the busiest rank) / mean. With contiguous positions, the last of N ranks has N - 1/2 blocks, the mean is N / 2."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 
@@ -111,7 +111,7 @@ def _ring_advice(order: Places, ranks: int) -> str | None:
 
 
 def _lightseq_cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes for all pairs of ranks: in `far` pairs, one rank sends its keys and values; in `helped` pairs, its queries."""
+    """Return the bytes of all ranks. In `far` pairs of ranks, one sends its keys and values; in `helped` pairs, its queries."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
     far = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
     helped = ranks * (ranks - 1) // 2 - far

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values are sent around a ring of ranks, while each rank's queries attend to the ones it has.
+"""Ring attention: keys and values go around a ring of ranks. At each step, a rank's queries attend to the keys that it has just received.
 
     step 0     rank 0: q0 x kv0     rank 1: q1 x kv1     rank 2: q2 x kv2          kv ->  to the next rank during the computation
     step 1             q0 x kv2             q1 x kv0             q2 x kv1

@@ -1,4 +1,4 @@
-"""Attention to some of the keys, and the merge of such partial results, which all methods here use.
+"""Attention to a part of the keys, and the merge of such partial results, which all methods in this folder use.
 
     keys  A  B          A: out_A, lse_A = log sum_A exp(score)                     B: out_B, lse_B likewise
     all keys            lse = log(exp lse_A + exp lse_B)
@@ -7,9 +7,9 @@
 A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
 final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-A fused kernel (parallel/numerics/fused_attention.py) computes blocks without documents, bias and window edge. Otherwise plain operations
-compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources: Milakov and Gimelshein, arXiv
-1805.02867 (online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+A fused kernel (parallel/numerics/fused_attention.py) computes blocks that have one document, no bias and all pairs in the window. All other
+blocks are computed by plain operations, QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources:
+Milakov and Gimelshein, arXiv 1805.02867 (online softmax); FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (backward pass from lse).
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys (equal numbers of both).
-    Pairs outside the window or of different documents, by `queries` and `keys`, are masked."""
+    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys; then there are as many keys
+    as queries. `queries` and `keys` say which pairs are outside the window or of different documents; these are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:

@@ -4,8 +4,8 @@
     inside     rank 0: heads 0 1 of positions 0 .. 11          rank 1: heads 2 3 of positions 0 .. 11       any attention: `inside`
     after      as before
 
-If the ranks do not divide the key-value heads, each rank gets the heads that its query heads need, and gradients are summed. `inside`
-may be a ring over other ranks: sequence parallelism in two dimensions (USP, arXiv 2405.07719).
+`inside` is the attention that a rank runs on its heads. It may be a ring over other ranks: sequence parallelism in two dimensions (USP,
+arXiv 2405.07719). If the ranks do not divide the key-value heads, each rank gets the heads that its query heads need; gradients are summed.
 Costs: docs/parallel/sequence_ulysses.md. Source: Jacobs et al., arXiv 2309.14509.
 """
 

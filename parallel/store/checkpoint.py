@@ -7,8 +7,8 @@
         manifest.sha256            SHA-256 of the manifest, in the format of `sha256sum -c`
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
-So a folder with a final name is always complete, even if a process dies at any moment. The next save removes folders of dead saves.
-Reading first checks every hash. It falls back to the newest checkpoint that verifies, and logs each one that it skips, with the reason.
+So a folder with a final name is always complete, even if a process dies at any moment. The next save removes unfinished folders.
+Before a checkpoint is loaded, every hash is checked. If one is wrong, the log says so, and the next older checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove the oldest checkpoints so that `keep` are left: the one of `step`, which is intact, and earlier ones. A resumed run calls this
-    too, because the process before it may have died between the commit and the removal."""
+    """Remove the oldest checkpoints, so that `keep` are left: the one of `step`, which is intact, and earlier ones. A resumed run calls
+    this too, because the previous process may have died after it committed a checkpoint and before it removed old ones."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
@@ -337,7 +337,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
             str(folder),
             got="checkpoints, none of which can be read" if there else "no folder, or a broken link",
             needed="at least one that verifies",
-            fix="bring back what is missing, or start over with --fresh, which sets them aside",
+            fix="restore a checkpoint, or start over with --fresh, which sets the folder aside",
         )
     return _NONE
 

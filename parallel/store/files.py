@@ -36,7 +36,7 @@ def user_path(text: str | Path, *, what: str) -> Path:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError for others, such as a pipe (reading would wait) or a device (has no end)."""
+    """Return the UTF-8 text of a regular file. Raise OSError for other files, such as a pipe, which may block, or a device without end."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -51,7 +51,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def check_writable(path: Path, *, what: str) -> None:
-    """Raise BadInput if a file cannot be written: a check before long work."""
+    """Raise BadInput if the file cannot be written. Called before long work whose result goes into the file."""
     folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
     why = (
         "Is a directory" if path.is_dir()
@@ -111,7 +111,7 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Return a context for a library that writes `path` readable by its owner only (safetensors). It then sets the usual mode."""
+    """Return a context for a library that makes `path` readable by its owner only (safetensors). At its end, the usual mode is restored."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield

@@ -4,8 +4,8 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-A launcher holds the lock for its ranks: their environment variable HELD names the folder. A single process, or rank 0 under another
-launcher, holds the lock itself. On a disk without locks, nothing is locked.
+A launcher holds the lock for its ranks, and tells them the folder in the environment variable HELD. Without such a launcher, a single
+process or rank 0 holds the lock itself. If the disk has no locks, nothing is locked.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Held:
             return False
 
     def leave(self) -> None:
-        """Remove the lock file and empty folders made for it, and release the lock. In a forked child, only close the descriptors."""
+        """Release the lock, and remove the lock file and empty folders made for this run. In a forked child, only close descriptors."""
         if self.place is None or os.getpid() != self.process:
             return self.close()
         if self.file is not None:
@@ -76,7 +76,7 @@ class _Held:
             os.close(self.file)  # before the folder is removed: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            # if the run's folder was renamed, ranks may have made a new one for the files in which they report their end
+            # if the run's folder was renamed, ranks may have made a new folder there, in which they reported their end
             for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):

@@ -4,7 +4,7 @@
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So
-no collective runs at the same time as training's. If a writer fails, all ranks learn it in `settle`.
+writers run no collectives, which could mix with training's. If a writer fails, all ranks learn it in `settle`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Saver:
         self.known = writer.step
 
     def news(self) -> int | None:
-        """Return the step of a checkpoint that was committed since the last call, or None. It never waits; rank 0 knows of it first."""
+        """Return the step of a checkpoint that was committed since the last call, or None. Does not wait for other ranks: rank 0 returns
+        the step first, the others after their next `settle`."""
         newest = self._writer.step if self._writer is not None and self._writer.done else self.known
         found, self._told = None if newest == self._told else newest, newest
         return found

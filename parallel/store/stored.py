@@ -1,6 +1,6 @@
-"""Reads tensors of a committed checkpoint: any box of any tensor, joined from the pieces and files in which it was saved.
+"""Reads tensors of a committed checkpoint: any box (rectangular region) of any tensor, joined from the pieces in which it was saved.
 
-    Reader.load(name, kind, layout, mesh, box)     this rank's part of a parameter, or a box of that part
+    Reader.load(name, kind, layout, mesh, box)     this rank's shard of a parameter, or a box of the shard
     Reader.region(name, kind, region)              a box of the full tensor   <-  pieces that overlap it  <-  runs of bytes of their files
 
 Files are read directly into the returned tensor. safetensors' own reader maps files into memory instead, which counts as the process's
@@ -93,7 +93,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Each read is contiguous: one for each index of the dims before the last dim that is cut."""
+        """Return a box of the tensor `key`. Reads contiguous pieces: one for each index of the dims before the last one that is cut."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():
@@ -133,7 +133,7 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has no NaN and no infinity. Minimum and maximum, which are NaN if any value is, need no copy."""
+    """Return whether the tensor has no NaN and no infinity. It needs no copy, because minimum and maximum are NaN if any value is."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     tensor = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no aminmax of 8 bits
@@ -141,7 +141,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 class Unreadable(BadInput):
-    """Raised if a checkpoint's file cannot be read but may be intact, so that a run does not resume from an older checkpoint instead."""
+    """Raised if a checkpoint's file cannot be read but may be intact. It ends the run, which would otherwise resume from an older one."""
 
 
 @contextmanager
@@ -159,8 +159,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
-    needed = "a file that can be read: it may be intact, so no older checkpoint is taken"
-    fix = "give this user the permission, or wait for its disk, and start again"
+    needed = "a file that can be read; no older checkpoint is taken, because this one may be intact"
+    fix = "give this user permission to read it, or wait until its disk answers, and start again"
     return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
 
 

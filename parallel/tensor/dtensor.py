@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DTensorColumn(Style):
-    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills the slots `product` of its module and `enter` of its layer.
+    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills two slots (replaceable functions, style.py): `product` of
+    the weight's module, and `enter` of its layer.
 
     dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled."""
 
@@ -86,7 +87,7 @@ class Ranks:
 
 
 def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
-    """Return the layer's input x as a DTensor that is whole on all ranks. Backward: sum partial gradients; if `sliced`, keep a shard."""
+    """Return the layer's input x as a DTensor with all values on each rank. Backward: sum partial gradients; if `sliced`, keep a shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not sliced:

@@ -2,9 +2,9 @@
 
 x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
-norm          needs all channels: two numbers a token are exchanged along tp_col
+norm          needs all channels: ranks along tp_col exchange two numbers a token
 MoE layer     needs all channels of a token: `Exchanged`
-3D            inside a layer a rank has other sequences than between layers (linear_3d.py): `Turn` moves tensors accordingly
+3D            a rank has other sequences inside a layer than between layers (linear_3d.py): `Turn` converts one split to the other
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several 
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
-    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it.
+    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it. A slot is
+    a replaceable function of a module (style.py).
 
-    `made(label)` returns the function that multiplies. `label`: the path that error messages show."""
+    `made(label)` returns the function that multiplies. `label`: the path, which error messages show."""
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
     model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]

@@ -8,8 +8,8 @@
           \\                          /
             y = sum of partial sums         g: sum forward, identity backward                     layer.leave
 
-With fewer key-value heads than ranks, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh whose
-tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
+With fewer key-value heads than the t ranks of tp, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh
+whose tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
 Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
@@ -34,8 +34,9 @@ from parallel.tensor.style import Shape, Style
 class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
-    Fills the slot `products` of the layer. For a sum of tiles it fills `enter`, so that the gradient of x is summed over ranks once, after
-    all tiles. sliced: with sequence parallelism between layers (sliced.py). chunks: number of chunks with overlapping sums (overlapped.py).
+    Fills the slot `products` of the layer (a replaceable function, style.py). For a sum of tiles it fills `enter` instead, so that the
+    gradient of x is summed over ranks only once, after all tiles. sliced: with sequence parallelism between layers (sliced.py).
+    chunks: number of chunks with overlapping sums (overlapped.py).
     """
 
     axis: str = "tp"

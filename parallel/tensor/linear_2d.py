@@ -4,7 +4,7 @@
         [ x_10 x_11 ]    channels by column           [ W_10 W_11 ]    outputs by column
 
     step t      broadcast x_it along row i and W_tj along column j, then multiply; meanwhile the blocks of step t + 1 are sent
-    backward    dx_it = sum over j of dy_ij W_tj^T, summed to column t       dW_tj = sum over i of x_it^T dy_ij, summed to row t
+    backward    dx_it = sum over j of dy_ij W_tj^T, on rank (i, t)           dW_tj = sum over i of x_it^T dy_ij, on rank (t, j)
 
 Outputs are split like inputs, so nothing is gathered between layers. Several products of one x (q, k and v; w1 and w3) are computed as
 one, with concatenated matrices, so x is sent once. Ranks of a row have the same tokens; the loss is summed over rows.
@@ -35,9 +35,10 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class Block(Style):
-    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
+    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills the slots (style.py) `product` of its module and
+    `products` of its layer.
 
-    outputs: tp_col_heads if there are fewer key-value heads than columns: then neighbours in a row hold the same block."""
+    outputs: tp_col, or tp_col_heads with fewer key-value heads than columns: then neighbours in a row hold the same block."""
 
     outputs: str = "tp_col"
 
@@ -92,7 +93,7 @@ class _Summa(torch.autograd.Function):
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
-    """Yield the tensor `mine` of the axis's ranks 0, 1, ...; the next one is broadcast while the caller uses this one. Collective."""
+    """Yield the tensor `mine` of rank 0, 1, ... of the axis. The next one is broadcast while the caller uses this one. Collective."""
     following = start_broadcast(mine, axis, root=0)
     for place in range(axis.size):
         block = following.wait()
@@ -102,7 +103,7 @@ def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Sum the ranks' i-th tensors of `shares` on rank i; return this rank's sum. Each sum overlaps with computing the next tensor."""
+    """Sum over ranks: rank i gets the sum of all ranks' i-th tensor of `shares`. Each sum overlaps with computing the next tensor."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

@@ -33,15 +33,15 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# place -> (axis over which x is gathered, axis over which y is scattered, dim of the weight [out, in] that tp_depth cuts too)
+# place -> (axis over which x is gathered, axis over which y is summed and scattered, dim of the weight [out, in] that tp_depth also cuts)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
 class Cube(Style):
     """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
-    Fills the slot `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value heads than
-    rows, so neighbours along tp_row hold the same outputs."""
+    Fills the slot (style.py) `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value
+    heads than rows, so neighbours along tp_row hold the same outputs."""
 
     place: Literal["first", "second"]
     copied: bool = False

@@ -9,9 +9,10 @@
     columns             nothing to send                             sum of dy_i W1^T during dy_i+1 W1^T, then during the gradients of W1
     columns, sliced     x_i+1 is gathered during x_i W1             reduce-scatter instead of sum
 
-In the backward pass of columns one chunk is enough, because its sum overlaps with the weights' gradients. With sequence parallelism, a
-chunk has some positions of every rank's shard, so each rank gets its own positions of each chunk. Results equal linear_1d.py up to
-rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation (ASPLOS 2023).
+In the backward pass of columns one chunk is enough, because its sum overlaps with the products that give the weights' gradients. With
+sequence parallelism, a chunk has some positions of each rank's shard, so each rank gets its own positions of each chunk. Results equal
+linear_1d.py up to rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation
+(ASPLOS 2023).
 """
 
 from __future__ import annotations

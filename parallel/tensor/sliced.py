@@ -1,9 +1,9 @@
-"""Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, for norms and dropout too.
+"""Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, also in norms and dropout.
 
     gather          forward: gather the shards of x       backward: sum gradients, keep this rank's shard        enter
     reduce-scatter  forward: sum, keep this rank's shard  backward: gather the shards of the gradient            leave
 
-A MoE layer routes each rank's tokens (moe/experts/spread.py).
+A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).
 
 Costs: docs/parallel/tensor_slices.md. Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 """
@@ -22,7 +22,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. Fills the slot `columns` of its Transformer block, if any."""
+    """A norm between layers, which sees different tokens on each rank. Fills the slot (style.py) `columns` of its block, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

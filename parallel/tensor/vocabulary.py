@@ -1,13 +1,14 @@
-"""Vocabulary parallelism: embedding, head and loss, with the rows of the matrices split over ranks, on grids their channels too.
+"""Vocabulary parallelism: the rows (tokens of the vocabulary) of embedding and head are split over ranks; on grids their channels too.
 
     tokens 3, 9      rank 0: rows 0..4   [row 3, 0]        rank 1: rows 5..9   [0, row 9]       sum: [row 3, row 9]
 
     x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
     on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-If the ranks do not divide V, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks that hold
-the same channels. Rows of other ranks give zeros, and a reduce-scatter sums to the tokens' ranks. In 2D the result is then transposed:
-rank (row, column) sends it to rank (column, row). In 3D the table's channels are first gathered over depth.
+m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). If the ranks do not divide V, shards differ by one row; nothing
+is padded. On grids, a rank looks up the tokens of all ranks that hold the same channels. Tokens in other ranks' rows give zeros. A
+reduce-scatter sums the results and sends them to the ranks that hold the tokens. In 2D, rank (row, column) then sends its result to rank
+(column, row). In 3D, the table's channels are first gathered over depth.
 Costs: docs/parallel/tensor_1d.md, tensor_grids.md. Sources: Megatron-LM (arXiv 1909.08053), Optimus (2104.05343), 3D (2105.14450).
 """
 
@@ -34,8 +35,8 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills its module's slot `others`.
-    Sets `first`, the index of this rank's first row, on the module or its tiles."""
+    """A vocabulary matrix [V, D]. Fills the slot (style.py) `others` of its module, and sets `first`, the index of this rank's first row,
+    on the module or on each of its tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():
@@ -133,7 +134,8 @@ class OtherRows:
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
-    """Return [log-sum-exps, targets' logits] [2, N] over the whole vocabulary on every rank, given each rank's values for its rows."""
+    """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: the same for this rank's
+    rows, 0 as logit of a target in another rank's rows."""
     found: Tensor = _Merged.apply(scores_2N, axis)
     return found
 

@@ -1,1 +1,1 @@
-"""Hangs, silent corruption, and errors that are raised on every rank."""
+"""Detects hangs and silent data corruption, and raises an error of one rank on every rank."""

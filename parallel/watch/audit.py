@@ -1,11 +1,11 @@
-"""Finds silent data corruption by hashes: values that a processor or memory changed without an error. Mends it from an intact copy.
+"""Finds silent data corruption (values that a processor or memory changed without an error) by hashes, and restores an intact copy.
 
     fingerprints(held)                        a 64-bit hash of each tensor that a rank keeps
     by_majority(held, prints, mesh)           compares the copies of several ranks: which ranks differ, and which rank is intact
     by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
     mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
-If two copies differ, neither is known to be intact. If three or more differ, the value of the majority counts as intact.
+If there are two copies and they differ, neither is known to be intact. With three or more, the value of the majority counts as intact.
 Sources: Silent Data Corruptions at Scale (arXiv 2102.11245); Understanding Silent Data Corruption in LLM Training (2502.12340).
 """
 
@@ -69,8 +69,8 @@ def _weights(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bits, int64 []: its 64-bit words, and their upper halves, times fixed odd numbers, summed modulo 2^64. A
-    single flipped bit always changes the hash. Of other changes, at most about one in 2^32 is missed."""
+    """Return a hash of a tensor's bits, int64 []. Its 64-bit words and their upper halves are multiplied by fixed odd numbers and summed
+    modulo 2^64. A single flipped bit always changes the hash. At most about one in 2^32 other changes is missed."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
@@ -104,7 +104,7 @@ def fingerprints(held: Iterable[Held]) -> Tensor:
 
 
 def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find copies that differ between ranks. Collective: the ranks of an axis pass the same tensors in the same order."""
+    """Find copies that differ between ranks. prints: `fingerprints(held)`. Collective: all ranks of an axis pass the same tensors."""
     found = []
     for axis, numbers in _together(held, mesh):
         rows = _of_all(prints[numbers], axis)  # [ranks, tensors]
@@ -118,7 +118,8 @@ def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Findin
 
 
 def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find tensors that changed on some rank although nothing wrote them; the unchanged copies are intact. Collective."""
+    """Find tensors that changed on some rank although nothing wrote them; other ranks' unchanged copies are intact. before, prints: earlier
+    and present `fingerprints(held)`. Collective."""
     changed, found, alone = before != prints, [], set(range(len(held)))
     for axis, numbers in _together(held, mesh):
         alone -= set(numbers)
@@ -132,7 +133,7 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """Yield (axis, indices in `held` of the tensors whose copies are on its ranks): axes within a pipeline stage, then over stages."""
+    """Yield (axis, indices in `held` of the tensors that all its ranks hold): first axes within a pipeline stage, then axes over stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:

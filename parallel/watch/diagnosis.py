@@ -1,9 +1,10 @@
-"""Diagnoses a hang from the ranks' answers (parallel/mesh/record.py): one line that names the ranks that hold up the others, or None.
+"""Diagnoses a hang from progress reports, one of each rank (Record.answer in parallel/mesh/record.py): one line that names the ranks that
+hold up the others, or None.
 
 failed    an error ended a rank
-silent    a rank does not answer: it is stopped, killed, or behind a broken link
-differ    ranks of a group ran different collectives under the same number; the first such number is reported
-behind    a rank has run fewer collectives of a group, or messages, than a rank that waits there, and waits for no rank itself
+silent    a rank sends no report: it is stopped, killed, or behind a broken link
+differ    ranks of a group ran different collectives under the same number; the first such number is named
+behind    a rank waits for no other rank, and has run fewer collectives of a group, or messages, than a rank that waits for it
 circle    ranks wait for each other
 lost      a message was sent, but its receiver still waits for it
 engine    ranks wait inside a library's own collectives, which are not recorded; their lines of Python code show which ranks differ
@@ -33,10 +34,10 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the answers do not show for which rank.
+    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show what it waits for.
 
-    answers: rank -> Record.answer(). silent: rank without an answer -> text about its last sign of life.
-    share: a rank counts as waiting after this fraction of `limit_s`; with 0, every rank that does not compute counts.
+    answers: rank -> its report. silent: rank without a report -> text about its last sign of life. limit_s: the watchdog's time limit.
+    share: a rank counts as waiting after this fraction of `limit_s`. 0: it counts at once, unless it computes.
     settled: all ranks are at the same point of the step, so they must have run equally many collectives."""
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)
@@ -163,7 +164,7 @@ def _both(at: Mapping[int, Call]) -> str:
 
 
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:
-    """Return the finding for pairs of ranks that disagree about rows. It names the ranks that are in every pair."""
+    """Return the finding for pairs of ranks that disagree about rows. It names the ranks that are in all pairs, or else all senders."""
     common = set.intersection(*({sender, receiver} for sender, receiver, *_ in bad))
     culprits = tuple(sorted(common or {sender for sender, *_ in bad}))
     sender, receiver, sent, expected = bad[0]

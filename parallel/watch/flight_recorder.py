@@ -1,14 +1,14 @@
-"""Finds the ranks for which a hung run waited, from the traces of torch's flight recorder: a file a rank with its enqueued collectives.
+"""Finds the ranks for which a hung run waited, from the traces of torch's flight recorder: one file a rank, which lists its collectives.
 
     rank  8   all_to_all ... 44790 done | 44791 entered            waits for rank 9, which is behind
     rank  9   all_to_all ... 44787 done | 44788 entered            is behind, and waits for no rank: the culprit
     rank 10   nothing recorded                                     also a culprit, as is a rank without a trace
 
-In a group, a rank that has entered a collective waits for ranks that have finished fewer collectives, and for ranks that have not entered
-this one. Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a group ran a collective with
-different kind, dtype or size, this is reported first. Sends and receives are examined only if collectives show nothing.
+In a group, a rank that has entered a collective waits for the ranks that have finished fewer collectives or have not entered this one.
+Culprits are the ranks that others wait for and that wait for no rank in any group. If ranks of a group ran a collective with different
+kind, dtype or size, this is reported first. Sends and receives are examined only if collectives show nothing.
 
-Traces are pickles, read by a reader that knows only plain containers, numbers and text, so no code is called; or JSON.
+Traces are JSON or pickles. Pickles are read by a reader that knows only plain containers, numbers and text, so it runs no code of the file.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def read_folder(folder: Path) -> list[Trace]:
             continue
         rank = int(number[1])
         if rank in traces:
-            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one a rank, of one run", fix=f"remove {path}")
+            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one trace a rank", fix=f"remove {path}")
         traces[rank] = _trace(rank, _content(path), path)
     if not traces:
         raise BadInput("--trace", got=f"{folder} without a trace", needed="files that end with a rank, such as _dump_0", fix=fix)
@@ -164,7 +164,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
 
 
 def _text(part: Any) -> str:
-    """Return the text of a string or number. Refuse other objects: a small pickle could make their text larger than memory."""
+    """Return a string or number as text. Refuse other objects, because the text of a small pickle's object can be larger than memory."""
     if not isinstance(part, str | int):
         raise TypeError("a part that is no text")
     return str(part)

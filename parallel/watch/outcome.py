@@ -1,4 +1,4 @@
-"""An error of one rank is raised on all ranks, with the same line, so that no rank waits for a rank that failed.
+"""Raises an error of one rank on all ranks, with the same line, so that no rank waits for one that failed.
 
     rank 0   work() ----------------------------------.   a maximum over ranks finds the first rank that failed; if none did: continue
     rank 1   work() raises ValueError: boom ----------'   a sum over ranks sends the bytes of its line to all ranks, which raise it
@@ -20,7 +20,7 @@ from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 40_000  # bytes of a line: four fields, each shortened by cut(), and 12 bytes of JSON for a character at most
+_LONGEST = 40_000  # bytes of a line, which has four fields: cut() shortens each, and JSON needs at most 12 bytes for a character
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing rank and its place.
+"""Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing ranks.
 
-    ranks 0 1 3      all_reduce 340 over dp ...................... limit_s     question ->  every rank's watchdog answers with its progress
-    rank 2           (stopped)                                                    line <- the asking rank compares, and writes the line
+    ranks 0 1 3      all_reduce 340 over dp ................ limit_s     rank 0: request "ask/1" -> each watchdog writes its rank's progress
+    rank 2           (stopped)                                           rank 0: reads all progress -> writes the line -> all ranks end
 
-Two threads of each rank do this, so a rank whose main thread is stuck inside a library still answers; a rank whose process is stopped
-does not, and is missing. Ranks communicate through the process group's store. Each rank checks it for questions, and writes its progress
-there every few seconds, in case that it cannot answer later. parallel/watch/diagnosis.py compares the answers (parallel/mesh/record.py).
+The watchdog is two threads in each rank, so a rank whose main thread is stuck inside a library still reports its progress. A rank whose
+process is stopped does not, and counts as missing. Ranks communicate through the process group's store. Each rank looks there for requests
+("questions"), and writes its phase there every few seconds, for the case that it cannot report later. The rank that asked compares the
+reports, or "answers" (Record.answer in parallel/mesh/record.py), by parallel/watch/diagnosis.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # bounds of the seconds in which a rank must answer: a twentieth of the time limit
+ANSWER_S = 3.0, 10.0  # a rank must answer within a twentieth of the time limit, but at least and at most these seconds
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -42,8 +43,8 @@ End = Callable[[str, bool], None]  # (line, True if this rank prints it)
 
 class Watchdog:
     """The watchdog of one rank.
-    limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages. end: called
-    before this process ends, with the last line, and whether this rank prints it."""
+    limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages.
+    end: called before this process ends, with the line that ends the run, and True if this rank prints it."""
 
     def __init__(
         self, record: Record, store: Any, *, world_size: int, limit_s: float, holder: str = "rank 0", end: End | None = None
@@ -69,8 +70,8 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """End this rank's watchdog and its threads, which would crash in C++ later. Rank 0, which may hold the store, waits for the other
-        ranks to leave first."""
+        """End this rank's watchdog and join its threads, which would otherwise crash in C++ later. Rank 0, which may hold the store,
+        first waits until the other ranks have left."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -112,8 +113,8 @@ class Watchdog:
             self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
 
     def _listen(self) -> None:
-        """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks, because a
-        blocking wait could not be interrupted when the run ends."""
+        """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks. A blocking
+        wait could not be interrupted when the run ends."""
         rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
         while not self._stopped.wait(tick):
             n = self._round
@@ -137,7 +138,7 @@ class Watchdog:
                 _print(verdict["line"])
 
     def _ask(self, why: Why) -> None:
-        """Ask all ranks for their progress, diagnose it, and write the verdict, by which each rank's listening thread ends the run."""
+        """Ask all ranks for their progress, diagnose it, and write the verdict, which may end the run on all ranks."""
         n, rank = self._round, self.record.rank
         mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
@@ -154,8 +155,8 @@ class Watchdog:
                 self._store_missing(why)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Run `work`, which calls the store, in a thread, and return its result. Raise TimeoutError after `seconds`: if the process of
-        the store is stopped, a call never returns, whatever its own time limit, and blocks all later calls."""
+        """Run `work`, which calls the store, in a thread, and return its result. Raise TimeoutError after `seconds`. The thread is needed
+        if the store's process is stopped: then a call ignores its own time limit, never returns, and blocks all later calls."""
         with self._asking:
             before = self._pending
             if before is not None:
@@ -190,7 +191,7 @@ class Watchdog:
             self._finish(line, prints=True)
 
     def _find(self, n: int, why: Why, patience: float) -> Finding | None:
-        """Collect the ranks' answers to question `n` and diagnose them; repeat until there is a finding, as a rank may answer late."""
+        """Collect the ranks' answers to question `n` and diagnose them; repeat until there is a finding, because a rank may answer late."""
         until = time.monotonic() + patience
         share = {"slow": 0.5, "hang": 1.0}.get(why, 0.0)
         while True:
@@ -250,8 +251,8 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with an error, so that they do not wait for it. Return the line that ends the run if the
-        error follows from another rank's end, or from a collective that differed between ranks; None for this rank's own error."""
+        """Tell the other ranks that this rank ends with an error, so that they do not wait for it. If the cause is another rank's end, or a
+        collective that differed between ranks, return the line that ends the run. If the cause is this rank's own error, return None."""
         if self.line is not None:
             return self.line
         self._leaving = True
@@ -269,7 +270,7 @@ class Watchdog:
         return self.line or "ranks did not make the same collectives in this step, and no rank knows which ones differ"
 
     def _settle(self, why: Why) -> None:
-        """Ask all ranks for their progress, unless another rank does. Wait for the verdict; on rank 0 until others have read it."""
+        """Ask all ranks for their progress, unless another rank has asked. Wait for the verdict, and on rank 0 for its readers."""
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)

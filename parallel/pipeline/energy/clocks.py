@@ -31,9 +31,10 @@ Profile = Callable[[int, Action], Sequence[Clock]]  # (rank, action) -> the poss
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Assumed power and time at clock f, where F is the full clock: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f).
-    V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest clock. m is `memory_share`, the fraction of
-    the time that does not depend on the clock. The defaults resemble a V100 but were not measured."""
+    """Assumed power P and time t of an action at clock f: P = static + dynamic (f / F) V^2, t = t_F (m + (1 - m) F / f). F is the full
+    clock, and t_F the time at full clock. V is the voltage relative to full clock; it falls linearly to `lowest_voltage` at the lowest
+    clock. m is `memory_share`, the fraction of the time that does not depend on the clock. The defaults resemble a V100 but are
+    not measured."""
 
     static_w: float = 50
     dynamic_w: float = 250

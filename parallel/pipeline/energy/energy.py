@@ -56,7 +56,7 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes at full clock: the last stage; elsewhere the first micro-batch's forward pass and the last one's backward pass."""
+    """Return the nodes at full clock: all of the last stage, and on other stages the first F and the last micro-batch's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -68,9 +68,9 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
-    """Return for each rank the number of additional forward passes in 1F1B's warm-up: floor(T_B (p - s - 1) / T_F) on stage s of p.
-    T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: maximum, from the rank's memory; None: no limit. Each
-    rank has at most one more than the previous rank, which prevents deadlock."""
+    """Return for each rank how many more forward passes than in 1F1B its warm-up has: floor(T_B (p - s - 1) / T_F) on stage s of p.
+    T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: limit of a rank's additional passes, given by its
+    memory; None: no limit. Each rank has at most one more than the previous rank, which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -147,8 +147,8 @@ def _timeline(schedule: Schedule, clocks: Mapping[Node, Clock], transfer_time: f
 
 
 def _raise(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Raise clocks in `chosen` and `at`, one step at a time, until the makespan is at most `limit`. Each time takes the action on the
-    critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first."""
+    """Raise clocks in `chosen` and `at` until the makespan is at most `limit`. Each iteration raises one action to its next higher clock:
+    the action on the critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first."""
 
     def price(node: Node) -> float:
         faster = _faster(options[node], chosen[node])
@@ -171,8 +171,8 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 
 def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Lower clocks in `chosen` and `at`, one step at a time, while any action has enough slack. Each time takes the action that saves most
-    energy. options: clocks of each node, the fastest first."""
+    """Lower clocks in `chosen` and `at` while any action has enough slack. Each iteration lowers one action to its next lower clock: the
+    one that saves most energy. options: clocks of each node, the fastest first."""
     while True:
         spare = limit - at.makespan
         slack = at.slack()
@@ -190,9 +190,10 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All actions S of one stage are one
-    vertex, which runs in parallel with its ranks' next actions. A message also needs the previous message of its link.
+    vertex, which runs in parallel with the next actions of its ranks. A message also needs the previous message between the same ranks.
 
-    vertices: node -> its vertex. before, after: vertices that each vertex needs, and that need it. transfers: vertices of messages."""
+    vertices: node -> its vertex. before, after: for each vertex, those that it needs, and those that need it. transfers: vertices of
+    messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}

@@ -4,8 +4,8 @@
         gpus.lock(rank, 1080)             called before an action
                                           at the end all locked clocks are released, even after an error
 
-`rehearse` sets the clocks of all ranks' GPUs from one process. In training, each rank connects to its own GPU, and a `ClockSetter` sets
-the clock before each action.
+`rehearse` makes a plan's clock changes on the GPUs of all ranks from one process, without computing. In training, each rank connects to its
+own GPU, and a `ClockSetter` sets the clock before each action.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Gpus:
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs.
-    Raises NoControl if GPUs do not exist or their clocks may not be set, tested by setting the highest clock. nvml: default: `pynvml`."""
+    """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs. nvml: None: `pynvml`.
+    Raises NoControl if GPUs do not exist, or if this process may not set their clocks (it tries to set the highest clock)."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -134,7 +134,8 @@ class ClockSetter(Watcher):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of `rehearse`. changes: number of clock changes. latest_s: largest delay of a change. joules: energy used by each GPU."""
+    """Result of `rehearse`. changes: number of clock changes. latest_s: longest delay of a change after its planned time. joules: energy
+    used by each GPU."""
 
     changes: int
     latest_s: float

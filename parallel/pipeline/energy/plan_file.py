@@ -2,7 +2,7 @@
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-Training follows the plan's order of actions, because 1F1B may have a longer warm-up in the plan. 0 MHz: the action has no planned clock.
+The file has the order of actions too, because a plan may lengthen 1F1B's warm-up; training follows this order. 0 MHz: no planned clock.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order")  # schedule.pairs are positions in the schedule's own order
+        raise wrong("another order of actions")  # schedule.pairs are positions in the schedule's own order
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 

@@ -1,11 +1,12 @@
-"""Heuristic zero-bubble orders for unequal stages, one stage a rank [2401.10241, section 3.1]. `search` tries all 16 settings of 4 options.
+"""Heuristic zero-bubble orders for unequal stages, one stage a rank [2401.10241, section 3.1]. They have four options (late, waiting,
+always, skip), each on or off; `search` tries all 16 combinations.
 
 warm-up    F passes until memory is full or the input of the first I arrives
                late: one more F, even if it delays the first I
-               waiting: the estimated end of F includes its wait for the previous rank's result
+               waiting: the estimated end of an F includes its wait for the previous rank's result
 steady     one F and one I in turn. W fills a wait if it fits, and runs before F if memory is full
-               always: W fills any wait. False: a wait shorter than W is filled only if it would make this rank's idle time the largest
-               skip: a rank that is two F ahead of the next rank leaves out its F if the largest idle time does not grow
+               always: W also fills a wait that is shorter than W. Off: only if this rank's idle time would otherwise become the largest
+               skip: a rank that is two F ahead of the next rank leaves out an F if this does not increase the largest idle time
 end        the remaining W. On rank 0 they start as soon as all F are done, because no rank waits for its I
 """
 
@@ -19,7 +20,8 @@ from parallel.pipeline.schedule import Action, Op
 
 class Alternating:
     """Builds the orders of all ranks for one setting of the options late, waiting, skip and always (top of this file).
-    times: for each rank, F, I or W -> its duration. sent: time of a message. memory: most micro-batches kept until W; None: no limit."""
+    times: for each rank, F, I or W -> its duration. sent: transfer time of a message. memory: largest number of micro-batches between
+    their F and W on a rank; None: no limit."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Return for each rank the end times of its first F passes, up to `memory` of them, estimated as if they ran without pause.
-        With `waiting`, an F does not start before its input arrives."""
+        """Return for each rank the estimated end times of its first F passes, up to `memory` of them. They follow each other directly, or
+        if `waiting`, each waits for its input."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]

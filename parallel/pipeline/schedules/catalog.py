@@ -1,7 +1,7 @@
 """Lists the schedules by name. Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 
 Letters in this folder: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are actions and
-their times. Bubble: idle time divided by ideal time. In flight: between its forward and its backward pass.
+their times. Bubble: idle time divided by the time of a rank's actions. A micro-batch is in flight between its forward and backward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule: 1f1b does not split backward passes, and drains in every step
-_OLDER = "gradients are computed with older weights, so losses differ from one process; better: zb_h1"
+_OLDER = "gradients are computed with older weights, so losses differ from those of one process; better: zb_h1"
 
 
 def _batches(build: Callable[[int, int], Schedule]) -> Callable[[Size], Schedule]:
@@ -104,8 +104,8 @@ def make_schedule(
 ) -> Schedule:
     """Make the schedule `name`. Raises BadInput for impossible sizes, with the nearest possible size as the fix.
 
-    microbatches: number in one batch. chunks: stages a rank, for schedules that leave the choice; 2 by default.
-    batches: 1 by default; 2 for two_bw, whose first batch alone is the same as 1F1B's.
+    microbatches: number in one batch. chunks: stages a rank, 2 by default; only for schedules that allow several numbers.
+    batches: 1 by default. For two_bw 2, because its first batch alone would be 1F1B.
     vertical_sync: only for pipedream, False by default. pipelines: only for chimera, 2 by default."""
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}

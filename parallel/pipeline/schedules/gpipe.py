@@ -20,7 +20,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def gpipe_seconds(passes: PassTimes) -> float:
-    """Return the seconds of a step: for each of the two directions sum t + (m - 1) max t, where t is a rank's time for one pass."""
+    """Return the seconds of a step: sum t + (m - 1) max t, where t is a rank's time for one pass, summed over forward and backward
+    passes."""
     directions = ([x + passes.waits / 2 for x in times] for times in (passes.forward, passes.backward))
     return sum(sum(times) + (passes.microbatches - 1) * max(times) for times in directions)
 

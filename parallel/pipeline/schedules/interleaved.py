@@ -41,7 +41,8 @@ def groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """Return a step's seconds: m max t + (sum t - max t) / v, or sum t + (m - 1) max t / v if m < p. t: a rank's time of a micro-batch."""
+    """Return a step's seconds: m max t + (sum t - max t) / v, or if m < p: sum t + (m - 1) max t / v. t: for each rank, the time of one
+    micro-batch in all of its chunks."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v
@@ -56,8 +57,8 @@ def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
 
 @cache
 def _peaks(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    """Count each rank's peaks without a schedule. A rank's activations are one number in base microbatches + 1, with a digit for each
-    chunk: the number of micro-batches that have passed the chunk forward and not yet backward."""
+    """Count each rank's peaks without a schedule. A rank's activations are encoded as one number in base microbatches + 1. Its digits are,
+    for each chunk, the number of micro-batches between the chunk's forward and backward pass."""
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
     forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))  # after n forward passes

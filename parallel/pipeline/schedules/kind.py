@@ -60,9 +60,10 @@ class ScheduleKind:
     peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.
     rounds: with more than rounds * ranks micro-batches, peak activations stay the same. None: unknown; three rounds and the remainder
         are counted.
-    steady: True if every `ranks` further micro-batches take equally long after the third such round; False: whole steps are simulated.
-    age: (size, stage) -> number of updates that were made between a gradient's forward pass and its own update; None: always 0.
-    advice: reason against the schedule, and the name of a better one.
+    steady: True if each further round (`ranks` micro-batches) after the third adds the same time to a step, so that the simulation of a few
+        rounds is enough. False: the whole step is simulated.
+    age: (size, stage) -> number of updates between a gradient's forward pass and the update that applies it; None: always 0.
+    advice: one line that says why another schedule is better, and names it.
     """
 
     make: Callable[[Size], Schedule]

@@ -13,7 +13,7 @@ from parallel.pipeline.schedules.kind import PassTimes
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """Build the naive schedule: the next micro-batch starts when the last one's backward pass has reached the first stage."""
+    """Build the naive schedule: a micro-batch starts when the backward pass of the previous one has ended on the first stage."""
     orders = [[Action(op, rank, j) for j in range(microbatches) for op in (Op.F, Op.B)] for rank in range(ranks)]
     return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)
 

@@ -3,9 +3,9 @@
     rank 0   0F0 0F1 ... 0B0 0U@1 0F2@1 ...
 
 A forward pass reads the newest weights of its stage, and its backward pass reads the same version (weight stashing). So rank r keeps p - r
-versions, and micro-batch b reads version max(0, b - (p - 1 - r)). The only bubble is the first warm-up, but gradients are old:
-w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync, all stages read version t - p + 1,
-and every rank keeps p versions.
+versions, and micro-batch b reads version max(0, b - (p - 1 - r)). The only bubble is the first warm-up, but gradients are old. With w_s the
+weights of stage s and f the loss: w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync,
+all stages read version t - p + 1, and every rank keeps p versions.
 """
 
 from __future__ import annotations

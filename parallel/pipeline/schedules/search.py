@@ -115,8 +115,8 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 class _Greedy:
     """Builds the orders of all ranks by a simulation: a free rank takes the F or I that can start first; W fills waits or frees memory.
-    first: the op (F or I) that is preferred if both can start at the same time. filled: W fills a wait of at least this fraction of W's
-    time. ahead: limits the micro-batches in flight of a stage to this multiple of 1F1B's."""
+    first: the op (F or I) that goes first if both can start at the same time. filled: a wait is filled with W if it takes at least this
+    fraction of W's time. ahead: a stage has at most `ahead` times as many micro-batches in flight as in 1F1B."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
         self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead

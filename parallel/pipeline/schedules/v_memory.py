@@ -8,8 +8,9 @@ micro-batch: F, I and W of its two stages (chunk 0 on the way down the ranks, ch
     V-Min     r          2 p - 1 - r    2 p + g + r          4 p - 1 + g - r     g = 2 if 3 divides p, else 0
 
 W takes the free slots; the gap g prevents two actions in one slot. All ranks keep the same number of micro-batches until W: (p + 2) // 2 in
-V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p, 3 p - 4 (3 p - 5 for an even p) slots in
-addition to 6 m are idle in V-Half, and at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min: the paper's bubbles p / 2 m and 2 p / 3 m.
+V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p, a rank is busy for 6 m slots of a step. It is
+idle for 3 p - 4 (3 p - 5 for an even p) in V-Half, and for at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min. The paper's bubbles are
+p / 2 m and 2 p / 3 m.
 """
 
 from __future__ import annotations
@@ -52,25 +53,27 @@ class _Block(NamedTuple):
 
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
-    """Return the shorter of two schedules: in one, F keep the block's order; in the other, F may start earlier while a rank waits."""
+    """Return the shorter of two schedules: one keeps the block's order of F; in the other, a rank that would wait may run an F early."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)
 
 
 class _Rank:
-    """Progress of one rank in _Builder. next: F or I -> next micro-batch of chunks 0 and 1. kept: number of activations of chunks."""
+    """Progress of one rank in _Builder. next: F or I -> next micro-batch of chunks 0 and 1. kept: number of micro-batches between F and W,
+    summed over both chunks."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.pending: list[Action] = []  # each W that has not run, and whose I has
+        self.pending: list[Action] = []  # the W that may run: their I has run
         self.kept = 0
 
 
 class _Builder:
     """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else a pending W.
-    limit: maximum number of chunks' activations on a rank. early: F may start before its slot while the rank would wait."""
+    limit: largest number of micro-batches between F and W on a rank, summed over both chunks. early: a rank that would wait may run an F
+    before its slot."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, limit: int, *, early: bool) -> None:
         self.microbatches, self.limit, self.early = microbatches, limit, early
@@ -92,7 +95,7 @@ class _Builder:
         return tick
 
     def _chosen(self, rank: _Rank, tick: int) -> Action | None:
-        """Return a rank's action in this tick and record it as done; None if the rank must wait. In each tick, some rank has one."""
+        """Return a rank's action in this tick and record it as done; None if the rank must wait. In each tick, some rank has an action."""
         found = [
             (rank.block.slot(op, chunk, microbatch), op, chunk, microbatch)
             for op in (Op.F, Op.I)
@@ -120,7 +123,7 @@ class _Builder:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Return True if this F fits into memory now, and leaves room for those F of the other chunk that it overtakes."""
+        """Return True if this F fits into memory, and then also the F of the other chunk that have earlier slots and have not run yet."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk

@@ -32,7 +32,7 @@ class BubbleWork(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work with its step, start and end. Times are counted from the start of step 0."""
+    """A piece of work and the step, start and end that `pack` gave it. Times are counted from the start of step 0."""
 
     work: BubbleWork
     step: int

@@ -29,7 +29,7 @@ class RankPeaks:
 
     stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
     left out if another one has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
-    included. with_i: if the rank has actions I and W, such moments with kept and pending micro-batches counted apart; else ().
+    included. with_i: if the rank has actions I and W, the same moments with kept and pending micro-batches as separate numbers; else ().
     """
 
     stages: tuple[int, ...]
@@ -51,7 +51,7 @@ def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W, because I frees about as much as W still needs."""
+    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W: I frees about as much memory as W's inputs take."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
@@ -122,7 +122,8 @@ def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, .
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the largest number of weight versions of a stage that it keeps at once: the newest, and those read later."""
+    """Return for each rank the largest number of weight versions of a stage that it keeps at once: the newest, and older ones that a later
+    action reads."""
     return tuple(
         max((_versions(schedule, rank, stage) for stage in schedule.stages_of(rank)), default=0) for rank in range(schedule.num_ranks)
     )

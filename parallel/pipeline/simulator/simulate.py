@@ -115,7 +115,7 @@ def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: flo
 
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
-    """Return the time of a batch in a long run: the makespan of `batches` + 1 batches minus that of `batches`.
+    """Return the time that one more batch adds in a long run: the makespan of `batches` + 1 batches minus that of `batches`.
     build: n -> the schedule of n batches. time: schedule -> its makespan. The result is smaller than one batch's makespan if a rank can
     start its next batch before the last rank has ended the current one."""
     return time(build(batches + 1)) - time(build(batches))
@@ -124,8 +124,8 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """Return `period` for a schedule of one batch that drains, by simulating this batch repeatedly.
-    Costs must not depend on the micro-batch. Stops in the steady state, in which a batch delays all ranks and links by the same time."""
+    """Return `period` for a schedule of one batch that drains, by simulating this batch again and again until the steady state, in which
+    each batch delays all ranks and links by the same time. Costs must not depend on the micro-batch."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
@@ -152,7 +152,7 @@ class _Run:
         self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (action S -> time at which its rank reached it)
 
     def all(self, cost: Cost) -> float:
-        """Simulate one batch and return its last end. A further call simulates a batch that directly follows the last one."""
+        """Simulate one batch and return the end of its last action. Another call simulates a batch that follows directly."""
         self._sent: list[tuple[int, float]] = []
         graph, starts, ends, ready, free = self.graph, self.starts, self._ends, self._ready, self._free
         actions, ranks, source, target, more, pairs = graph.actions, graph.ranks, graph.source, graph.target, graph.more, graph.pairs
