@@ -19,7 +19,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput, some
 from parallel.store.files import read_text, user_path
 
-STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
+STATE = "hash_table"  # key under which a checkpoint stores the table, and name of the table's copy in a run's folder
 KEY = "router.hash_table"
 _FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
 Table = list[Any] | dict[str, list[Any]]  # one entry for each token id; in a dict, one such list for each MoE layer

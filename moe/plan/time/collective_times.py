@@ -20,7 +20,8 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of groups on a node that run it at the same time."""
+    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of groups on a node that run the collective at the
+    same time."""
 
     inside: int
     nodes: int
@@ -105,7 +106,7 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
         return 0.0
     if group.nodes == 1:
         known = _measured(cluster.inside.times.get("all_gather", {}), n, num_bytes)
-        if known is None and not cluster.inside.sum_bus_gb_s:  # with that table, an all-gather is not half an all-reduce
+        if known is None and not cluster.inside.sum_bus_gb_s:  # if all-reduces have their own bandwidth, half their time is no estimate
             sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
             known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
         if known is not None:

@@ -1,6 +1,6 @@
 """Predicts the seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, pointwise work, collectives.
 
-    n tokens of the rank, D width, A and K inner widths of queries and keys, F hidden units; t ranks of tensor parallelism
+    n tokens of the rank, D width, A and K channels of all heads of queries and of keys, F hidden units; t tp ranks
 
     forward products    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
@@ -40,8 +40,8 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. They are the times of the ep rank with the most rows, for which all
-    others wait."""
+    """Predict the times of one layer, with experts if it is `sparse`. They are the times of the ep rank with the most rows, because all
+    other ranks wait for it."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse)
 
 
@@ -96,8 +96,8 @@ def _products(
     that compute each product.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
-    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added; it only changes last
-    digits, which tables of published figures contain.
+    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. It changes only the
+    last digits, so that results stay equal to the published tables.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)

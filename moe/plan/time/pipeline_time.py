@@ -22,7 +22,7 @@ from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 
-MOST_WEIGHTS = 0.99  # upper limit for the time of weight gradients / time of the backward pass
+MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward)
 Rounded = tuple[float, ...]
@@ -135,7 +135,7 @@ class Tail(NamedTuple):
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
     """Return the tail of each rank. It is taken from a short step, because the number of micro-batches does not change it."""
     if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:
-        return (Tail(((),), ()),) * ranks  # the rank's last action is its last input gradient, and completes its gradients
+        return (Tail(((),), ()),) * ranks  # each rank ends with a whole backward pass, which also completes its weight gradients
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
 
 

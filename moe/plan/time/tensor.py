@@ -1,6 +1,6 @@
 """Bytes of a dense Transformer layer on a rank under each kind of tensor parallelism: weights, kept activations, sent bytes.
 
-    N tokens, D width, A = heads * channels of q, K the same of keys and of values, F hidden units; t ranks, a grid of side q and depth d
+    N tokens, D width, A = heads * channels of q, K = heads * channels of k (and of v), F hidden units; t ranks, a grid of side q, depth d
     products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D
     P: number of elements of all matrices; wide: in fp32, in which gradients are summed
 
@@ -22,7 +22,8 @@
     gate); 4 statistics of norms. 1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
     gathered inputs of products. In 16 bits, 1d and sliced also keep P / t weights in the compute dtype.
 
-    tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. Out and w2 then do not keep cast weights.
+    tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. The output projection and w2 then do not keep
+    weights in the compute dtype.
 
 Sources: see the methods' files in parallel/tensor/.
 """
