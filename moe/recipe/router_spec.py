@@ -52,10 +52,12 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     expert_groups: int = key(1, "for group_limited: number of equal groups of consecutive experts", gt=0)
     top_groups: int = key(1, "for group_limited: number of groups that a token may choose from", gt=0)
     group_score: Literal["two_best", "best"] = key(
-        "two_best", "for group_limited: a group's score is its best score, or the sum of its two best"
+        "two_best", "for group_limited: a group's score is the sum of its two best scores, or its best score"
     )
     second: Literal["always", "random"] = key(
-        "always", "random: in training, a token's second expert is used with probability 2 g_2 / (g_1 + g_2) (GShard)", alters="training"
+        "always",
+        "random: in training, a token's second expert is used with probability 2 g_2 / (g_1 + g_2); g: its gates (GShard)",
+        alters="training",
     )
     bias_rate: float | None = key(
         None, "step size of the selection bias, which balances loads without a loss (DeepSeek-V3); null: no bias; 0: fixed", ge=0, le=10

@@ -1,4 +1,5 @@
-"""A user's own function for the router, named in the recipe: scores from logits, or the choice of experts. It is tried before a run.
+"""A user's own function for the router, named in the recipe: scores from logits, or the choice of experts. It is tested on a few tokens
+before a run.
 
     router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
     router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient

@@ -66,8 +66,8 @@ class _Published(Section, alters="function", off_without="model.moe_every or mod
 
 
 class Router(RouterSpec, _Published):
-    """A published router with changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter. The value "preset" of a key
-    stands for the published router's value."""
+    """A published router with changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter. A key with the value "preset"
+    gets the published router's value."""
 
     allow_noncausal: bool = key(False, "permit a router whose choice for a token depends on later tokens", alters="training")
 
@@ -93,7 +93,8 @@ class Router(RouterSpec, _Published):
 
 
 class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe_layers"):
-    """How tokens are sent to the ranks that hold their experts, and how results are sent back. All kinds give the same numbers."""
+    """How tokens are sent to the ranks that hold their experts, and how results are sent back. All kinds compute the same outputs and
+    gradients."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
         "auto", "auto: all_to_all. No kind sends anything if each rank holds all experts (degrees.ep 1)"

@@ -1,9 +1,9 @@
 """`train.audit_every: n` checks every n-th step for silent data corruption, with the comparisons of parallel/watch/audit.py.
 
-    before the step     copies of weights and optimizer states must have equal hashes; a differing copy is replaced
+    before the step     ranks' copies of a weight or optimizer state must have equal hashes; a differing copy is replaced
     first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
     second pass         forward and backward again: hashes must equal the first pass's on every rank; weights and states are unchanged
-    after the update    copies are compared again; also before every save, so that no checkpoint holds a corrupt copy
+    after the update    copies are compared again. Every save compares them too, so that no checkpoint holds a corrupt copy
 
 Random numbers depend only on seed, step, layer and token, so both passes should compute the same bits. If their hashes differ, passes are
 repeated until two agree, and the step uses these gradients. If a tensor has no intact copy, all ranks end with a line that names the
@@ -87,7 +87,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            # not empty if pipeline stages have replaced a tensor by different copies, or if the fault recurs
+            # copies still differ if pipeline stages have repaired a tensor differently, or if the fault recurs
             if left := self._on_all(by_majority(held, prints, self.mesh)):
                 self._end(step, when, left)
         self.step = step

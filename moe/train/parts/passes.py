@@ -64,7 +64,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the number by which the global batch's sum of losses is divided: predicted tokens, or with train.loss sequences."""
+    """Return the divisor of the global batch's sum of losses: its number of predicted tokens, or with a user's train.loss of sequences."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 
