@@ -64,7 +64,7 @@ def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
 
 def energy_plan(run: Run) -> ClockedSchedule:
     """Read the recipe's energy plan: the clock rate of each action, written by `moe energy`. Raises BadInput if the plan is for another
-    schedule, or if the recipe has no stages or does not drain the pipeline between steps."""
+    schedule, or if the recipe has no pipeline or does not drain it between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         alone = run.degrees.pp == 1
@@ -159,7 +159,7 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """Return a line about the stages: layers, micro-batches, and the idle fraction of the ranks' time. It is simulated from FLOPs alone,
+    """Return a line about the stages: layers, micro-batches, and the idle fraction of the ranks' time, which is simulated from FLOPs alone,
     without messages."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)

@@ -112,7 +112,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | anew
-        raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
+        raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose optimizer states {where} has", fix=fix)
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:

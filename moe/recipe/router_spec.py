@@ -48,7 +48,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     hash_table: str | None = key(
         None, "for select hash: JSON file with each token id's experts (moe hash-table writes it); null: a hash of id and layer"
     )
-    mixer_margin: float = key(0.01, "for sparsemixer: experts with a logit below the best by more than twice this share are masked", gt=0)
+    mixer_margin: float = key(0.01, "for sparsemixer: experts whose logit is more than twice this fraction below the best are masked", gt=0)
     expert_groups: int = key(1, "for group_limited: number of equal groups of consecutive experts", gt=0)
     top_groups: int = key(1, "for group_limited: number of groups that a token may choose from", gt=0)
     group_score: Literal["two_best", "best"] = key(
@@ -73,8 +73,8 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     group: Literal["sequence", "rank"] | Annotated[int, Field(gt=0)] = key(
         "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (depends on the layout)"
     )
-    capacity_factor: float | None = key(None, "in training: an expert's slots over its mean load; null: dropless", gt=0, alters="training")
-    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots over its mean load; null: dropless", gt=0)
+    capacity_factor: float | None = key(None, "in training: an expert's slots / its mean load; null: dropless", gt=0, alters="training")
+    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots / its mean load; null: dropless", gt=0)
     min_capacity: int = key(0, "smallest number of slots of an expert in a group", ge=0)
     capacity_counts: Literal["choices", "tokens"] = key("choices", "an expert's mean load counts choices (tokens * k), or tokens")
     capacity_rounding: Literal["ceil", "floor", "round"] = key("ceil", "how an expert's number of slots is rounded")

@@ -180,9 +180,9 @@ def carried(run: Run) -> tuple[Run, str]:
         got, needed = "dp, whose replicas are threads of one process", "one process per rank"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
-        got = "offload, which copies states to the host's memory; a rehearsal's tensors have no memory"
+        got = "offload, which copies tensors to the host's memory; a rehearsal's tensors have no values"
         fix = Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none")
-        raise BadInput("sharding.offload", got=got, needed="states on the device", fix=fix)
+        raise BadInput("sharding.offload", got=got, needed="optimizer states and weights on the device", fix=fix)
     if kind.stands_in is None:
         return run, ""
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why

@@ -43,7 +43,7 @@ class Annotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Propagated:
-    """Sharding of every tensor, and the conflicts between proposals."""
+    """Result of the propagation: the sharding of every tensor, and the conflicts between proposals."""
 
     mesh: Sizes
     shardings: Mapping[str, Sharding]
@@ -186,7 +186,8 @@ def _terms(op: Operator) -> Iterator[tuple[str, str]]:
 
 
 def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
-    """Return `agreed`, but each letter's axes end before the first axis that shards a dim with another letter in one of the `shardings`."""
+    """Return `agreed`, with each letter's list cut off before the first axis that shards a dim with another letter in any of
+    `shardings`."""
     letters = _letters_of_axes(shardings)
     return {a: next((axes[:n] for n, axis in enumerate(axes) if letters.get(axis, set()) - {a}), axes) for a, axes in agreed.items()}
 
@@ -232,7 +233,8 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
 
 
 def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. Axes of one letter come in every order."""
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. If several axes cut one letter, all their
+    orders are yielded."""
     seen: set[str] = set()
     for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
         of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}

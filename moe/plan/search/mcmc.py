@@ -79,7 +79,7 @@ def mcmc(
     simulation: Literal["delta", "full"] = "delta",
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
-    with a larger value, fewer slower placements are accepted."""
+    the larger it is, the fewer slower placements are accepted."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}

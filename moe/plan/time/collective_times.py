@@ -1,11 +1,11 @@
 """Predicts the seconds of one collective on a cluster, while other groups of ranks run the same collective.
 
     ring        all-gather, reduce-scatter: (n-1)/n S / B + latency of one turn around the ring;    all-reduce: twice as long
-    tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
+    tree        all-reduce: 2 S / B over the network + latency of 2 log2(nodes) steps, less than a ring's with many nodes
     pairwise    all-to-all: bytes within the node and bytes to other nodes, each over its own links
 
-n: number of ranks. S: bytes of the whole tensor. B: bandwidth of the links; over several nodes at most the group's share of the network.
-Measured times in the cluster file replace these formulas. Sources: Thakur et al. (2005), NCCL's tuning constants.
+n: number of ranks. S: bytes of the whole tensor. B: bandwidth of the links; if the group spans several nodes, at most its share of a node's
+network. Measured times in the cluster file replace these formulas. Sources: Thakur et al. (2005), NCCL's tuning constants.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (stage_time.py)
-        pipeline                    the schedule's closed form of all t_i, or the simulator (pipeline_time.py)
+        pipeline                    time of all micro-batches from all t_i: the schedule's closed form, or the simulator (pipeline_time.py)
         + gradients, parameters     seconds of data parallelism's collectives that computation does not hide
-        + optimizer                 bytes of states / bandwidth of the memory (or of the host)
+        + optimizer                 bytes of model states that the update reads and writes / bandwidth of the memory (or of the host)
 
 The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.

@@ -1,7 +1,8 @@
 """Predicts the seconds of a pipeline from each rank's time for one micro-batch.
 
 closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
-otherwise     the project's simulator; a long step is simulated for a few rounds only, because all later rounds take the same time
+otherwise     the project's simulator; a long step is simulated for a few rounds of micro-batches, because all later rounds take
+              the same time
 least         a lower bound for every order of actions, quick enough to rule out plans without simulation. It is the maximum of the time
               of one micro-batch through all stages and, for each rank, the time before its first forward pass + the time of its actions
               + the time from its last input gradient to the end

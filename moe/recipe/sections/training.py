@@ -95,7 +95,7 @@ class Optimizer(Section, alters="training"):
     decay_share: float = key(
         0.2, "share of the steps, at the end, in which the learning rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd"
     )
-    min_lr_share: float = key(0.1, "last learning rate over lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
+    min_lr_share: float = key(0.1, "last learning rate / lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
     clip_norm: float | None = key(1.0, "gradients are scaled down to this norm if it is larger; null: no clipping", ge=1e-8)
     kfac: Kfac = Kfac()
     muon: Muon = Muon()

@@ -113,7 +113,8 @@ class Auditor:
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
         """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found a corrupt tensor. Raises Ended
-        on all ranks for a tensor without an intact copy; with looks_again, only if no other pipeline stage repairs it. Collective."""
+        on all ranks for a tensor without an intact copy. looks_again: the caller compares copies again, so a tensor that another pipeline
+        stage repairs is no error. Collective."""
         said = self._on_all(found)
         if not said:
             return False

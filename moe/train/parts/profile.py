@@ -5,8 +5,8 @@
                                                                  RUN/profile/rank-0.txt       region: forward, backward, share
 
 Regions are named parts of the code (parallel/mesh/regions.py). An operation of the forward pass counts for the innermost region in which it
-starts. An operation of the backward pass counts for the region of the forward operation that it differentiates, which autograd's sequence
-number tells. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
+starts. An operation of the backward pass counts for the region of the forward operation that it differentiates; autograd's sequence number
+identifies that operation. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # the last operation with this number is the one that autograd differentiates
+            region_of_node[event.sequence_nr] = where  # of several operations with this number, autograd differentiates the last
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]
