@@ -104,7 +104,7 @@ _MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer with the same sta
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Raise BadInput if the optimizer of `after` cannot read the optimizer states in the checkpoint. where: the checkpoint's name."""
-    anew = "begin anew with its weights alone: --init_from RUN --out ANOTHER"
+    anew = "start a new run from its weights: --init_from RUN --out ANOTHER"
     if set(before.train.freeze) != set(after.train.freeze):
         got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
         fix = typed({"train.freeze": list(before.train.freeze)}) | anew

@@ -242,7 +242,7 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
         return BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=f"for example --{example} VALUE")
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
-        return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
+        return BadInput(dotted, got=f"a key inside a value: {where} is not a section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     inside = any(key.startswith(f"{where}.") for key in elsewhere)
     meant = meant_by(named, given) or (None if inside else meant_by(named.rpartition(".")[2], given))
     if last in section.gone:

@@ -43,7 +43,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     select: Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin = key(
         "top_k",
         "method that selects a token's experts; group_limited: top k of the best groups of experts; expert_choice: experts choose tokens; "
-        "hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: one at a time, sampled in training (Phi-3.5-MoE)",
+        "hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: sampled in turn in training (Phi-3.5-MoE)",
     )
     hash_table: str | None = key(
         None, "for select hash: JSON file with each token id's experts (moe hash-table writes it); null: a hash of id and layer"

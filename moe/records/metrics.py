@@ -81,7 +81,7 @@ class Records:
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if not self._is_there():  # end the run: the line is lost, and a checkpoint would go into a new folder
-                raise FileNotFoundError(errno.ENOENT, f"{METRICS} was removed or renamed, or its folder was, while the run went on")
+                raise FileNotFoundError(errno.ENOENT, f"{METRICS} or its folder was removed or renamed during the run")
         except OSError as error:
             raise _unwritable(self._path, error) from None
         for name, board in list(self._boards.items()):

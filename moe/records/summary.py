@@ -85,7 +85,7 @@ def _redone(summary: Mapping[str, Any]) -> str:
         return MISSING
     starts = f"{found['resumes']} time{'s' if found['resumes'] > 1 else ''}, {found['restarts']} of them by itself"
     steps = f"{found['steps']:,} step{'' if found['steps'] == 1 else 's'}"
-    return f"{steps}, {duration(found['seconds'])}; it went on from a checkpoint {starts}"
+    return f"{steps}, {duration(found['seconds'])}; resumed {starts}"
 
 
 def _parameters(summary: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stag
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
 OVERLAP_SLOWDOWN = 0.126  # matrix products take longer by this fraction while collectives run; measured by Galvatron
-ADAM_BYTES = 26  # memory traffic of AdamW per parameter, without its gradient: read and write two moments and master copy, write parameter
+ADAM_BYTES = 26  # bytes that AdamW moves per parameter, without its gradient: reads, writes two moments and master copy; writes parameter
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Spare:
 
     def exposed(self, seconds: float) -> float:
         """Seconds by which gradient reductions make the step longer. All reductions of the rank together take `seconds`; each of its stages
-        takes the same part of it, and they run one after another."""
+        takes an equal part of `seconds`, and the reductions run one after another."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each
@@ -234,7 +234,7 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
 
 
 def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
-    """Seconds of gradient reductions that a backward pass does not hide. It hides them during nine tenths of its time, because the last
+    """Seconds of gradient reductions that a backward pass does not hide. Only nine tenths of the pass can hide them, because the last
     bucket is reduced after it."""
     after = program.gradients == "after" or not plan.kind.overlaps
     return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]

@@ -1,7 +1,7 @@
 """Predicts the seconds of one layer's collectives over tp, sp and ep that computation does not hide, for one micro-batch.
 
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
-    sliced       an all-gather before each of the two and a reduce-scatter after it, forward and backward
+    sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
     2d, 2.5d, 3d bytes as in tensor.py; each matrix product sends one message for each column of the grid
     MoE layers   tokens that tp ranks divide among them (`sharing`); logits of router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls

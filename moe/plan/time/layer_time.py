@@ -2,7 +2,7 @@
 
     n tokens of the rank, D width, A and K channels of all heads of queries and of keys, F hidden units; t tp ranks
 
-    forward products    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
+    forward products    (rows x inputs x outputs)   n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
     pointwise kernels   bytes per token in 16 bits: norm 4 D, residual addition 6 D (7 D with dropout), activation 4 F/t (6 F/t with a gate)
     cross-attention     keys and values of the encoder's tokens, one norm, one residual addition
@@ -22,9 +22,9 @@ from moe.plan.time.collective_times import all_reduce, group_of
 from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
 from parallel.mesh.grids import GRIDS
 
-BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward; a norm's backward reads two tensors and writes one
-LOGITS_AGAIN_BYTES = 20.0  # memory traffic of recomputing a logit: cast to fp32, difference, exponential
-LOGIT_BYTES = (30.0, 16.0)  # memory traffic of a logit's loss (forward, backward)
+BACKWARD_STREAM = 1.5  # a pointwise kernel's memory traffic, backward / forward; a norm's backward reads two tensors, writes one
+LOGITS_AGAIN_BYTES = 20.0  # bytes read and written to recompute a logit: cast to fp32, difference, exponential
+LOGIT_BYTES = (30.0, 16.0)  # bytes read and written for the loss of a logit (forward, backward)
 
 Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 

@@ -47,7 +47,7 @@ class Range:
         """Return the range of a predicted time as text."""
         return (
             f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {int(10 * self.held_out)} of 10 published runs "
-            f"{self.runs} were in a range made from other tables of runs"
+            f"{self.runs} were in a range computed from other tables"
         )
 
 

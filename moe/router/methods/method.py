@@ -65,7 +65,7 @@ class RoutingRequest:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The selected experts, `expert_TK` int64. `counted_TK` bool: False for entries that are no choice, if a token has fewer than K.
+    """The selected experts, `expert_TK` int64. `counted_TK` bool: False for unused entries, if a token has fewer than K choices.
     A subclass adds the tensors with which a method computes gates itself; every tensor's first dim is T.
     """
 
@@ -88,7 +88,7 @@ class Method:
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
     excess: ClassVar[float | None] = None  # result of load_excess, if it does not depend on the spec
-    is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or does harm; None: it helps
+    is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or a harmful one; None: it helps
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         """Refuse settings with which this method cannot work. Raises BadInput."""

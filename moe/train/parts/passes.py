@@ -94,7 +94,7 @@ def passes_of(
             length=shard.length,
             source=shard.source,
         )
-        if tokens.packed:  # the first token of the next chat is no target, so multi-token prediction also ends at the chat's end
+        if tokens.packed:  # no token predicts the first token of the next chat, so multi-token prediction also ends at the chat's end
             targets_BL = targets_BL.masked_fill(begins(targets_BL), PADDING)
         passes.append(Pass(inputs_BL, targets_BL, context, share))
         first += len(part)

@@ -98,7 +98,7 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
-    time a step counts, because other work on the machine disturbed it least."""
+    time per step is used, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # number of the current event `step`, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
