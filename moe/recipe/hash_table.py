@@ -86,7 +86,7 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
-    """Return the paper's balanced table, with which all experts get about equally many tokens. counts: occurrences of each token id.
+    """Return the paper's balanced table, which gives all experts about equally many tokens. counts: occurrences of each token id.
     Ids are assigned from the most frequent to the rarest, each to the experts with the fewest tokens so far (then: the fewest ids)."""
     heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap: (tokens so far, ids so far, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):

@@ -150,7 +150,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking wandb_project wandb_run_name wandb",
 }
-# several settings -> names in other tools, each of which means all of these settings; {} is replaced by the name's value
+# several settings -> names in other tools; each name sets all of them, and its value replaces {}
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",

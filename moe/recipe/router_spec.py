@@ -1,4 +1,4 @@
-"""A router's settings: a key for every choice in which published routers differ.
+"""A router's settings: one key for each respect in which published routers differ.
 
 scores      x -> logits -> noise -> scores                       input_norm, logits, score, softmax_over, jitter, noise
 selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate

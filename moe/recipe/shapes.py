@@ -26,7 +26,8 @@ DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mea
 
 
 def marked(ids: Any) -> Any:
-    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. It is its own inverse."""
+    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. The function is its own
+    inverse."""
     return PADDING - 1 - ids
 
 

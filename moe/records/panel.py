@@ -246,7 +246,7 @@ def plain_evaluation(state: State) -> str:
 
 
 def unicode_ramp(encoding: str | None) -> str:
-    """Return the block characters if the stream's encoding has them, else ASCII."""
+    """Return BLOCKS if the stream's encoding has these characters, else ASCII (moe/records/heat.py)."""
     try:
         heat.BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

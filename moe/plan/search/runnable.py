@@ -7,7 +7,7 @@
     sp        everything is cut by length over sp; keys and values are gathered (as in the first form of ring attention)
     experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
-A graph with equal layers is folded: it keeps one of each group of equal layers, with the size of the group.
+A graph with equal layers is folded: it keeps one layer for each set of equal layers, and the number of layers in the set.
 """
 
 from __future__ import annotations

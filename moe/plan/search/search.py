@@ -113,8 +113,8 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search on one mesh shape and add the results to `found`. Return whether the strategies fit [without, with] recomputation; [] if
-        no strategies fit into `limit`."""
+        """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
+        if no strategies fit into `limit`."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation, because integer programs are slow if memory is tight

@@ -118,7 +118,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
 
 def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
     """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. Every ep rank is
-    assumed to compute the mean number of rows: the sum over ranks is the same."""
+    assumed to compute the mean number of rows: the sum over ranks is the same as with unequal rows."""
     program, device = program or own_program(cluster), cluster.device
     step = step_time(network, plan, cluster, program).step
     stages = times_of(network.balanced, plan, cluster, program, _kinds(network, plan))

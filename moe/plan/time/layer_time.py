@@ -54,7 +54,7 @@ def _only(network: Network, sparse: bool) -> Network:
 
 def of_layer(plan: Plan) -> Plan:
     """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. pp becomes
-    1, and dp is multiplied by it, so that the number of ranks stays the same."""
+    1 and dp becomes dp * pp, so that the number of ranks stays the same."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 

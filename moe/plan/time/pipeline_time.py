@@ -134,7 +134,7 @@ class Tail(NamedTuple):
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Return the tail of each rank. It is taken from a short step, because the number of micro-batches does not change it."""
+    """Return the tail of each rank. It is computed for a short step, because the number of micro-batches does not change a tail."""
     if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:
         return (Tail(((),), ()),) * ranks  # each rank ends with a whole backward pass, which also completes its weight gradients
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)

@@ -118,7 +118,7 @@ class Auditor:
         said = self._on_all(found)
         if not said:
             return False
-        again = self.engine.copy_again()  # True if the engine has master weights, from which it has copied the model's weights again
+        again = self.engine.copy_again()  # True if the engine has master weights: it has copied them into the model's weights again
         mended = self._on_all([one.held for one in found if one.source is not None]) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         if beyond := self._on_all([one for one in lost if str(one.held) not in mended]):

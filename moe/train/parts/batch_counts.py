@@ -1,6 +1,6 @@
 """Sums each MoE layer's router statistics over the whole step: a balance loss over the global batch needs them in every forward pass.
 
-    one micro-batch a rank     each layer all-reduces its statistics over the data ranks in its forward pass
+    one micro-batch a rank     each layer all-reduces its statistics over the ranks that share the batch, in its forward pass
     several micro-batches      first, forward passes of all micro-batches without gradient and one all-reduce; then the usual passes
 
 Passes with and without gradient route tokens equally: noise is a function of (seed, step, layer, token), and weights are the same.
