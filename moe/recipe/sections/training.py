@@ -148,7 +148,7 @@ class Train(Section, alters="cost"):
     )
     seed: int = key(0, ge=0, alters="training")
     audit_every: int = key(
-        0, "steps between audits for silent corruption: a step is computed twice, weight copies compared; 0: never", ge=0
+        0, "steps between audits for silent corruption: a step is computed twice, ranks' copies are compared; 0: never", ge=0
     )
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "two runs give the same bits; an operation that cannot do this raises an error")
