@@ -19,8 +19,8 @@ def check_lora(run: Run) -> None:
         "degrees.pp": (1, "one stage"),
         "tiling.ffn": (1, "whole matrices"),
         "experts.rebalance_every": (0, "experts that stay on their ranks"),
-        "sharding.offload.optimizer": ("none", "states on the device: an adapter's states are small"),
-        "sharding.offload.parameters": ("none", "states on the device"),
+        "sharding.offload.optimizer": ("none", "optimizer states on the device: an adapter's states are small"),
+        "sharding.offload.parameters": ("none", "weights on the device"),
         "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
     }
     no_adapters = Set("lora.rank", 0)

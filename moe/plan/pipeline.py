@@ -5,10 +5,10 @@
     stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage
     Device.cost(stages)       seconds of each action: FLOPs / speed, bytes / bandwidth
 
-For each forward product, the backward pass has two: the gradient of the weights (action W) and the gradient of the input. Attention
-between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again just before
-the input's gradient. An embedding lookup adds parameters to the first stage but no FLOPs. The times of norms, of the optimizer's step and
-of memory accesses are left out.
+For each matrix product of the forward pass, the backward pass has two: one for the gradient of the weights (action W), one for the gradient
+of the input. Attention between q, k and v has no weights, so both of its products belong to the input's gradient. Recomputed layers run
+their forward pass again just before the input's gradient. An embedding lookup adds parameters to the first stage but no FLOPs. The times of
+norms, of the optimizer's step and of memory accesses are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
 
 def energy_plan(run: Run) -> ClockedSchedule:
     """Read the recipe's energy plan: the clock rate of each action, written by `moe energy`. Raises BadInput if the plan is for another
-    schedule, or if the recipe has no stages or does not drain the pipeline between steps."""
+    schedule, or if the recipe has no pipeline or does not drain it between steps."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         alone = run.degrees.pp == 1
@@ -97,7 +97,7 @@ def _named(run: Run, batches: int) -> Schedule:
 def _checked(
     name: str, ranks: int, microbatches: int, chunks: int | None, batches: int, vertical_sync: bool | None, pipelines: int | None
 ) -> Schedule:
-    """Build and check a schedule. Cached, because a run needs it several times, and the planner for each plan that it shows."""
+    """Build and check a schedule. Cached, because a run calls this several times, and the planner calls it for each plan that it shows."""
     size = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "batches": batches}
     return check(make_schedule(name, **size, vertical_sync=vertical_sync, pipelines=pipelines))  # type: ignore[arg-type]
 
@@ -150,8 +150,8 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Return a pipeline.layers to propose: a cut by FLOPs. If there is one stage more than layers, the last stage has only the head. If
-    there are two more, the first also has only the embedding. None if there are even more stages."""
+    """Return a value of pipeline.layers for a fix: a cut by FLOPs. If there is one stage more than layers, the last stage has only the
+    head. If there are two more, the first also has only the embedding. None if there are even more stages."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -159,7 +159,7 @@ def _some_list(run: Run, stages: int) -> list[int] | None:
 
 
 def described(run: Run) -> str:
-    """Return a line about the stages: layers, micro-batches, and the idle fraction of the ranks' time. It is simulated from FLOPs alone,
+    """Return a line about the stages: layers, micro-batches, and the idle fraction of the ranks' time, which is simulated from FLOPs alone,
     without messages."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
@@ -178,9 +178,9 @@ def splits_backward(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, and the costs of one micro-batch on it. parameters: their number. forward, backward: FLOPs of the passes, recomputation
-    included. weights: the FLOPs in `backward` for gradients of weights (action W). held: bytes of activations kept until the backward pass.
-    crossing: bytes of the output that is sent to the next stage, and also of the output's gradient."""
+    """A stage, and the costs of one micro-batch on it. parameters: number of parameters. forward, backward: FLOPs of the two passes, the
+    backward pass with recomputation. weights: the FLOPs in `backward` for gradients of weights (action W). held: bytes of activations kept
+    until the backward pass. crossing: bytes of the output that is sent to the next stage, and also of the output's gradient."""
 
     layers: range
     parameters: int

@@ -1,4 +1,5 @@
-"""Compares the recipe of a resumed run with its checkpoint's: which changed keys are refused, and what other changes do (`Key.alters`)."""
+"""Compares the recipe of a resumed run with the recipe in its checkpoint. Some changed keys are refused; a line states the effect of
+others."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import typed, written
 
-# keys on which the order of samples depends
+# the order of samples depends on these keys
 ORDER = ("train.global_batch", "train.seed", "model.max_length", "data.packing")
 # router keys that matter only under a capacity limit, which evaluation has only if router.eval_capacity_factor is set
 _OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
@@ -35,7 +36,7 @@ def changes(before: Run, after: Run) -> list[Change]:
 
 
 def function_changes(before: Run, after: Run) -> list[Change]:
-    """Return every changed key that leaves the parameters' shapes as they are, but changes the function that the model computes."""
+    """Return every changed key that changes the function that the model computes, but not the parameters' shapes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
     by_model = before.experts.ffn is None and after.experts.ffn is None  # a change of model.ffn is already listed
@@ -47,8 +48,8 @@ def _values(run: Run) -> dict[str, Any]:
 
 
 def _function(run: Run) -> dict[str, Any]:
-    """Return key -> value for the keys that have an effect in this run and on which the model's function depends. Equivalent values are
-    replaced by one: for example, a norm_eps that is the norm's default by None."""
+    """Return key -> value, for the keys that have an effect in this run and can change the function that the model computes. Equivalent
+    values are replaced by one: for example, a norm_eps that is the norm's default by None."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate affects training alone
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares tables
@@ -103,7 +104,7 @@ _MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer with the same sta
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Raise BadInput if the optimizer of `after` cannot read the optimizer states in the checkpoint. where: the checkpoint's name."""
-    anew = "begin anew with its weights alone: --init_from RUN --out ANOTHER"
+    anew = "start a new run from its weights: --init_from RUN --out ANOTHER"
     if set(before.train.freeze) != set(after.train.freeze):
         got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
         fix = typed({"train.freeze": list(before.train.freeze)}) | anew
@@ -111,7 +112,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | anew
-        raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
+        raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose optimizer states {where} has", fix=fix)
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weights that training leaves as they are: `train.freeze: [router, embedding, layers.0-3]`. Needs no torch.
+"""Frozen weights, which training does not change: `train.freeze: [router, embedding, layers.0-3]`. Needs no torch.
 
 A frozen weight has no gradient, no optimizer states and no weight decay. Gradients still pass through it to earlier layers.
 """

@@ -19,7 +19,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput, some
 from parallel.store.files import read_text, user_path
 
-STATE = "hash_table"  # the table's key in a checkpoint's state, and the name of the copy in a run's folder
+STATE = "hash_table"  # key under which a checkpoint stores the table, and name of the table's copy in a run's folder
 KEY = "router.hash_table"
 _FIX = "make one for this recipe: moe hash-table RECIPE FILE.json"
 Table = list[Any] | dict[str, list[Any]]  # one entry for each token id; in a dict, one such list for each MoE layer
@@ -86,7 +86,7 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
-    """Return the paper's balanced table, with which all experts get about equally many tokens. counts: occurrences of each token id.
+    """Return the paper's balanced table, which gives all experts about equally many tokens. counts: occurrences of each token id.
     Ids are assigned from the most frequent to the rarest, each to the experts with the fewest tokens so far (then: the fewest ids)."""
     heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap: (tokens so far, ids so far, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):

@@ -5,7 +5,8 @@ of AdamW with another optimizer, or a warm-up longer than the run.
 
 A value without effect is refused if its level is at least the level of the setting that disables it: `--router.jitter 0.1` with a dense
 recipe. A value of a lower level is kept, because the user disabled it on purpose: `moe train switch_tiny --model.moe_every 0`. A file may
-also repeat a default; the command line may not: `moe train dense_tiny --experts.num_experts 8` would give no experts.
+also set a key without effect to its default. The command line may not: the user of `moe train dense_tiny --experts.num_experts 8` expects
+experts, although 8 is the default.
 
 A key's field states the conditions under which the key is read (`of` and `off_without`: moe/recipe/section.py).
 """
@@ -29,7 +30,8 @@ _IsSet = Callable[[str, object, object], bool]
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. origins: key -> origin of its value.
-    A file that sets nearly every key was written by an earlier run, which also lists values without effect: they get a parent's level."""
+    A file that sets nearly every key was written by an earlier run, and includes values without effect. Its values get the level of a
+    parent recipe."""
     by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
     levels = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 

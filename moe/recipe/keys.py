@@ -1,4 +1,4 @@
-"""Facts about a recipe's keys by their dotted names, such as "model.rope.base": field, choices, conditions, and value in a run."""
+"""Looks up a recipe's key by its dotted name, such as "model.rope.base": its field, choices, conditions, and value in a run."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def of_transformers(folder: Path) -> bool:
 
 def download_of(name: str) -> tuple[str, str] | None:
     """Return (the command that downloads the model `name` from the Hugging Face hub, "hf:" with the folder that it creates).
-    Returns None if `name` is a folder on this machine, or cannot be a model's name, such as Qwen/Qwen3-30B-A3B, on the hub."""
+    Returns None if `name` is a folder on this machine, or does not have the form of a name on the hub, such as Qwen/Qwen3-30B-A3B."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return None
@@ -143,9 +143,8 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-_DROPPED = (
-    "; not "  # begins the origin (text: where a value comes from) of a router key if `_drop_router` removed the parent recipe's value
-)
+# begins the text on the origin of a router key's value, if `_drop_router` removed the value of the parent recipe
+_DROPPED = "; not "
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -243,7 +242,7 @@ def _unknown_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = Fals
         return BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=f"for example --{example} VALUE")
     where, section = ".".join(map(str, outer)), section_of(field_at(outer)) if outer else Run
     if section is None:
-        return BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
+        return BadInput(dotted, got=f"a key inside a value: {where} is not a section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     inside = any(key.startswith(f"{where}.") for key in elsewhere)
     meant = meant_by(named, given) or (None if inside else meant_by(named.rpartition(".")[2], given))
     if last in section.gone:

@@ -150,7 +150,7 @@ SWITCHES: dict[str, str] = {
     "train.save_mode=async": "async_save use_async_checkpoint",
     "train.trackers=wandb": "enable_wandb wandb_log use_wandb with_tracking wandb_project wandb_run_name wandb",
 }
-# several settings -> names in other tools, each of which means all of these settings; {} is replaced by the name's value
+# several settings -> names in other tools; each name sets all of them, and its value replaces {}
 WITH_OTHERS: dict[str, str] = {
     "sharding.kind=zero sharding.stage={}": "zero_stage=3 zero_optimization.stage=2 ds_zero_stage=1",
     "sharding.kind=fsdp degrees.dp={}": "data_parallel_shard_degree=8 dp_shard=8",
@@ -195,7 +195,7 @@ OTHER_UNITS: dict[str, str] = {
     "model.sliding_window, in tokens": "use_sliding_window",
     "model.sliding_layers, the numbers of layers with the window": "max_window_layers layer_types sliding_window_pattern",
     "experts.num_experts, of all ranks together": "num_experts_per_device moe_num_experts_per_device",
-    "router.capacity_factor, slots of an expert over its mean load, null for dropless": "expert_capacity drop_tokens moe_drop_tokens",
+    "router.capacity_factor, slots of an expert / its mean load, null for dropless": "expert_capacity drop_tokens moe_drop_tokens",
     "router.balance_weight, of the loss, or router.select sinkhorn": "moe_router_load_balancing_type",
     "router.noise, one of none, gumbel, noisy_top_k, or router.jitter": "noisy_gate_policy",
     "degrees.ep, in ranks": "enable_expert_parallel moe_expert_model_parallelism",

@@ -116,7 +116,7 @@ def _pairs(here: str) -> dict[str, Any]:
 
 
 def _accepted(key: str, value: Any) -> bool:
-    """Return whether a recipe's section accepts the value. Names that are no key (`optimizer.KEY`) accept none."""
+    """Return whether a recipe's section accepts the value. False for a name that is not a key, such as `optimizer.KEY`."""
     outer, _, name = key.rpartition(".")
     section = section_of(field_at(outer.split("."))) if outer and field_of(key) is not None else None
     try:

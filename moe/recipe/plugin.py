@@ -5,7 +5,7 @@
 
 A registered name is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in names come first.
 Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model (training,
-evaluation, generation, verify, conversion) import the module, whose code has all the rights of the user, and print a line about it. The
+evaluation, generation, verify, conversion) import the module and print a line about it; its code then has all the rights of the user. The
 working folder is searched last, so that no file there replaces an installed package.
 """
 
@@ -39,7 +39,8 @@ GROUPS = {  # key that accepts plugins -> group of entry points in which package
 
 
 class _ModuleAndName:
-    """Makes pydantic check the form module:name. Imported in the method, so that a program that uses only a router needs no pydantic."""
+    """Makes pydantic check the form module:name. The method imports pydantic, so that a program that uses only a router does not need
+    it."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema

@@ -1,4 +1,4 @@
-"""A router's settings: a key for every choice in which published routers differ.
+"""A router's settings: one key for each respect in which published routers differ.
 
 scores      x -> logits -> noise -> scores                       input_norm, logits, score, softmax_over, jitter, noise
 selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
@@ -43,19 +43,21 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     select: Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin = key(
         "top_k",
         "method that selects a token's experts; group_limited: top k of the best groups of experts; expert_choice: experts choose tokens; "
-        "hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: one at a time, sampled in training (Phi-3.5-MoE)",
+        "hash: by token id; sinkhorn: top k of balanced scores in training; sparsemixer: sampled in turn in training (Phi-3.5-MoE)",
     )
     hash_table: str | None = key(
         None, "for select hash: JSON file with each token id's experts (moe hash-table writes it); null: a hash of id and layer"
     )
-    mixer_margin: float = key(0.01, "for sparsemixer: experts with a logit below the best by more than twice this share are masked", gt=0)
+    mixer_margin: float = key(0.01, "for sparsemixer: experts whose logit is more than twice this fraction below the best are masked", gt=0)
     expert_groups: int = key(1, "for group_limited: number of equal groups of consecutive experts", gt=0)
     top_groups: int = key(1, "for group_limited: number of groups that a token may choose from", gt=0)
     group_score: Literal["two_best", "best"] = key(
-        "two_best", "for group_limited: a group's score is its best score, or the sum of its two best"
+        "two_best", "for group_limited: a group's score is the sum of its two best scores, or its best score"
     )
     second: Literal["always", "random"] = key(
-        "always", "random: in training, a token's second expert is used with probability 2 g_2 / (g_1 + g_2) (GShard)", alters="training"
+        "always",
+        "random: in training, a token's second expert is used with probability 2 g_2 / (g_1 + g_2); g: its gates (GShard)",
+        alters="training",
     )
     bias_rate: float | None = key(
         None, "step size of the selection bias, which balances loads without a loss (DeepSeek-V3); null: no bias; 0: fixed", ge=0, le=10
@@ -71,8 +73,8 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     group: Literal["sequence", "rank"] | Annotated[int, Field(gt=0)] = key(
         "sequence", "tokens that share a capacity: one sequence, n sequences, or all of a rank (depends on the layout)"
     )
-    capacity_factor: float | None = key(None, "in training: an expert's slots over its mean load; null: dropless", gt=0, alters="training")
-    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots over its mean load; null: dropless", gt=0)
+    capacity_factor: float | None = key(None, "in training: an expert's slots / its mean load; null: dropless", gt=0, alters="training")
+    eval_capacity_factor: float | None = key(None, "in evaluation: an expert's slots / its mean load; null: dropless", gt=0)
     min_capacity: int = key(0, "smallest number of slots of an expert in a group", ge=0)
     capacity_counts: Literal["choices", "tokens"] = key("choices", "an expert's mean load counts choices (tokens * k), or tokens")
     capacity_rounding: Literal["ceil", "floor", "round"] = key("ceil", "how an expert's number of slots is rounded")

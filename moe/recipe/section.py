@@ -40,7 +40,8 @@ class Key:
         "name"      other keys, which the key sets (router.preset): those are compared instead
     of: conditions under which the key is read. If one is not met, every value but the default is refused. A condition is `key=value|value`,
         or `key` (any value but null, 0, false and none), or several of these joined by `or`.
-    off_without: conditions of the same form. If one is not met, a value that comes from a parent recipe may stay (moe/recipe/idle.py).
+    off_without: conditions of the same form. If one is not met, a value that the user sets is refused, but one from a parent recipe may
+    stay (moe/recipe/idle.py).
     """
 
     alters: Alters | None = None
@@ -88,7 +89,8 @@ def takes_number(annotation: Any) -> bool:
 
 
 class Section(BaseModel):
-    """A section of a recipe. `class Muon(Section, alters="training", of="optimizer.kind=muon")` states both for all keys of Muon."""
+    """A section of a recipe. `class Muon(Section, alters="training", of="optimizer.kind=muon")` sets `alters` and `of` for all keys of
+    Muon."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     all_keys: ClassVar[Key] = Key()
@@ -111,7 +113,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_gone(cls, values: Any) -> Any:
-        """Drop removed keys (`gone`) that have the value which is always used now, for recipes and checkpoints of earlier versions."""
+        """Drop a removed key (`gone`) of a recipe or checkpoint of an earlier version, if its value is the one that is always used now."""
         if not cls.gone or not isinstance(values, dict):
             return values
         return {key: value for key, value in values.items() if key not in cls.gone or value not in (cls.gone[key], str(cls.gone[key]))}

@@ -21,12 +21,13 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's default ignore_index, the target that a loss ignores
-_BEGIN = 2**32  # subtracted from the mark of a chat's first token; larger than any id
+_BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it from other marks; larger than any id
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 
 def marked(ids: Any) -> Any:
-    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. It is its own inverse."""
+    """Return -101 - id for an array or tensor of token ids: marks of tokens that are read but not predicted. The function is its own
+    inverse."""
     return PADDING - 1 - ids
 
 

@@ -71,8 +71,8 @@ class Records:
                 self._failed(f"{name} is off", error, "has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line. If it has no `kind`, that is "train"; if it has no `time`, the present one is added. NaN and inf become null,
-        and `nonfinite` names their keys."""
+        """Append one line. Adds `kind` "train" and the present `time` if the line lacks them. NaN and inf become null, and `nonfinite`
+        names their keys."""
         if self._file is None:
             return
         clean = finite({"kind": "train", "time": time.time(), **line})
@@ -80,8 +80,8 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not self._is_there():  # the run must end: the line is lost, and a checkpoint would be written into another folder
-                raise FileNotFoundError(errno.ENOENT, f"{METRICS} was removed or renamed, or its folder was, while the run went on")
+            if not self._is_there():  # end the run: the line is lost, and a checkpoint would go into a new folder
+                raise FileNotFoundError(errno.ENOENT, f"{METRICS} or its folder was removed or renamed during the run")
         except OSError as error:
             raise _unwritable(self._path, error) from None
         for name, board in list(self._boards.items()):
@@ -122,7 +122,7 @@ class Records:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics.jsonl, given its path or the run's folder. A half-written last line is left out. Raises BadInput if the
-    file is missing, or if an earlier line is not one that runs write."""
+    file is missing, or if an earlier line is not a valid record."""
     path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     try:
         raw = _regular(path).read_bytes().split(b"\n")
@@ -163,7 +163,7 @@ def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
 
 
 def first_time(path: Path) -> float | None:
-    """Return `time` (Unix seconds) of the first line that has this key; None if none has."""
+    """Return `time` (Unix seconds) of the first line with this key; None if no line has it."""
     return next((line["time"] for _, line in _whole(_content(path)) if line.get("time")), None)
 
 
@@ -238,7 +238,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _typed(line: dict[str, Any]) -> bool:
-    """Return whether the keys with which other code computes have values of the types that runs write. Other keys may have any value."""
+    """Return whether the values that other code computes with have the right types. Other keys may have any value."""
     layers, parts, places = (line.get(key) or kind() for key, kind in (("moe", list), ("grad_norm_parts", dict), ("nonfinite", list)))
     return (
         type(line.get("step")) is int

@@ -142,7 +142,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text) about the loss scale and skipped steps; ("", "") if there is neither."""
+    """Return (label, text) about the loss scale and skipped steps; ("", "") if there is no loss scale and no skipped step."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -246,7 +246,7 @@ def plain_evaluation(state: State) -> str:
 
 
 def unicode_ramp(encoding: str | None) -> str:
-    """Return the block characters if the stream's encoding has them, else ASCII."""
+    """Return BLOCKS if the stream's encoding has these characters, else ASCII (moe/records/heat.py)."""
     try:
         heat.BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

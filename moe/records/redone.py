@@ -1,4 +1,4 @@
-"""Counts repeated steps: a resumed run repeats the steps that were made after its checkpoint.
+"""Counts repeated steps: a resumed run repeats the steps after its checkpoint that an earlier attempt had already made.
 
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
@@ -19,7 +19,7 @@ import psutil
 from moe.records.metrics import METRICS, first_time, latest_lines
 
 NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}
-_RESTART = "MOE_RESTART"  # variable "NUMBER SINCE WHY", which `moe train --restarts` sets for its ranks
+_RESTART = "MOE_RESTART"  # environment variable "NUMBER SINCE WHY" that `moe train --restarts` sets for its ranks (see `Restart`)
 _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -38,7 +38,7 @@ class Restart:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Restart | None:
-        """Read the restart from the variables of `moe train` or torchrun (which gives no reason). Return None if this is no restart."""
+        """Read the restart from the variables of `moe train` or torchrun (which gives no reason). Return None if this is not a restart."""
         if _RESTART in environment:
             number, since, why = [*environment[_RESTART].split(" ", 2), "", ""][:3]
             return Restart(int(number), why, float(since))
@@ -46,8 +46,8 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Return whether records in `out` belong to the restarted run, not to an earlier run: there are none, or they began after
-        `since`."""
+        """Return whether the records in `out` can be the restarted run's, not an earlier run's: there are none, or the first is not older
+        than `since`."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 

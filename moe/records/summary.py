@@ -85,7 +85,7 @@ def _redone(summary: Mapping[str, Any]) -> str:
         return MISSING
     starts = f"{found['resumes']} time{'s' if found['resumes'] > 1 else ''}, {found['restarts']} of them by itself"
     steps = f"{found['steps']:,} step{'' if found['steps'] == 1 else 's'}"
-    return f"{steps}, {duration(found['seconds'])}; it went on from a checkpoint {starts}"
+    return f"{steps}, {duration(found['seconds'])}; resumed {starts}"
 
 
 def _parameters(summary: Mapping[str, Any]) -> str:
@@ -177,17 +177,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-WINDOWS = 10  # mean losses of this number of equal parts of the run are compared
+WINDOWS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
 LEAST_STEPS = 20  # a run with fewer steps gets no warning
-LONG = 0.05  # share of the steps with a loss above the first value that gives a warning
+LONG = 0.05  # a warning is given if the loss is above its first value in at least this share of the steps
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts for a warning
 _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 
 
 def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a one-line warning if the training loss in lines of metrics.jsonl did not fall as it should; else None. It warns if the loss
-    ended above its first value, was above that for long, or fell and then rose by more than noise explains. Steps without a finite loss
-    are left out; they are reported as skipped."""
+    ended above its first value, was above that value for long, or fell and then rose by more than noise explains. Steps without a finite
+    loss are left out, because they are reported as skipped."""
     train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
     if len(train) < LEAST_STEPS:
         return None
@@ -198,7 +198,7 @@ def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
     begins = range(len(losses) % size, len(losses), size)
     windows = [losses[begin : begin + size] for begin in begins]
     means = [statistics.fmean(window) for window in windows]
-    noise = statistics.stdev(windows[-1]) * math.sqrt(1 + 1 / size)  # standard deviation of one step minus a mean of `size` steps
+    noise = statistics.stdev(windows[-1]) * math.sqrt(1 + 1 / size)  # standard deviation of (one step's loss - mean loss of `size` steps)
     if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
         return f"the loss ended at {means[-1]:.4g}, above the {first:.4g} that it began with: {fix}"
     above = sum(loss > first for loss in losses)

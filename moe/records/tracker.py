@@ -2,8 +2,9 @@
 
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-If a tracker fails, one line is printed, and training continues without it. A resumed run continues its run in the tracker, whose id is in
-the run's folder. The project's name is the variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or by default moe-parallel.
+If a tracker fails, one line is printed, and training continues without it. When training resumes, the same run of the tracker is continued;
+its id is stored in the run's folder. The project's name is the variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or by
+default moe-parallel.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Walked:
     held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
     counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
-    work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> a GPU's work in the last step; {} on a CPU
+    work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> work of a GPU in the last step; {} for a CPU
     parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
     calls: list[Call]  # collectives and messages in order
 
@@ -173,25 +173,25 @@ def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
 
 
 def carried(run: Run) -> tuple[Run, str]:
-    """Replace an engine that cannot run on tensors without values. Return (the run, a line about the replacement or ""). Raises BadInput
-    for offload and for the engine dp, which have no replacement."""
+    """Replace an engine that cannot run on tensors without values. Return (the run, a line about the replacement; "" if none was needed).
+    Raises BadInput for offload and for the engine dp, which have no replacement."""
     s, kind = run.sharding, run.carrier
     if kind.threads:
         got, needed = "dp, whose replicas are threads of one process", "one process per rank"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if (s.offload.optimizer, s.offload.parameters) != ("none", "none"):
-        got = "offload, which copies states to the host's memory; a rehearsal's tensors have no memory"
+        got = "offload, which copies tensors to the host's memory; a rehearsal's tensors have no values"
         fix = Set("sharding.offload.optimizer", "none") & Set("sharding.offload.parameters", "none")
-        raise BadInput("sharding.offload", got=got, needed="states on the device", fix=fix)
+        raise BadInput("sharding.offload", got=got, needed="optimizer states and weights on the device", fix=fix)
     if kind.stands_in is None:
         return run, ""
     return run.model_copy(update={"sharding": s.model_copy(update=dict(kind.stands_in.sharding))}), kind.stands_in.why
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, a few steps are rehearsed at
-    once. Raises BadInput as the run itself would, and RehearsalError for another error that the run would have."""
-    # no values are computed, so compiling would only cost time, and a user's loss could not read them
+    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, a few steps are rehearsed
+    together. Raises BadInput as the run itself would, and RehearsalError for another error that the run would have."""
+    # tensors have no values, so a user's loss could not read them, and compiling would only cost time
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False, "loss": "cross_entropy"})})
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})

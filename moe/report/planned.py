@@ -1,4 +1,4 @@
-"""Predicted memory of each pipeline rank, part by part (moe/plan/memory/memory.py): a table, and a picture of stacked bars."""
+"""Table and bar chart of each pipeline rank's predicted memory, with its parts (moe/plan/memory/memory.py): parameters, gradients, ..."""
 
 from __future__ import annotations
 

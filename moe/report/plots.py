@@ -1,7 +1,8 @@
 """The pictures of one run: each function draws one from a run's history, or returns None if the run has no data for it.
 
 `PLOTS` is the table of the report's pictures: a new picture is a function and an entry in it. In pictures of expert load the colour is the
-logarithm of the load relative to uniform, so that half and double are equally far from a fair share, which has the background's colour.
+logarithm of load / mean load, so that half and double the mean are equally far from the mean (a fair share), which has the background's
+colour.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
-REACH = 2  # the colour scale ends at a fair share times and divided by 2^REACH, as in the terminal's row of expert load
+REACH = 2  # the colour scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal's row of expert load
 HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
 
 

@@ -22,9 +22,9 @@ DPI = 150
 
 
 TEXT, MUTED, GRID = "#1f2328", "#656d76", "#e4e7eb"  # as in pictures.mplstyle
-LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # of curves, in order of use
-HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # of an expert's load, from little to much
-DEAD = "#000000"  # of an expert without load
+LINES = ("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b")  # colours of curves, in order of use
+HEAT = ("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200")  # colours of an expert's load, from little to much
+DEAD = "#000000"  # colour of an expert without load
 
 
 def styled() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Capacity: the number C of slots, which are tokens that an expert takes from one group, and the choices that get a slot.
+"""Capacity: an expert takes at most C tokens of a group, one in each of its C slots. Computes C, and the choices that get a slot.
 
     C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
 

@@ -30,7 +30,7 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     """Refuse a value that has no effect because of the spec's other values. Raises BadInput for the first. own: key -> value of the keys
-    that the recipe itself sets. Values of a preset are not refused, so that a recipe can replace one of them; nor are RouterSpec's
+    that the recipe itself sets. A preset's values are not refused, so that a recipe can replace only some of them; nor are RouterSpec's
     defaults.
     """
     from moe.recipe.router_spec import RouterSpec  # here, because it imports pydantic, which a router outside a recipe does not need

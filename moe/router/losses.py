@@ -1,4 +1,4 @@
-"""Losses that keep experts evenly used, as pure functions of a routing, in fp32, over valid tokens only.
+"""Losses that keep experts evenly used, as pure functions of a routing, in fp32. Padding does not count: `valid_T` is False for it.
 
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
@@ -7,7 +7,8 @@
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
 A loss over the global batch is not a sum of losses of its micro-batches and ranks. So each micro-batch of each rank gets the means over
-the whole step (`StepMeans`). It then computes its share of the gradient, and the mean of all micro-batches' losses is the step's loss.
+the whole step (`StepMeans`). Each micro-batch then computes its share of the gradient, and the mean of all micro-batches' losses is the
+step's loss.
 """
 
 from __future__ import annotations

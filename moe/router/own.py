@@ -1,9 +1,11 @@
-"""A user's own function for the router, named in the recipe: scores from logits, or the choice of experts. It is tried before a run.
+"""A user's own function for the router, named in the recipe: scores from logits, or the choice of experts. It is tested on a few tokens
+before a run.
 
     router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
     router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient
 
-A token's result must not depend on other tokens, so that it does not change with the layout and no token sees a later one.
+preferred_TE: the scores with noise and selection bias. A token's result must not depend on other tokens, so that it does not change with
+the layout, and no token sees a later one.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # T tokens, D model, E experts, K choices
 
-_CHOSEN = 20.0  # logit of chosen experts if choices are prescribed (rehearsal), far above noise; all others get -_CHOSEN
+_CHOSEN = 20.0  # `balanced_logits`: the chosen experts' logit, far above noise; all others get -_CHOSEN
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class Router(nn.Module):
         if self.training:
             fix = Set("router.group", "sequence")
             raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the pass's {sequences}", fix=fix)
-        return 1  # in evaluation, one group: there may be fewer sequences than in a training group
+        return 1  # evaluation uses one group, because it may have fewer sequences than a group in training
 
 
 def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | None:

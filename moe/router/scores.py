@@ -3,7 +3,7 @@
 softmax        exp(l_e) / sum exp(l)                    or, over the chosen experts only, after selection
 sigmoid        1 / (1 + exp(-l_e))                                                              DeepSeek-V3 (arXiv 2412.19437, eq. 15)
 sqrt_softplus  sqrt(log(1 + exp(l_e)))                  grows without bound, slowly             Megatron-LM's sqrtsoftplus
-jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x                Switch (arXiv 2101.03961, app. C)
+jitter         x' = x * uniform(1 - e, 1 + e)           for the router; experts get x           Switch (arXiv 2101.03961, app. C)
 gumbel         expert e has the highest l_e + G_e with its softmax probability; G = -log(-log u)    "RSample" of DeepSpeed
 noisy_top_k    l_e + N_e softplus((W_noise x)_e)        N normal, size learned                  Shazeer et al. (arXiv 1701.06538, eq. 4)
 

@@ -119,8 +119,8 @@ class _Full(NamedTuple):
 class _Engine:
     """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and what the engine adds to a moment of a rank.
 
-    dense, expert: bytes of the states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of the parameter's
-    gradient that do not exist until its first backward pass. of_head: bytes of an element of a tied head's separate gradient.
+    dense, expert: bytes of the model states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of the
+    parameter's gradient that do not exist until its first backward pass. of_head: bytes of an element of a tied head's separate gradient.
     """
 
     def __init__(self, plan: Plan, stack: Stack) -> None:
@@ -201,7 +201,7 @@ def _freed(plan: Plan) -> tuple[bool, bool]:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """Return (bytes of the states on the device, name in PARTS -> bytes on the host) for the parameters `held`. With an offloaded
+    """Return (bytes of the model states on the device, name in PARTS -> bytes on the host) for the parameters `held`. With an offloaded
     optimizer, gradients are on the host too. With pipeline stages or FSDP, the device sums gradients, and the host only has this rank's
     shard of the sums."""
 

@@ -36,7 +36,7 @@ from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
 
 NOTHING = Elements()
-NO_EXPERTS = -1  # index that stands for a layer without experts
+NO_EXPERTS = -1  # index for a layer without experts
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:

@@ -1,12 +1,12 @@
 """GSPMD: the user annotates the shardings of a few tensors, and operators propagate them to all other tensors.
 
-    annotations   {"w1": "_, columns", "w2": "columns, _"}   for two weights of a feed-forward network: gives Megatron-LM's f and g
+    annotations   {"w1": "_, columns", "w2": "columns, _"}   two weights of a feed-forward network, cut as in Megatron-LM
     propagate     dims with the same letter in an operator's einsum rule get the same mesh axes, from inputs to output and back
-    program       each operator's work is cut over ranks; a rank receives the data that its part of the work lacks (partition.py)
+    program       each operator's work is cut over ranks; a rank receives the data that its work needs (partition.py)
 
-An annotation has one word for each dim: `_` any sharding, `.` whole, `rows` or `rows+columns` exactly these axes, `rows?` these axes and
-perhaps more. `| columns` at the end excludes axes; `1:` at the start is a priority (0 goes first). Propagation never changes the
-annotated axes.
+An annotation has one word for each dim: `_` allows any sharding, `.` means not sharded, `rows` or `rows+columns` means exactly these mesh
+axes, and `rows?` means at least these axes. `| columns` at the end keeps the axis `columns` out of all dims. `1:` at the start is a
+priority: annotations with priority 0 are propagated first. Propagation never changes the annotated axes.
 
 Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter it takes the longest list of axes on
 which its tensors agree, and proposes to shard every dim with this letter over them. At first only element-wise operators propose, then all
@@ -43,7 +43,7 @@ class Annotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Propagated:
-    """Sharding of every tensor, and the conflicts between proposals."""
+    """Result of the propagation: the sharding of every tensor, and the conflicts between proposals."""
 
     mesh: Sizes
     shardings: Mapping[str, Sharding]
@@ -140,7 +140,7 @@ class _State:
                     yield name, Proposal(op.name, dim, more)
 
     def _allowed(self, tensor: str, dim: int, wanted: Axes) -> Axes | None:
-        """Return the longest prefix of the wanted axes with which this dim may be sharded; None if this adds no axis to the dim."""
+        """Return the longest prefix of `wanted` over which this dim may be sharded; None if this adds no axis to the dim."""
         held, given = self.dims[tensor], self.annotations[tensor]
         taken = {axis for d, axes in enumerate(held) if d != dim for axis in axes} | given.never
         axes = next((wanted[:n] for n, axis in enumerate(wanted) if axis in taken), wanted)
@@ -167,14 +167,14 @@ class _State:
             asked = [*self.dims[tensor]]
             for p in sorted(p for p in proposals if p.operator == operator):
                 asked[p.dim] = p.axes
-            if _each_once(asked):  # not counted: an operator that proposes one axis for two dims
+            if _each_once(asked):  # an operator that proposes one axis for two dims is not counted
                 for pair in ((held, Sharding(tuple(asked))), (Sharding(tuple(asked)), held)):
                     moved += sent(reshard(*pair, shape(self.graph, tensor), self.mesh, itemsize=self.graph.itemsize))
         return moved
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """Return the longest list of axes that agrees with each list in `found`: one of the two is a prefix of the other."""
+    """Return the longest list of axes that agrees with each list in `found`. Two lists agree if one is a prefix of the other."""
     longest = max(found, key=len, default=())
     prefixes = (longest[:n] for n in range(len(longest), 0, -1))
     return next((prefix for prefix in prefixes if all(prefix[: len(axes)] == axes[: len(prefix)] for axes in found)), ())
@@ -186,7 +186,8 @@ def _terms(op: Operator) -> Iterator[tuple[str, str]]:
 
 
 def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
-    """Return `agreed`, but each letter's axes end before the first axis that shards a dim with another letter in one of the `shardings`."""
+    """Return `agreed`, with each letter's list cut off before the first axis that shards a dim with another letter in any of
+    `shardings`."""
     letters = _letters_of_axes(shardings)
     return {a: next((axes[:n] for n, axis in enumerate(axes) if letters.get(axis, set()) - {a}), axes) for a, axes in agreed.items()}
 
@@ -232,7 +233,8 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
 
 
 def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. Axes of one letter come in every order."""
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. If several axes cut one letter, all their
+    orders are yielded."""
     seen: set[str] = set()
     for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
         of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}

@@ -1,4 +1,4 @@
-"""Finds the Plan of this project that has the shardings of a program, or raises an error that says why no plan has them.
+"""Finds the Plan of this project with the same shardings as a program. If there is none, the error says which sharding differs.
 
 A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py).
 
@@ -6,8 +6,8 @@ A program is a graph of operators with a sharding of every tensor (parallel/anno
     heads, hidden and vocab over columns, length unsharded            tp, 1d      (if length is over columns between layers: sliced)
     experts over rows, columns or both, expert_hidden over either     ep, etp     (on the same ranks as dp and tp)
 
-The shardings are compared tensor by tensor with the shardings of the most similar plan; the first tensor that differs is named. A refused
-program can still run on its graph by torch's DTensor (parallel/annotations/annotated.py).
+Each tensor's sharding is compared with its sharding in the most similar plan. The error names the first tensor that differs. A program
+without a plan can still be run operator by operator with torch's DTensor (parallel/annotations/annotated.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Mesh axes of a plan for the batch (data), dense matrices (tensor), the number of experts, and experts' hidden units."""
+    """Mesh axes of a plan. data, tensor: axes that cut the batch, and dense matrices. experts, expert_hidden: axes that cut these two
+    dims."""
 
     data: Axes
     tensor: Axes
@@ -83,8 +84,8 @@ def _of_experts(graph: Graph, letters: str) -> bool:
 
 
 def _stream(program: Program) -> dict[str, str]:
-    """Return a dict: tensor -> letters of its dims, for the tensors of the residual stream: embeddings, norms, sums after attention and
-    networks."""
+    """Return a dict: tensor -> letters of its dims, for the tensors of the residual stream: embeddings, outputs of norms, and residual sums
+    after attention and feed-forward networks."""
     dims, kinds = program.graph.dims, ("lookup", "pointwise", "norm")
     named = {op.name: op.output for op in program.graph.operators if op.kind in kinds}
     return {name: letters for name, letters in named.items() if {dims[letter].name for letter in letters} == {"batch", "length", "width"}}
@@ -103,7 +104,8 @@ def _cutting(program: Program, tensors: Mapping[str, str], names: tuple[str, ...
 
 
 def _check_weights(program: Program, kind: _Kind) -> str:
-    """Check that weights have the plan's shardings. Returns the engine: fsdp if data axes divide all dense weights, ddp if none."""
+    """Check that weights have the plan's shardings. Returns the engine: fsdp if the data axes shard all dense weights, ddp if they shard
+    none."""
     sharded, whole = list[str](), list[str]()
     for name, letters in program.graph.parameters.items():
         of_experts = _of_experts(program.graph, letters)

@@ -1,4 +1,5 @@
-"""Times of work and collectives on a logical mesh of devices, by the alpha-beta model, for searches over operators.
+"""Times of computation and collectives on a logical mesh of devices, for searches over operators. A collective takes alpha seconds of
+latency, and beta seconds for each byte that a rank sends.
 
     n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
                                               all-gather        alpha +   (n-1)/n S beta
@@ -79,7 +80,8 @@ class Machine:
     def link(self, count: int, stride: int) -> Link:
         """Return the link of a mesh axis with `count` ranks, each `stride` devices from the next. An axis over several nodes uses
         hierarchical rings: first within each node, then between nodes. With n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w
-        beta_inside + (m-1)/m beta_between / w. In an all-to-all, bytes for other nodes cross the network."""
+        beta_inside + (m-1)/m beta_between / w. In an all-to-all, each device sends its bytes for other nodes over its own share of the
+        network."""
         near = min(count, max(1, self.node_size // stride))
         if count == 1 or near == count:
             return self.inside

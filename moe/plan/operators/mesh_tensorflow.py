@@ -12,9 +12,9 @@ layers, tensors between dispatch and combine have the names `experts` and `exper
 
 `best_layout` finds the best of all legal layouts by branch and bound. A step's cost is a sum of terms: FLOPs and all-reduces of each
 operator, resharding of each tensor. A term depends on a few dim names with few legal axes, so a table holds all its costs. Equal layers
-share their tables. The search chooses the axis of one name after another, first of the names with the largest differences of cost. The sum
-of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the cost of
-the best layout so far. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the
+share their tables. The search chooses the axis of one name after another. It starts with the names whose axis changes the costs most. The
+sum of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the cost
+of the best layout so far. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the
 memory of a forward pass.
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py; Land and Doig 1960 for the search.
@@ -34,7 +34,7 @@ from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
-INSIDE, OUTSIDE = "expert_batch", "experts_whole"  # names of the batch and of the experts, see `renamed`
+INSIDE, OUTSIDE = "expert_batch", "experts_whole"  # further names of the dims `batch` and `experts`; `renamed` sets them
 Objective = Literal["seconds", "bytes"]
 Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); a missing name has no axis yet
 NONE = ""
@@ -142,9 +142,9 @@ class Best(NamedTuple):
 def best_layout(
     graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
-    """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among equal
-    layouts, the other number decides. of_weight: bytes of a weight with its gradient and optimizer states, as in Program.bytes. Raises
-    BadInput if every layout needs more than `most_bytes`."""
+    """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among layouts with
+    equal seconds, the one with the fewest bytes is returned, and vice versa. of_weight: bytes for each element of a weight, with its
+    gradient and optimizer states, as in Program.bytes. Raises BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:

@@ -5,7 +5,7 @@
 A hook on each module adds the module's operators when it runs, with the sizes of its parameters. A MoE layer is not run, because routing
 needs data. Its experts are recorded as products of `slots` rows for each expert and sequence. This is the number of rows that a balanced
 router sends, rounded up. In GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Dropout, noise,
-top-k and the router's losses are left out, because they are sharded as the operators before and after them.
+top-k and the router's losses are left out, because they have the same shardings as the operators before and after them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass of `sequences` sequences, which is the batch of all replicas. Raises BadInput for latent
+    """Return the operators of a forward pass. sequences: batch size, of all replicas together. Raises BadInput for latent
     attention, multi-token prediction and an encoder."""
     if run.model.latent.key_rank is not None:
         needed = "null: latent attention has no sharding rule in this search"
@@ -172,7 +172,7 @@ class _Trace:
 
     def experts(self, name: str, module: Any) -> None:
         count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
-        among = module.router.num_experts  # including experts without parameters
+        among = module.router.num_experts  # including zero-computation experts, which have no parameters
         slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         r = self.letter("experts", among)
@@ -208,7 +208,8 @@ class _Trace:
         self._join(f"{name}.add", self._beside(name, module, y))
 
     def _beside(self, name: str, module: Any, y: str) -> str:
-        """Add the networks that every token passes, residual and shared, to the experts' output y."""
+        """Add the outputs of the networks that compute every token (the residual network, the shared experts) to the experts' output
+        `y`."""
         if module.residual is not None:
             n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
             other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)

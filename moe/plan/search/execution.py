@@ -27,8 +27,8 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-Key = tuple[int, int, int]
-FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN ends when several tasks have ended
+Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); a JOIN's is merely unique
+FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
 
@@ -77,7 +77,8 @@ class Ran:
 
 
 def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
-    """Simulate all tasks. before: result of an earlier simulation with similar tasks; times that cannot differ are copied from it."""
+    """Simulate all tasks. before: result of an earlier simulation with similar tasks; the times of tasks before the first difference are
+    copied from it."""
     ran = Ran(tasks)
     since = 0.0 if before is None else _first_change(tasks, before)
     free: dict[int, float] = {}
@@ -123,7 +124,8 @@ def run(tasks: dict[Key, Task], before: Ran | None = None) -> Ran:
 
 
 def _first_change(tasks: dict[Key, Task], before: Ran) -> float:
-    """Return the earliest time from which the simulation of `tasks` can differ from `before`. Tasks that become ready earlier are equal."""
+    """Return the earliest time from which the simulation of `tasks` can differ from `before`. Tasks that become ready earlier have equal
+    times in both."""
     gone = [before.ready[key] for key in before.tasks.keys() - tasks.keys()]
     new = {key for key, task in tasks.items() if before.tasks.get(key) != task}
     old = [before.ready[key] for key in new if key in before.ready]
@@ -141,7 +143,7 @@ class _Regions:
     device: Any  # [parts] number of each part's device
     group: Any  # [parts] number of the region; parts with equal numbers have copies of one region
     copies: int  # number of copies of each region
-    partial: int  # number of partial sums that add up to the tensor; 1 if it is no sum
+    partial: int  # number of partial sums that add up to the tensor; 1 if the tensor is not a sum
 
 
 class Simulator:
@@ -151,7 +153,7 @@ class Simulator:
         self.graph, self.machine, self.settings = graph, machine, settings
         self.weight = {op.name: (weight or {}).get(op.layer, 1.0) for op in graph.operators}
         self.number = {op.name: i for i, op in enumerate(graph.operators)}
-        self._blocks: dict[Any, dict[Key, Task]] = {}  # cached tasks of each placed operator and edge
+        self._blocks: dict[Any, dict[Key, Task]] = {}  # cache: placed operator or edge -> its tasks
         self._seen: dict[Any, _Regions] = {}
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
@@ -213,15 +215,16 @@ class Simulator:
         return self._all_reduce(size, placed.parts, count) if count > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Return the seconds of an all-reduce over `count` devices, evenly spaced among `span`: first within nodes, then between them."""
+        """Return the seconds of an all-reduce over `count` devices, evenly spaced among `span` adjacent devices. It sums within nodes
+        first."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
-        """Return a dict: key -> task for the all-reduce of one parameter's gradient. It happens once a step, so a micro-batch gets its
-        share of the time."""
+        """Return a dict: key -> task for the all-reduce of one parameter's gradient. It runs once a step, so its time is divided by the
+        number of micro-batches."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}

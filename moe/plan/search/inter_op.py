@@ -1,15 +1,15 @@
 """Alpa's inter-operator search (arXiv 2201.12023, section 5): cuts layers into stages, and devices into submeshes, by dynamic programming.
 
-    T = sum_i t_i + (B - 1) max_i t_i                      B micro-batches through stages of t_i seconds each
+    step time = sum_i t_i + (B - 1) max_i t_i              B micro-batches, each of which takes t_i seconds on stage i
 
 For every possible time t_max of the slowest stage, in ascending order:
 
     F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     for stages with t <= t_max
 
-t(l..k, n, later) is the time of a stage with the layers l to k on n devices; `later` is the number of later stages, because 1F1B keeps one
-more micro-batch for each of them. It is inf if the stage does not fit into memory. F(s, l, d) is the least sum of the times of s stages
-that hold the layers from l on, on d devices. The result is the smallest F(s, 0, D) + (B - 1) t_max over all s and t_max, for D devices. The
-search ends when B t_max exceeds the best result.
+t(l..k, n, later) is the time of a stage with the layers l to k - 1 on n devices. It is inf if the stage does not fit into memory. `later`
+is the number of later stages: for each of them, 1F1B keeps the activations of one more micro-batch. F(s, l, d) is the least sum of the
+times of s stages with the layers from l to the last, on d devices. The result is the smallest F(s, 0, D) + (B - 1) t_max over all s and
+t_max, for D devices. The search ends when B t_max exceeds the best result.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def total(times: Sequence[float], microbatches: int) -> float:
 
 def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, gap: float = 1e-9) -> Stages:
     """Find the stages with the least time that use all devices. Raises BadInput if no stages fit into memory. time: (first, end, devices,
-    number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: of
-    two values of t_max that differ by less than this fraction, only the smaller is tried."""
+    number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: if
+    two values of t_max differ by less than this fraction, only the smaller is tried."""
     most = min(layers, devices)
     # t[later][submesh][first, end]: seconds; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
@@ -91,7 +91,7 @@ def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[
         for j, n in enumerate(submeshes):
             if n > devices or not np.isfinite(t[s - 1, j]).any():
                 continue
-            # both[l, k, d]: the first of s stages has layers l..k on n of d devices; the other stages have the other layers and devices
+            # both[l, k, d]: the first of s stages has layers l to k - 1 on n of d devices; the other stages have the rest
             both = t[s - 1, j][:layers, :, None] + sums[s - 1][None, :, : devices + 1 - n]
             end = both.argmin(axis=1)
             value = np.take_along_axis(both, end[:, None, :], axis=1)[:, 0]

@@ -1,16 +1,17 @@
 """Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest strategies of all operators, by an integer linear program.
 
-    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: choice of operator i's strategy, with costs c_i
-                                                                  e_ij: choice of the states in which i gives its output and j reads it,
-                                                                  with resharding costs R_ij
-    such that   e_ij's rows add up to s_i, its columns to s_j, by state; and the live tensors fit into memory at every time
+    minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: 0 or 1 for each strategy of operator i; c_i: costs
+                                                                  e_ij: 0 or 1 for each pair of shardings, of i's output
+                                                                  and of j's input; R_ij: resharding costs
+    such that   each row of e_ij (a sharding of i's output) adds up to the sum of s_i over the strategies with this sharding, and each
+                column likewise for s_j; and the live tensors fit into memory at every time
 
 A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R_ij has one row for each
-state, not for each strategy, because several strategies give the same state. Therefore e has few variables, which need not be integers, and
-the linear relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). Usually its solution takes exactly one
-strategy for each operator, and then it is the answer. Otherwise the integer program is solved. With more than `LARGE` variables, the
-relaxation is rounded instead: for one operator after another, takes the cheapest strategy among those with a large value in the relaxation,
-given the earlier choices.
+sharding (type State), not for each strategy, because several strategies give the same sharding. Therefore e has few variables, which need
+not be integers, and the linear relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). If its solution takes
+exactly one strategy for each operator, as it usually does, this is the optimum. Otherwise the integer program is solved. With more than
+`LARGE` variables, the relaxation is rounded instead: each operator in turn gets the cheapest strategy among those with a large value in the
+relaxation, given the choices for earlier operators.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def intra_op(
 ) -> Assignment:
     """Find the cheapest strategies on `mesh`. Raises BadInput if no choice of strategies fits into memory.
 
-    memory_bytes: memory of a device for states and for the outputs of `in_flight` micro-batches. fixed: operator -> required state of the
-    output. same: pairs of operators whose outputs must have equal states. weight: layer -> number of layers that it represents. again:
-    recomputed layer -> operator whose output is kept. large: number of variables above which the relaxation is rounded. gap: fraction by
-    which the integer program may miss the optimum.
+    memory_bytes: memory of a device for parameters, gradients, optimizer states and the outputs of `in_flight` micro-batches. fixed:
+    operator -> required sharding of its output. same: pairs of operators whose outputs must have equal shardings. weight: layer -> number
+    of layers that it represents. again: recomputed layer -> operator whose output is kept. large: number of variables above which the
+    relaxation is rounded. gap: fraction by which the integer program may miss the optimum.
     """
     settings, joined = settings or Settings(), read_together(graph)
     options = candidates(joined, mesh, settings)
@@ -87,8 +88,8 @@ def intra_op(
 
 
 class _Program:
-    """The linear program. A column (variable) is a strategy of an operator, or a pair of states (given, read) of a tensor that is read.
-    options: operator -> strategies. weight, again: as in intra_op."""
+    """The linear program. A column (variable) is a strategy of an operator, or a pair of a tensor's shardings: (as its operator gives it,
+    as another reads it). options: operator -> strategies. weight, again: as in intra_op."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, settings: Settings, options: Options, weight: Mapping[int, float], again: Mapping[int, str]
@@ -115,8 +116,8 @@ class _Program:
         return len(self.costs)
 
     def _states(self, name: str, place: int | None) -> dict[State, list[int]]:
-        """Return a dict: state -> columns of the operator's strategies that have this state of input number `place`, or of the output if
-        None."""
+        """Return a dict: sharding -> columns of the operator's strategies with this sharding of input number `place` (None: of the
+        output)."""
         found: dict[State, list[int]] = {}
         for i, s in enumerate(self.options[name]):
             found.setdefault(s.gives if place is None else s.reads[place], []).append(self.first[name] + i)
@@ -155,7 +156,7 @@ class _Program:
             self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
-        """Return the peak memory of a device in bytes with the chosen strategies."""
+        """Return the peak memory of a device in bytes with the chosen strategies: model states and outputs."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
         return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
@@ -177,7 +178,7 @@ class _Program:
         return found.x
 
     def is_whole(self, values: Any) -> bool:
-        """Return whether the relaxation's solution takes exactly one strategy for each operator; then no integer solution is better."""
+        """Return whether the relaxation's solution takes exactly one strategy for each operator; if so, no integer solution is better."""
         return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
 
     def read(self, values: Any) -> dict[str, Strategy]:

@@ -1,13 +1,14 @@
 """FlexFlow's random walk over SOAP placements (arXiv 1807.05358, sections 4 and 6).
 
-    start     with data parallelism. Any operator may be cut along its dims of Samples, Attributes and Parameters (SOAP), over any devices
+    start     with data parallelism. Each operator (O) may be cut along sample, attribute and parameter dims (S, A, P), over any devices
     propose   a random operator gets a random cut; with probability 0.25 one of its neighbours gets the same cut, then with probability
               0.75 a neighbour of that one, and so on
     accept    faster placements; slower ones with probability exp(-alpha (new - old) / best)
-    restart   from the best placement, after each hundredth of the budget, or 1000 proposals
+    restart   from the best placement, after each hundredth of the budget, and at least every 1000 proposals
 
-Times come from the execution simulator (execution.py). There are two differences to the paper. A dim over which a product sums may be cut
-too, as in Unity, so that Megatron's row-parallel layers are among the placements. And time differences are relative to the best time.
+Times come from the execution simulator (execution.py). This differs from the paper in two ways. The dim that a matrix product sums over may
+be cut too, as in Unity, so that Megatron's row-parallel layers are among the placements. And time differences are relative to the best
+time.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def mcmc(
     simulation: Literal["delta", "full"] = "delta",
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
-    with a larger value, fewer slower placements are accepted."""
+    the larger it is, the fewer slower placements are accepted."""
     graph, draw, began = simulator.graph, random.Random(seed), clock.monotonic()
     devices = simulator.machine.devices
     options = options or {op.name: legal(op, graph, devices) for op in graph.operators}

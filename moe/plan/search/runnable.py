@@ -1,13 +1,13 @@
 """Expresses the trainer's own plans as strategies of a graph's operators, so that plans and results of searches have the same cost model.
 
-    mesh of a stage   (edp, rest of dp, sp, tp)       experts are cut over the last three axes (ep = rest of dp * sp * tp), or not at all
+    mesh of a stage   (edp, dp / edp, sp, tp)         edp: number of replicas of each expert; ep = dp / edp * sp * tp, or 1
 
     1d        products are cut by heads, hidden units and vocabulary over tp; pointwise operators are repeated by every rank of tp
     sliced    the same products; pointwise operators are cut by length over tp
     sp        everything is cut by length over sp; keys and values are gathered (as in the first form of ring attention)
     experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
-A graph with equal layers is folded: it keeps one layer of each kind, with the number of layers that this one represents.
+A graph with equal layers is folded: it keeps one layer for each set of equal layers, and the number of layers in the set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel.mesh.mesh import divisors
 
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # index: ZeRO stage of a plan; value: ZeRO stage of its strategies, which have no 2
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of its strategies, by the plan's ZeRO stage; strategies have no stage 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Folded:
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Return the last operator of each layer. The next layer reads it, so all must give equal states for folded layers to fit."""
+        """Return the last operator of each layer. The next layer reads its output, so in a folded graph all these outputs must have the
+        same sharding."""
         last = {op.layer: op.name for op in self.graph.operators}
         return tuple(last[layer] for layer in self.graph.layers[:-1])
 
@@ -106,7 +107,8 @@ class Runnable:
         self._costs: dict[tuple[object, ...], dict[int, Cost] | None] = {}
 
     def sizes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Return the axis sizes (edp, rest of dp, sp, tp) of a stage's mesh; None if ep is not sp * tp * a divisor of dp."""
+        """Return the axis sizes (edp, dp / edp, sp, tp) of a stage's mesh. None if experts are cut otherwise than over the last three axes:
+        etp is above 1, or ep is neither 1 nor sp * tp * a divisor of dp."""
         inner = plan.sp * plan.tp
         if plan.ep == 1 and plan.etp == 1:
             return (plan.dp, 1, plan.sp, plan.tp)

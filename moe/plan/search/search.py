@@ -6,7 +6,7 @@
 
 The `seconds` of a result are the step time of its plan by the cost model of strategies.py, which is the same for all searches. The
 `free_seconds` are the step time of the optimum among all strategies or placements, even if the trainer cannot run it. Equal layers are
-searched once (Folded): they get equal cuts, and tensors between layers have equal states.
+searched once (Folded): they get equal cuts, and the tensors between them have equal shardings.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Strategies of all layers on one submesh. sums: cumulative sums over the first 0, 1, ... layers, in three rows (seconds, bytes of
-    states, bytes of outputs). assignment: as in SearchResult."""
+    """Strategies of all layers on one submesh. sums: cumulative sums over the first 0, 1, ... layers, in three rows: seconds, bytes of
+    model states (see Strategy), bytes of outputs. assignment: as in SearchResult."""
 
     sums: tuple[tuple[float, ...], ...]
     assignment: Mapping[str, str]
@@ -103,9 +103,9 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     """Return the solutions for a submesh with `devices` devices, each without and with recomputation. Solves without a memory limit first.
-    If the result does not fit, solves for the memory that equal stages have. If no strategies fit and recomputation did not help before,
-    solves for this memory with recomputation. The strategies of all plans of the trainer are added, so that no plan is faster than the
-    result of the search."""
+    If the result does not fit, solves again with a device's memory as the limit. If no strategies fit into it, and the first result does
+    not fit with recomputation either, solves with recomputation. The strategies of the trainer's own plans are added, so that none of these
+    plans is faster than the result."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
@@ -113,8 +113,8 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
-        """Search on one mesh shape and add the results to `found`. Return whether the strategies fit [without, with] recomputation; [] if
-        no strategies fit into `limit`."""
+        """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
+        if no strategies fit into `limit`."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation, because integer programs are slow if memory is tight
@@ -173,8 +173,8 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage, in one more cut to
-    try."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage in an additional cut,
+    which is tried too."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]

@@ -2,13 +2,13 @@
 
     a strategy     for each axis of the mesh the dim that it cuts, as a letter of the operator's einsum rule; without a letter, all ranks
                    along the axis do the same work
-    a state        sharding of a tensor: for each axis the index of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
+    State          sharding of a tensor: for each axis the index of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
-    w2 "blf,fd->bld" cut by (b, f): reads x in state (0, 2) and its matrix in (WHOLE, 0), and gives partial sums over the second axis.
-    After an all-reduce, the result has state (0, WHOLE). After a reduce-scatter over l it has state (0, 1), as in sequence parallelism
+    w2 "blf,fd->bld" cut by (b, f): reads x with the sharding (0, 2) and its matrix with (WHOLE, 0), and gives partial sums over the
+    second axis. An all-reduce gives the sharding (0, WHOLE). A reduce-scatter over l gives (0, 1), as in Megatron-LM's sequence parallelism
 
 Costs are for one micro-batch, forward and backward. If an axis cuts a dim that an input does not have, each rank has a partial sum of this
-input's gradient. Gradients of parameters are summed once a step; gradients of activations when the state changes (`change`). The
+input's gradient. Gradients of parameters are summed once a step, gradients of activations whenever the sharding changes (`change`). The
 strategies are Alpa's (arXiv 2201.12023, section 4.2), except that they are derived from the operator's rule, and that reduce-scatters and
 sharded optimizer states are added.
 """
@@ -35,8 +35,8 @@ Sharded = Literal[0, 1, 3]  # ZeRO stage
 @dataclass(frozen=True)
 class Strategy:
     """Strategy of one operator on a mesh, with its costs. cut: letter of the dim that each mesh axis cuts, "" for none. scatter: for each
-    axis the letter of the dim over which partial sums are reduce-scattered; "": they are all-reduced. sharded: ZeRO stage of the
-    parameters' states. reads: state of each input. gives: state of the output."""
+    axis the letter of the dim over which partial sums are reduce-scattered; "": they are all-reduced. sharded: ZeRO stage. state_bytes:
+    bytes of model states: parameters, gradients, optimizer states. reads: sharding of each input. gives: sharding of the output."""
 
     cut: tuple[str, ...]
     scatter: tuple[str, ...]
@@ -50,9 +50,9 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a search. microbatches: their number in a step, at the end of which gradients are summed over ranks. backward: False for
-    inference. storage: bytes of a parameter's states. gradient_bytes: bytes of an element of a sent gradient. sharded: ZeRO stages that may
-    be chosen."""
+    """Settings of a search. microbatches: number of micro-batches in a step; parameters' gradients are summed over ranks after the last.
+    backward: False for inference. storage: bytes of a parameter, its gradient and its optimizer states. gradient_bytes: bytes of an element
+    of a sent gradient. sharded: ZeRO stages that may be chosen."""
 
     microbatches: int = 1
     backward: bool = True
@@ -62,7 +62,7 @@ class Settings:
 
 
 def strategies(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Return the strategies of an operator, without those that need more time and more bytes than another one with equal states."""
+    """Return the strategies of an operator, without those that need more time and more bytes than another strategy with equal shardings."""
     found: dict[tuple[tuple[State, ...], State], list[Strategy]] = {}
     free = ["", *(letter for letter in op.factors if letter not in op.whole)]
     for cut in product(free, repeat=len(mesh.sizes)):
@@ -148,7 +148,7 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """Return (seconds per micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its states on a rank)."""
+    """Return (seconds per micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its model states on a rank)."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
     summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient
@@ -167,7 +167,7 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 
 @lru_cache(maxsize=1 << 18)
 def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
-    """Return the seconds to bring a tensor of `size_bytes` (on all ranks together) to another state, and its gradient back.
+    """Return the seconds to reshard a tensor of `size_bytes` (on all ranks together) from `gives` to `reads`, and its gradient back.
 
     Collectives for the tensor / for its gradient on each axis:
         WHOLE to cut          none / all-gather             cut to WHOLE      all-gather / none
@@ -211,7 +211,7 @@ def read_together(graph: Graph) -> Graph:
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
-    """Return the strategies of an operator `NAME.read` (see `read_together`): one for each state of its tensor, without costs."""
+    """Return the strategies of an operator `NAME.read` (see `read_together`): one for each sharding of its tensor, without costs."""
     found = []
     ways = [WHOLE, LATER] if settings.backward else [WHOLE]
     for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
@@ -228,7 +228,7 @@ def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a graph or a layer on one device: seconds of a micro-batch, bytes of states, bytes of a micro-batch's outputs."""
+    """Cost of a graph or a layer on one device: seconds of a micro-batch, bytes of model states, bytes of a micro-batch's outputs."""
 
     seconds: float
     state_bytes: float
@@ -236,7 +236,7 @@ class Cost:
 
 
 def cost_of(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> Cost:
-    """Return the cost of the graph with the strategies `chosen`. Seconds are inf if a tensor cannot be brought to its reader's state."""
+    """Return the cost of the graph with the strategies `chosen`. Seconds are inf if a tensor cannot be resharded as its reader needs."""
     seconds = sum(s.seconds for s in chosen.values())
     for edge in graph.edges:
         gives, reads = chosen[edge.writer].gives, chosen[edge.reader].reads[edge.place]

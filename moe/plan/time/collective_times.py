@@ -1,11 +1,11 @@
 """Predicts the seconds of one collective on a cluster, while other groups of ranks run the same collective.
 
     ring        all-gather, reduce-scatter: (n-1)/n S / B + latency of one turn around the ring;    all-reduce: twice as long
-    tree        all-reduce: 2 S / B over the network, 2 log2(nodes) steps: less latency with many nodes
+    tree        all-reduce: 2 S / B over the network + latency of 2 log2(nodes) steps, less than a ring's with many nodes
     pairwise    all-to-all: bytes within the node and bytes to other nodes, each over its own links
 
-n: number of ranks. S: bytes of the whole tensor. B: bandwidth of the links; over several nodes at most the group's share of the network.
-Measured times in the cluster file replace these formulas. Sources: Thakur et al. (2005), NCCL's tuning constants.
+n: number of ranks. S: bytes of the whole tensor. B: bandwidth of the links; if the group spans several nodes, at most its share of a node's
+network. Measured times in the cluster file replace these formulas. Sources: Thakur et al. (2005), NCCL's tuning constants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from moe.plan.machine.cluster import Cluster
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of groups on a node that run it at the same time."""
+    """Ranks of a collective: `inside` ranks on each of `nodes` nodes. sharing: number of groups on a node that run the collective at the
+    same time."""
 
     inside: int
     nodes: int
@@ -105,7 +106,7 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
         return 0.0
     if group.nodes == 1:
         known = _measured(cluster.inside.times.get("all_gather", {}), n, num_bytes)
-        if known is None and not cluster.inside.sum_bus_gb_s:  # with that table, an all-gather is not half an all-reduce
+        if known is None and not cluster.inside.sum_bus_gb_s:  # if all-reduces have their own bandwidth, half their time is no estimate
             sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
             known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
         if known is not None:

@@ -2,11 +2,11 @@
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (stage_time.py)
-        pipeline                    the schedule's closed form of all t_i, or the simulator (pipeline_time.py)
+        pipeline                    time of all micro-batches from all t_i: the schedule's closed form, or the simulator (pipeline_time.py)
         + gradients, parameters     seconds of data parallelism's collectives that computation does not hide
-        + optimizer                 bytes of states / bandwidth of the memory (or of the host)
+        + optimizer                 bytes of model states that the update reads and writes / bandwidth of the memory (or of the host)
 
-The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it is too long. Sources:
+The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
 """
 
@@ -24,17 +24,18 @@ from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time
 from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-OVERLAP_SLOWDOWN = 0.126  # products take longer by this fraction while collectives run; measured by Galvatron
-ADAM_BYTES = 26  # memory traffic of AdamW per parameter, without its gradient: read and write two moments and master copy, write parameter
+OVERLAP_SLOWDOWN = 0.126  # matrix products take longer by this fraction while collectives run; measured by Galvatron
+ADAM_BYTES = 26  # bytes that AdamW moves per parameter, without its gradient: reads, writes two moments and master copy; writes parameter
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds that the slowest stage spends in a step, by purpose. All but `hidden` add up to `step`.
 
-    launch: seconds by which host and engine prolong the device's time. transfer: messages between stages. cores: waiting of ranks that
-    share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that no computation hides.
-    parameters: all-gathers of parameters that no computation hides. hidden: the part of both that computation hides.
+    launch: seconds that kernel launches and the engine's work on the host add to the device's time. transfer: messages between stages.
+    cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that
+    no computation hides. parameters: all-gathers of parameters that no computation hides. hidden: seconds of gradient reductions and
+    parameter gathers that computation hides.
     """
 
     forward: float = 0.0
@@ -116,8 +117,8 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
 
 
 def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
-    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. All ep ranks are
-    assumed to compute the mean number of rows, which gives the same sum."""
+    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. Every ep rank is
+    assumed to compute the mean number of rows: the sum over ranks is the same as with unequal rows."""
     program, device = program or own_program(cluster), cluster.device
     step = step_time(network, plan, cluster, program).step
     stages = times_of(network.balanced, plan, cluster, program, _kinds(network, plan))
@@ -135,8 +136,8 @@ def _kinds(network: Network, plan: Plan) -> list[Kind]:
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
     """Seconds by which a step is longer because ranks share cores; negative if each rank has several cores. A rank that waits for a message
-    leaves its core to other ranks, so the mean work of the ranks counts. crowd: result of Cluster.crowd. pipeline: seconds of the pipeline
-    with one core per rank."""
+    leaves its core to other ranks, so the ranks' mean work decides, not their maximum. crowd: result of Cluster.crowd. pipeline: seconds of
+    the pipeline with one core per rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -196,7 +197,7 @@ class Spare:
 
     def exposed(self, seconds: float) -> float:
         """Seconds by which gradient reductions make the step longer. All reductions of the rank together take `seconds`; each of its stages
-        takes the same part of it, and they run one after another."""
+        takes an equal part of `seconds`, and the reductions run one after another."""
         each, queued = seconds / max(1, len(self.after)), -inf
         for window in self.after:
             queued = max(queued, -window) + each
@@ -225,7 +226,7 @@ def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
 
 def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
     """Return (seconds that collectives add to the step, seconds that are hidden) if they may overlap with `window` seconds of products.
-    Overlapped collectives slow the products down."""
+    Overlapped collectives slow the matrix products down."""
     if program.gathers == "waited":
         return seconds, 0.0
     hidden = min(seconds, window) if program.gathers == "overlapped" else min(seconds * 0.67, window)
@@ -233,7 +234,7 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
 
 
 def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
-    """Seconds of gradient reductions that a backward pass does not hide. It hides them during nine tenths of its time, because the last
+    """Seconds of gradient reductions that a backward pass does not hide. Only nine tenths of the pass can hide them, because the last
     bucket is reduced after it."""
     after = program.gradients == "after" or not plan.kind.overlaps
     return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]

@@ -1,13 +1,13 @@
 """Predicts the seconds of one layer's collectives over tp, sp and ep that computation does not hide, for one micro-batch.
 
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
-    sliced       an all-gather before each of the two and a reduce-scatter after it, forward and backward
-    2d, 2.5d, 3d bytes of tensor.py, in one message for each step of a product
+    sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
+    2d, 2.5d, 3d bytes as in tensor.py; each matrix product sends one message for each column of the grid
     MoE layers   tokens that tp ranks divide among them (`sharing`); logits of router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
-n: tokens of a rank. D: width. Pass and Passes are the sums of times that layer_time.py returns.
+n: tokens of a rank. D: width. Pass and Passes hold the seconds of a part of a layer, and can be added. layer_time.py returns Passes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
     size = n * network.width * plan.compute_bytes
     read = network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
     entering = n * read * plan.compute_bytes  # bytes that all heads read: x, or the latents
-    dense = 0.0 if sparse else 1.0  # a dense network has collectives of its own; tokens for experts are already divided over tp
+    dense = 0.0 if sparse else 1.0  # a dense network adds collectives; an MoE layer's tokens are already divided over tp
     if plan.tensor == "sliced":
         forward = backward = gather(cluster, group, entering) + (1 + 2 * dense) * gather(cluster, group, size)
         kernels = 1 + dense
@@ -133,7 +133,8 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: of its output; of the gradients of decoder's and encoder's tokens. On grids none."""
+    """Passes of cross-attention's all-reduces in 1D: one of its output forward, and two backward, of the gradients of the decoder's and of
+    the encoder's tokens. Grids have none."""
     if plan.grid.units == 1 or plan.tensor in GRIDS:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))

@@ -1,8 +1,8 @@
 """Predicts the seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, pointwise work, collectives.
 
-    n tokens of the rank, D width, A and K inner widths of queries and keys, F hidden units; t ranks of tensor parallelism
+    n tokens of the rank, D width, A and K channels of all heads of queries and of keys, F hidden units; t tp ranks
 
-    forward products    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
+    forward products    (rows x inputs x outputs)   n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
     pointwise kernels   bytes per token in 16 bits: norm 4 D, residual addition 6 D (7 D with dropout), activation 4 F/t (6 F/t with a gate)
     cross-attention     keys and values of the encoder's tokens, one norm, one residual addition
@@ -22,9 +22,9 @@ from moe.plan.time.collective_times import all_reduce, group_of
 from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
 from parallel.mesh.grids import GRIDS
 
-BACKWARD_STREAM = 1.5  # memory traffic of a pointwise kernel backward / forward; a norm's backward reads two tensors and writes one
-LOGITS_AGAIN_BYTES = 20.0  # memory traffic of recomputing a logit: cast to fp32, difference, exponential
-LOGIT_BYTES = (30.0, 16.0)  # memory traffic of a logit's loss (forward, backward)
+BACKWARD_STREAM = 1.5  # a pointwise kernel's memory traffic, backward / forward; a norm's backward reads two tensors, writes one
+LOGITS_AGAIN_BYTES = 20.0  # bytes read and written to recompute a logit: cast to fp32, difference, exponential
+LOGIT_BYTES = (30.0, 16.0)  # bytes read and written for the loss of a logit (forward, backward)
 
 Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
@@ -40,8 +40,8 @@ class Layer:
 
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Layer:
-    """Predict the times of one layer, with experts if it is `sparse`. They are the times of the ep rank with the most rows, for which all
-    others wait."""
+    """Predict the times of one layer, with experts if it is `sparse`. They are the times of the ep rank with the most rows, because all
+    other ranks wait for it."""
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse)
 
 
@@ -54,7 +54,7 @@ def _only(network: Network, sparse: bool) -> Network:
 
 def of_layer(plan: Plan) -> Plan:
     """Return the plan with only the settings on which the time of a layer or the head depends, so that plans share cached times. pp becomes
-    1, and dp is multiplied by it, so that the number of ranks stays the same."""
+    1 and dp becomes dp * pp, so that the number of ranks stays the same."""
     return plan.only(_OF_LAYER, dp=plan.world // (plan.tp * plan.sp))
 
 
@@ -96,8 +96,8 @@ def _products(
     that compute each product.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
-    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added; it only changes last
-    digits, which tables of published figures contain.
+    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. It changes only the
+    last digits, so that results stay equal to the published tables.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)

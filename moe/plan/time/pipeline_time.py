@@ -1,7 +1,8 @@
 """Predicts the seconds of a pipeline from each rank's time for one micro-batch.
 
 closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
-otherwise     the project's simulator; a long step is simulated for a few rounds only, because all later rounds take the same time
+otherwise     the project's simulator; a long step is simulated for a few rounds of micro-batches, because all later rounds take
+              the same time
 least         a lower bound for every order of actions, quick enough to rule out plans without simulation. It is the maximum of the time
               of one micro-batch through all stages and, for each rank, the time before its first forward pass + the time of its actions
               + the time from its last input gradient to the end
@@ -22,7 +23,7 @@ from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 
-MOST_WEIGHTS = 0.99  # upper limit for the time of weight gradients / time of the backward pass
+MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward)
 Rounded = tuple[float, ...]
@@ -133,9 +134,9 @@ class Tail(NamedTuple):
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Return the tail of each rank. It is taken from a short step, because the number of micro-batches does not change it."""
+    """Return the tail of each rank. It is computed for a short step, because the number of micro-batches does not change a tail."""
     if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:
-        return (Tail(((),), ()),) * ranks  # the rank's last action is its last input gradient, and completes its gradients
+        return (Tail(((),), ()),) * ranks  # each rank ends with a whole backward pass, which also completes its weight gradients
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)
 
 

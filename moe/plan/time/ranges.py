@@ -1,6 +1,7 @@
-"""Range of a predicted step time: measured seconds / predicted seconds of groups of published runs (ranges.yaml).
+"""Range in which the measured time of a step lies, given its prediction: measured / predicted seconds of groups of published runs
+(ranges.yaml).
 
-Each range was tested on tables of runs that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
+Each range was tested on published tables that were left out when it was computed. `python -m tests.planner ranges` writes the file, and
 tests/planner/ranges.py describes how.
 """
 
@@ -23,9 +24,9 @@ FILE = Path(__file__).with_name("ranges.yaml")
 class Range:
     """Range of measured / predicted seconds in a group of published runs.
 
-    runs: the group in words. devices: words of which a device's name contains one; empty: all devices. across: whether data parallelism
-    crosses nodes (None: both). low, high: ends of the range. held_out: fraction of a table's runs within a range that was computed from the
-    other tables, as a mean over tables. tables, rows: number of tables, and of runs, in the group.
+    runs: description of the group. devices: the group has devices whose name contains one of these words; empty: all devices. across:
+    whether data parallelism crosses nodes (None: both). low, high: ends of the range. held_out: mean over tables of the fraction of a
+    table's runs that lie within the range computed from all other tables. tables, rows: number of tables, and of runs, in the group.
     """
 
     runs: str
@@ -46,7 +47,7 @@ class Range:
         """Return the range of a predicted time as text."""
         return (
             f"{self.low * seconds:.3g} to {self.high * seconds:.3g} s: {int(10 * self.held_out)} of 10 published runs "
-            f"{self.runs} were in a range made from other tables of runs"
+            f"{self.runs} were in a range computed from other tables"
         )
 
 

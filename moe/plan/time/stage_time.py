@@ -38,8 +38,9 @@ Kind = tuple[Counts, Counts, bool, bool]  # of a stage: (layers, recomputed laye
 class Stage:
     """Seconds of one micro-batch on one stage. recompute: recomputation in the backward pass, which `backward` does not include.
 
-    weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: seconds by which host and engine
-    prolong the device's time. dense, expert: numbers of parameters that the rank holds outside of experts, and in experts.
+    weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: seconds that kernel launches and
+    the engine's work on the host add to the device's time. dense, expert: numbers of parameters that the rank holds outside of experts, and
+    in experts.
     """
 
     forward: Pass
@@ -72,7 +73,8 @@ class Stage:
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """Return the properties of this project's trainer. Properties that were measured on this cluster replace the defaults."""
+    """Return the Program of this project's trainer: the properties that the predicted times depend on. Values that were measured on this
+    cluster replace the defaults."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """Bytes of a dense Transformer layer on a rank under each kind of tensor parallelism: weights, kept activations, sent bytes.
 
-    N tokens, D width, A = heads * channels of q, K the same of keys and of values, F hidden units; t ranks, a grid of side q and depth d
+    N tokens, D width, A = heads * channels of q, K = heads * channels of k (and of v), F hidden units; t ranks, a grid of side q, depth d
     products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D
     P: number of elements of all matrices; wide: in fp32, in which gradients are summed
 
@@ -11,7 +11,7 @@
     2.5d     P / q^2   as 2d with N / d                          as 2d with N / d
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
 
-    Cross attention over S tokens of an encoder is like attention, but q is a product of its own, and k and v are a product of the S tokens.
+    Cross attention over S tokens of an encoder is like attention, but one product gives q, and another gives k and v of the S tokens.
     1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. It also keeps the S tokens.
 
     On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
@@ -22,7 +22,8 @@
     gate); 4 statistics of norms. 1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
     gathered inputs of products. In 16 bits, 1d and sliced also keep P / t weights in the compute dtype.
 
-    tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. Out and w2 then do not keep cast weights.
+    tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. The output projection and w2 then do not keep
+    weights in the compute dtype.
 
 Sources: see the methods' files in parallel/tensor/.
 """

@@ -22,8 +22,10 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = key(
         None, "activation of the experts, as model.ffn; null: model.ffn", alters="function"
     )
-    skip: int = key(0, "number of extra choices that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function")
-    zero: int = key(0, "number of extra choices that add nothing to the token (MoE++)", ge=0, le=100_000, alters="function")
+    skip: int = key(
+        0, "number of zero-computation experts that return the token unchanged (LongCat-Flash)", ge=0, le=100_000, alters="function"
+    )
+    zero: int = key(0, "number of zero-computation experts that add nothing to the token (MoE++)", ge=0, le=100_000, alters="function")
     biases: bool = key(False, "a bias after each matrix product of an expert (GPT-OSS)")
     shared: int = key(0, "number of shared experts, which process every token; stored as one wider network", ge=0)
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
@@ -47,7 +49,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
 
     @property
     def free(self) -> int:
-        """Number of choices without computation that a router has in addition to the experts: `skip` + `zero`."""
+        """Number of zero-computation experts, from which a router chooses as well: `skip` + `zero`."""
         return self.skip + self.zero
 
     @property
@@ -66,8 +68,8 @@ class _Published(Section, alters="function", off_without="model.moe_every or mod
 
 
 class Router(RouterSpec, _Published):
-    """A published router with changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter. The value "preset" of a key
-    stands for the published router's value."""
+    """A published router with changes: Router(preset="glam", jitter=0.1) has GLaM's values except for jitter. A key with the value "preset"
+    gets the published router's value."""
 
     allow_noncausal: bool = key(False, "permit a router whose choice for a token depends on later tokens", alters="training")
 
@@ -93,7 +95,8 @@ class Router(RouterSpec, _Published):
 
 
 class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe_layers"):
-    """How tokens are sent to the ranks that hold their experts, and how results are sent back. All kinds give the same numbers."""
+    """How tokens are sent to the ranks that hold their experts, and how results are sent back. All kinds compute the same outputs and
+    gradients."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = key(
         "auto", "auto: all_to_all. No kind sends anything if each rank holds all experts (degrees.ep 1)"
@@ -102,6 +105,6 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     node_size: int | None = key(None, "for hierarchical: number of ep ranks on a node", gt=0)
     busiest: float | None = key(
         None,
-        "for predictions of memory and time: rows of the busiest ep rank over the mean of all; null: estimated from router and degrees.ep",
+        "for predictions of memory and time: rows of the busiest ep rank / mean rows of a rank; null: estimated from router and degrees.ep",
         ge=1,
     )

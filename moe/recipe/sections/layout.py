@@ -26,7 +26,7 @@ class Parallel(Section, alters="cost"):
 
 
 class Offload(Section, alters="cost"):
-    """Where ZeRO stores optimizer states and weights, if not on the device."""
+    """Storage of optimizer states and weights under ZeRO, if not on the device."""
 
     optimizer: Literal["none", "cpu", "nvme"] = key(
         "none", "where optimizer states (master weights, moments) are stored; nvme: zero stage 3 alone"
@@ -87,9 +87,7 @@ class Sequence(Section, alters="cost"):
     """Sequence parallelism over degrees.sp ranks: the positions that each rank holds, and how attention is computed."""
 
     kind: sequences.Named = key("ring", sequences.described())
-    order: Places | None = key(
-        None, "how positions are dealt to ranks; null: zigzag for ring, which gives ranks equal work, else contiguous"
-    )
+    order: Places | None = key(None, "positions that each rank gets; null: zigzag for ring, which gives ranks equal work, else contiguous")
     heads: int = key(1, "number of ranks in each Ulysses group (tokens exchanged for heads) inside the ring; ulysses: all of sp", gt=0)
     keep_attention: bool = key(
         False, "with recompute.kind full: store attention's output, so that keys and values are not sent a second time"

@@ -1,4 +1,4 @@
-"""Sections of a recipe that describe the Transformer around the experts."""
+"""Sections of a recipe that describe the Transformer, except its experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
     mscale_all: float = key(0.0, "square of 0.1 mscale_all ln(factor) + 1 is a factor on logits (DeepSeek)", ge=0, of=_YARN)
     pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")
-    fraction: float = key(1.0, "fraction of a head's channels that are rotated, from the first; C: their number (GLM-4.5: 0.5)", gt=0, le=1)
+    fraction: float = key(
+        1.0, "rotated fraction of a head's channels, from the first; C in base is their number (GLM-4.5: 0.5)", gt=0, le=1
+    )
 
     def turning(self, channels: int) -> int:
         """Return how many of a head's `channels` are rotated: `fraction` of them, rounded down as in transformers."""
@@ -106,7 +108,7 @@ class LatentSizes:
 
 
 class Model(Section, alters="shape"):
-    """The Transformer around the experts."""
+    """The Transformer, except its experts."""
 
     kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch; with data.objective span_corruption")
     vocab_size: int | None = key(None, "null: the tokenizer's number of ids, plus the sentinels of data.objective", gt=0)

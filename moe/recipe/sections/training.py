@@ -95,7 +95,7 @@ class Optimizer(Section, alters="training"):
     decay_share: float = key(
         0.2, "share of the steps, at the end, in which the learning rate falls", gt=0, le=1, off_without="optimizer.schedule=wsd"
     )
-    min_lr_share: float = key(0.1, "last learning rate over lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
+    min_lr_share: float = key(0.1, "last learning rate / lr", ge=0, le=1, off_without="optimizer.schedule=cosine|wsd|linear")
     clip_norm: float | None = key(1.0, "gradients are scaled down to this norm if it is larger; null: no clipping", ge=1e-8)
     kfac: Kfac = Kfac()
     muon: Muon = Muon()
@@ -132,7 +132,7 @@ class Train(Section, alters="cost"):
     epochs: float | None = key(None, "passes over the training data instead of train.steps", gt=0, le=1e6, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
     loss: Literal["cross_entropy"] | Plugin = key(
-        "cross_entropy", "a function of log-probabilities: a loss for each sequence", alters="training"
+        "cross_entropy", "a plugin gets the log-probabilities and returns a loss for each sequence", alters="training"
     )
     freeze: Annotated[tuple[str, ...], OneOrMore] = key(
         (), "weights that are not trained: embedding, head, attention, dense, experts, router, norms, layers.0-3", alters="training"
@@ -143,9 +143,13 @@ class Train(Section, alters="cost"):
     keep: int = key(2, "number of newest checkpoints that are kept", gt=0)
     save_mode: Literal["sync", "async"] = key("sync", "async: training continues while a checkpoint is written from a copy in host memory")
     grace_s: float = key(600.0, "seconds that ranks have after a signal to end their step and save", ge=1, le=86_400)
-    timeout_s: float | None = key(None, "seconds of waiting for other ranks before the run ends; null: gloo 120, NCCL 600", ge=1, le=86_400)
+    timeout_s: float | None = key(
+        None, "seconds to wait for other ranks before the run is ended; null: gloo 120, NCCL 600", ge=1, le=86_400
+    )
     seed: int = key(0, ge=0, alters="training")
-    audit_every: int = key(0, "steps between audits for silent corruption: a step is computed twice, copies are compared; 0: never", ge=0)
+    audit_every: int = key(
+        0, "steps between audits for silent corruption: a step is computed twice, ranks' copies are compared; 0: never", ge=0
+    )
     compile: bool = key(False, "torch's compiler makes kernels for norms, activations and the loss in the first step")
     deterministic: bool = key(False, "two runs give the same bits; an operation that cannot do this raises an error")
     on_nan: Literal["skip", "stop"] = key(

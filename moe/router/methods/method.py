@@ -36,8 +36,9 @@ class RoutingRequest:
     """The input of one layer's selection of experts. Tensors have no gradient.
 
     `preferred_TE` fp32: scores with noise and bias, of which the highest are preferred. `scores_TE` and `logits_TE` fp32: without bias.
-    `slots`: tokens that an expert takes from a group; None if dropless. `given_TK` int64: recorded experts, to be taken instead; -1 for
-    tokens without any. `table_VK` int64: the experts of each token id, if the recipe names a table. `name`: key of random numbers.
+    `slots`: tokens that an expert takes from a group; None if dropless. `given_TK` int64: experts from a record, which replace the selected
+    ones; -1 for tokens without a record. `table_VK` int64: the experts of each token id, if the recipe names a table. `name`: part of the
+    key of random numbers.
     """
 
     spec: RouterSpec
@@ -64,7 +65,7 @@ class RoutingRequest:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The selected experts, `expert_TK` int64. `counted_TK` bool: False for entries that are no choice, if a token has fewer than K.
+    """The selected experts, `expert_TK` int64. `counted_TK` bool: False for unused entries, if a token has fewer than K choices.
     A subclass adds the tensors with which a method computes gates itself; every tensor's first dim is T.
     """
 
@@ -76,18 +77,18 @@ class Method:
     """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides some of them."""
 
     name: ClassVar[str]
-    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, if moe/verify/cases.py has none
-    reads: ClassVar[Mapping[str, str]] = {}  # keys of `router` that no other method reads -> the reason
+    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, if moe/verify/cases.py has no case of it
+    reads: ClassVar[Mapping[str, str]] = {}  # keys of `router` that only this method reads -> why other methods do not
     tokens_choose: ClassVar[bool] = True  # False: experts choose tokens, so choices wait in no queue and none is dropped
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight
     uses_bias: ClassVar[bool] = True  # True: the selection bias is added to the scores by which experts are selected
     noises: ClassVar[tuple[str, ...]] = ("none", "gumbel", "noisy_top_k")  # values of router.noise that this method accepts
     is_top_k: ClassVar[bool] = False  # True: the choices are always the K highest preferred scores
-    fuses: ClassVar[bool] = False  # True: the choices are the K highest preferred scores of the open groups, so a kernel can choose
+    fuses: ClassVar[bool] = False  # True: the choices are as is_top_k, within `open_groups`, so a kernel can compute them
     needs_whole_groups: ClassVar[bool] = False  # True: a token's experts depend on other tokens of its group
     looks_ahead: ClassVar[str | None] = None  # reason why a token's experts depend on later tokens; None: they do not
     excess: ClassVar[float | None] = None  # result of load_excess, if it does not depend on the spec
-    is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or does harm; None: it helps
+    is_balanced: ClassVar[str | None] = None  # reason why a balance loss has no effect or a harmful one; None: it helps
 
     def check(self, spec: RouterSpec, num_experts: int) -> None:
         """Refuse settings with which this method cannot work. Raises BadInput."""

@@ -3,7 +3,7 @@
     choice k    open_k    experts not yet chosen with a logit near the best of them: (best - l_e) / max(|l_e|, best) <= 2 margin
                 p_k       softmax of the logits of open_k
                 e_k       drawn by p_k in training; the best one in evaluation
-                gate_k    p_k(e_k), in training times s_k: 1 if e_k is the best one, or else with probability 1/4, and 1/3 otherwise
+                gate_k    p_k(e_k), in training times s_k. s_k is 1 for the best one; for others it is 1 with probability 1/4, else 1/3
 
 The gradient is taken of p_k(e_k), without s_k (Heun's third-order method). Gates of a token do not sum to 1. Sources: arXiv 2310.00811;
 for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices
 
-HALFWAY, LEAST = 0.25, 1 / 3  # if e_k is not the best expert: the probability that s_k is 1, and s_k otherwise
+HALFWAY, LEAST = 0.25, 1 / 3  # if e_k is not the best expert: s_k is 1 with probability HALFWAY, otherwise LEAST
 
 
 @dataclass(frozen=True)

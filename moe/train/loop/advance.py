@@ -23,7 +23,7 @@ from parallel.numerics.clip import GradientNorm
 
 
 def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make one or more steps; return the results of each. asked: returns True once a signal has asked this process to stop."""
+    """Make one or more steps; return the results of each. asked: returns True after a signal has asked this process to stop."""
     return _stream(job, asked) if continuous(job.run) else [_step(job, asked)]
 
 

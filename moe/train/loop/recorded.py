@@ -28,7 +28,7 @@ from parallel.watch.outcome import of_all
 
 
 def count(job: Job, norm: GradientNorm) -> None:
-    """Count one step: as skipped if its gradient norm is not finite, because then nothing was updated."""
+    """Count one step. It counts as skipped, without an update, if its gradient norm is not finite."""
     c = job.counters
     c.step += 1
     if norm.finite:
@@ -124,7 +124,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # for an out-of-memory error: all sequences are loaded together
+    with during(EVALUATION):  # named in an out-of-memory error, because all sequences are loaded together
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss}

@@ -5,7 +5,7 @@
     after an update    each router's selection bias changes by the step's load
 
 For any sharding, the loss is the mean over the predicted tokens of the *global* batch (a user's own loss: over its sequences), and
-auxiliary losses are means over its routed tokens. Padding is neither predicted nor routed.
+auxiliary losses are means over the routed tokens of the global batch. Padding is neither predicted nor routed.
 """
 
 from __future__ import annotations

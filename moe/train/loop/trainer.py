@@ -69,14 +69,16 @@ def train(
 
     Call it in one process, or on every rank that a launcher started. origins: recipe key -> source of its value. fresh: rename earlier
     checkpoints instead of resuming. from_step: resume from this step's checkpoint, and rename later ones. allow_changes: recipe keys that
-    may change what a resumed model computes. cluster: cluster file for the prediction of memory and time (default: this machine's). force:
-    start even if memory is predicted not to suffice. init_from: another run's folder or checkpoint; this run begins with its weights and
-    tokenizer. restart: set by a launcher that restarted the run. profile: record the time of each region of the code for a few steps.
+    may differ from the checkpoint's although they change what the model computes. cluster: cluster file for the prediction of memory and
+    time (default: this machine's). force: start even if the prediction says that the run does not fit into memory. init_from: another run's
+    folder or checkpoint; this run begins with its weights and tokenizer. restart: set by a launcher that restarted the run. profile: record
+    the time of each region of the code for a few steps.
 
     A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
-    Raises BadInput before anything is written, Stopped if a signal ended the run and its state is saved, and Ended if a callback raised.
+    Raises BadInput before anything is written, Stopped after a signal has ended the run and a checkpoint is saved, and Ended if a callback
+    raised an exception.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)

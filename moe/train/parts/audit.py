@@ -1,9 +1,9 @@
 """`train.audit_every: n` checks every n-th step for silent data corruption, with the comparisons of parallel/watch/audit.py.
 
-    before the step     copies of weights and optimizer states must have equal hashes; a differing copy is replaced
+    before the step     ranks' copies of a weight or optimizer state must have equal hashes; a differing copy is replaced
     first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
     second pass         forward and backward again: hashes must equal the first pass's on every rank; weights and states are unchanged
-    after the update    copies are compared again; also before every save, so that no checkpoint holds a corrupt copy
+    after the update    copies are compared again. Every save compares them too, so that no checkpoint holds a corrupt copy
 
 Random numbers depend only on seed, step, layer and token, so both passes should compute the same bits. If their hashes differ, passes are
 repeated until two agree, and the step uses these gradients. If a tensor has no intact copy, all ranks end with a line that names the
@@ -87,7 +87,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            # not empty if pipeline stages have replaced a tensor by different copies, or if the fault recurs
+            # copies still differ if pipeline stages have repaired a tensor differently, or if the fault recurs
             if left := self._on_all(by_majority(held, prints, self.mesh)):
                 self._end(step, when, left)
         self.step = step
@@ -113,11 +113,12 @@ class Auditor:
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
         """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found a corrupt tensor. Raises Ended
-        on all ranks for a tensor without an intact copy; with looks_again, only if no other pipeline stage repairs it. Collective."""
+        on all ranks for a tensor without an intact copy. looks_again: the caller compares copies again, so a tensor that another pipeline
+        stage repairs is no error. Collective."""
         said = self._on_all(found)
         if not said:
             return False
-        again = self.engine.copy_again()  # True if the engine has master weights, from which it has copied the model's weights again
+        again = self.engine.copy_again()  # True if the engine has master weights: it has copied them into the model's weights again
         mended = self._on_all([one.held for one in found if one.source is not None]) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
         if beyond := self._on_all([one for one in lost if str(one.held) not in mended]):

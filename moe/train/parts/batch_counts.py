@@ -1,6 +1,6 @@
 """Sums each MoE layer's router statistics over the whole step: a balance loss over the global batch needs them in every forward pass.
 
-    one micro-batch a rank     each layer all-reduces its statistics over the data ranks in its forward pass
+    one micro-batch a rank     each layer all-reduces its statistics over the ranks that share the batch, in its forward pass
     several micro-batches      first, forward passes of all micro-batches without gradient and one all-reduce; then the usual passes
 
 Passes with and without gradient route tokens equally: noise is a function of (seed, step, layer, token), and weights are the same.
@@ -26,7 +26,7 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, its sums in this forward pass)
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
     """Return the passes. If a balancing loss over the global batch has a weight above 0, their contexts give each layer the sums over the
-    step; otherwise the loss is only reported, as a mean over micro-batches, and the passes are unchanged. Collective."""
+    step; otherwise the balance loss is only reported, as a mean over micro-batches, and the passes are unchanged. Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)

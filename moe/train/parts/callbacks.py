@@ -33,8 +33,8 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """State of a run, as a callback sees it. step: number of steps made, out of `steps`. record: see `Callback`. model: this rank's shard
-    or copy of the model; if only one rank changes its parameters, copies differ. asked: reasons given to `stop`."""
+    """State of a run that a callback can read. step: number of steps made, out of `steps`. record: see `Callback`. model: this rank's shard
+    or copy of the model (a change of parameters must be made on every rank that has a copy). asked: reasons given to `stop`."""
 
     run: Run
     step: int
@@ -61,7 +61,7 @@ class Callback:
         """Called before the first step of this process, also in a resumed run. now.record: empty."""
 
     def on_step_end(self, now: Now) -> None:
-        """Called after each step, also a skipped one. now.record: the step's line of metrics.jsonl: loss, lr, skipped, ..., moe (by
+        """Called after each step, including skipped steps. now.record: the step's line of metrics.jsonl: loss, lr, skipped, ..., moe (by
         layer)."""
 
     def on_evaluate(self, now: Now) -> None:
@@ -88,7 +88,8 @@ class Callbacks:
             raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 in a callback")
 
     def call(self, event: str, now: Now) -> None:
-        """Call the method `event` of each callback that overrides it. Raises Ended on every rank if it raised on any rank. Collective."""
+        """Call the method `event` of each callback that overrides it. Raises Ended on every rank if the method raised an exception on any
+        rank. Collective."""
         for callback in self.each:
             if event not in _overridden(callback):
                 continue

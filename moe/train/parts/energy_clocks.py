@@ -1,7 +1,8 @@
 """Sets GPU clocks as an energy plan says (`pipeline.energy_plan`), if NVML permits it on all ranks; otherwise prints the reason.
 
 Before each action of the pipeline, a rank sets its GPU to the clock that the plan has for this action. After the last step, a signal or an
-error, all clocks are unlocked. If one rank cannot set its clock, no rank follows the plan: the time would match no prediction.
+error, all clocks are unlocked. If one rank cannot set its clock, no rank follows the plan, because the planned times hold only for all
+clocks together.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        def settle() -> None:  # waits for one stream alone: in another, a receive may wait for a later action
+        def settle() -> None:  # waits only for the stream of computation: on other streams, a receive may wait for a later action
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 

@@ -64,7 +64,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the number by which the global batch's sum of losses is divided: predicted tokens, or with train.loss sequences."""
+    """Return the divisor of the global batch's sum of losses: its number of predicted tokens, or with a user's train.loss of sequences."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 
@@ -94,7 +94,7 @@ def passes_of(
             length=shard.length,
             source=shard.source,
         )
-        if tokens.packed:  # the first token of the next chat is no target, so multi-token prediction also ends at the chat's end
+        if tokens.packed:  # no token predicts the first token of the next chat, so multi-token prediction also ends at the chat's end
             targets_BL = targets_BL.masked_fill(begins(targets_BL), PADDING)
         passes.append(Pass(inputs_BL, targets_BL, context, share))
         first += len(part)

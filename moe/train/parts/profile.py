@@ -5,8 +5,8 @@
                                                                  RUN/profile/rank-0.txt       region: forward, backward, share
 
 Regions are named parts of the code (parallel/mesh/regions.py). An operation of the forward pass counts for the innermost region in which it
-starts. An operation of the backward pass counts for the region of the forward operation that it differentiates, which autograd's sequence
-number tells. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
+starts. An operation of the backward pass counts for the region of the forward operation that it differentiates; autograd's sequence number
+identifies that operation. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
-    time a step counts, because other work on the machine disturbed it least."""
+    time per step is used, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # number of the current event `step`, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
@@ -115,7 +115,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:
-            region_of_node[event.sequence_nr] = where  # the last operation with this number is the one that autograd differentiates
+            region_of_node[event.sequence_nr] = where  # of several operations with this number, autograd differentiates the last
         place[id(event)] = (where, phase)
         host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
         device[number][where] += event.self_device_time_total / 1e3 / steps[number]

@@ -193,7 +193,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder's records. ranks: one of each rank. rounded: one of each other order of sums, if one process recorded them."""
+    """A folder's records. ranks: one record of each rank. rounded: records of the same steps with sums in other orders, which show the size
+    of rounding errors; only one process makes them."""
 
     folder: Path
     ranks: list[Recorded]

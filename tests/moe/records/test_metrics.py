@@ -215,7 +215,7 @@ def test_a_folder_that_is_removed_ends_the_run_in_one_line(tmp_path: Path) -> No
     records = Records(tmp_path / "run")
     records.write({"step": 1})
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(BadInput, match=r"metrics.jsonl was removed or renamed"):
+    with pytest.raises(BadInput, match=r"metrics.jsonl or its folder was removed or renamed"):
         records.write({"step": 2})
     records.close()
 

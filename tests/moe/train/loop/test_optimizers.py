@@ -179,7 +179,7 @@ def test_another_optimizers_state_is_refused() -> None:
     runs = {kind: Run.model_validate(BASE | {"optimizer": {"kind": kind}}) for kind in ("adamw", "kfac", *KINDS)}
     for before, after in (("adamw", "muon"), ("muon", "adafactor"), ("sgd", "kfac")):
         with pytest.raises(
-            BadInput, match=f"optimizer.kind: got {after}, needed {before}, whose state step-3 has; fix: add --optimizer.kind"
+            BadInput, match=f"optimizer.kind: got {after}, needed {before}, whose optimizer states step-3 has; fix: add --optimizer.kind"
         ):
             check_moments(runs[before], runs[after], where="step-3")
     check_moments(runs["adamw"], runs["kfac"], where="step-3")
