@@ -5,7 +5,7 @@
 
 A micro-batch never has more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
 divisor of the recipe's ep with which the run is possible. The global batch does not change, so losses are equal up to rounding. If routing
-depends on the sequences of a micro-batch, their number must not change, which excludes some numbers of processes.
+depends on which sequences share a micro-batch, a micro-batch must keep its size, which excludes some numbers of processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # origin, in the run's recipe.yaml, of the values that are changed here
-_TRIES = 8  # for each number of processes, this number of values of pipeline.microbatches is tried, smallest first
+_TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the planned run: the run in which degrees.dp "auto" is replaced by its number on `processes` processes.
+    """Return the planned run: the run in which degrees.dp "auto" is replaced by its value on `processes` processes.
     Raises BadInput if degrees.dp is "auto" and `processes` is None."""
     if run.degrees.dp != "auto":
         return run

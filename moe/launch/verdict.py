@@ -46,7 +46,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    # if `killed` without a signal, a rank had started: on another machine, where it ended without a status file
+    # `killed` without a signal means that a rank had started on another machine and ended without a status file
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
@@ -121,7 +121,7 @@ def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code:
 def in_words(code: int | None) -> str:
     """Format an exit code: "exit code 1", or "signal SIGKILL (likely cause)" for -9, 137 or, from DeepSpeed's launcher, 247."""
     if code is None:
-        return "no word: its exit code is not known"
+        return "no status file: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
     try:
         name = signal.Signals(number).name

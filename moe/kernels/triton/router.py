@@ -1,7 +1,8 @@
-"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. One more computes the gradient.
+"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes the
+gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
-    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, each expert's load, drops
+    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, dropped choices
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
@@ -90,7 +91,7 @@ def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _counted(valid, token_T, here_T):
-    """Return a mask of the tokens that exist (`here_T`) and are no padding."""
+    """Return a mask of the tokens that exist (`here_T`) and are not padding."""
     counts_T = here_T
     if valid is not None:
         counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
@@ -99,7 +100,8 @@ def _counted(valid, token_T, here_T):
 
 @triton.jit
 def _log_score(logit_TE, SIGMOID: tl.constexpr):
-    """Return the logarithms of the scores. For softmax scores, all of a token's are off by the same number, which NORMED gates cancel."""
+    """Return the logarithms of the scores. For softmax scores, return the logits instead: they differ by one constant per token, which
+    cancels in NORMED gates."""
     if SIGMOID:
         return tl.minimum(logit_TE, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit_TE)))
     else:
@@ -108,7 +110,8 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return which of the real experts are in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest."""
+    """Return a mask of the experts in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest scores.
+    real_TE: False for columns beyond E."""
     group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
     zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
     sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]
@@ -132,8 +135,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K] replaces the
     choice. `load` [T, K], if not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
-    Experts are chosen from OPEN of GROUPS groups. CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4,
-    W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
+    Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to parts [G,
+    B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

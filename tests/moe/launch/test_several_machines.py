@@ -156,7 +156,7 @@ def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> i
     ("file", "word", "said"),
     [
         ("1.json", '{"exit": 1, "pid": 5, "error": "ValueError: x"}', "rank 1 ended with exit code 1: ValueError: x"),
-        ("machine-{token}-1.json", "247", "rank 1 ended with no word: its exit code is not known"),
+        ("machine-{token}-1.json", "247", "rank 1 ended with no status file: its exit code is not known"),
     ],
 )
 def test_a_rank_that_fails_on_another_machine_ends_those_that_wait_for_it(

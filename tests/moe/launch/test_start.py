@@ -330,7 +330,7 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
         ({0: {"exit": 75}, 1: {"exit": 75}}, 75, 75, "every rank saved"),
         ({0: {"exit": 0}, 1: {"exit": 0}}, 247, 1, "the launcher ended with signal SIGKILL"),
         ({0: {"exit": 0}, 1: {"exit": 75}}, 0, 1, "[0, 75]"),
-        ({0: {"exit": 0}}, 0, 1, "rank 1 ended with no word"),
+        ({0: {"exit": 0}}, 0, 1, "rank 1 ended with no status file"),
         ({0: {"exit": 0}}, 247, 1, "rank 1 ended with signal SIGKILL"),
         ({0: {"exit": 75}}, 139, 1, "rank 1 ended with signal SIGSEGV"),
         ({}, 1, 1, "no rank started: the launcher ended with exit code 1"),
