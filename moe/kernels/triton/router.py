@@ -2,7 +2,7 @@
 gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
-    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, dropped choices
+    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
