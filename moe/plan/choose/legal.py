@@ -1,7 +1,8 @@
-"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended. Each rule yields a text for each violation.
+"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended.
 
-The rules repeat the recipe's checks (moe/checks/) for the settings that the planner varies; test_legal.py compares both on many plans.
-They use only arithmetic and take a microsecond, so that the planner can check a hundred thousand plans.
+Each rule yields one message for each violation. The rules repeat the recipe's checks (moe/checks/) for the settings that the planner
+varies; test_legal.py tests on many plans that rules and checks agree. The rules use only arithmetic and take a microsecond, so that the
+planner can check a hundred thousand plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Coefficients of activation memory: which tensors a training software keeps from the forward to the backward pass.
+"""Coefficients of activation memory: the tensors that a training program keeps from the forward to the backward pass.
 
 Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element:
 
@@ -61,11 +61,11 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: by the engine's formulas (temporary.py)
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: formulas instead (temporary.py)
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
-    casts: bool = False  # copies of wider weights in the compute dtype are kept
+    casts: bool = False  # copies in the compute dtype of wider weights are kept for the backward pass
     bucket_elements: float = 0  # number of elements of a gradient bucket
     bucket_bytes: int = 2  # bytes of an element of a gradient bucket
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
