@@ -145,7 +145,8 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
 def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
-    """Return (results [N, D], tensors for the backward pass). With `gate_R`, each source row sums its results times their gates."""
+    """Return (results [N, D], tensors for the backward pass). With `gate_R`, a source row's result is the sum over its routed rows of gate
+    times output. Without it, each source row has one routed row."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)

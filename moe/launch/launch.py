@@ -233,7 +233,10 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         other = "start with another --out and without --fresh" if given.fresh else "start without --max-restarts"
         fix = f"{other}, or let moe train --restarts start it again"
         raise BadInput(
-            flag, got=f"it with torchrun --max-restarts {restarts}", needed="flags with which torchrun can restart the run safely", fix=fix
+            flag,
+            got=f"the flag with torchrun --max-restarts {restarts}",
+            needed="flags that are safe with torchrun's restarts",
+            fix=fix,
         )
 
 

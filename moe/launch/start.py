@@ -176,7 +176,7 @@ def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subproc
             return forked, forked.ranks
     command = _command(launch, visible, port=port, folder=folder)
     processes = counted(world, "process")
-    print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
+    print(f"waiting for {launch.launcher} to start {processes}: the launcher and each process load torch first", flush=True)
     # nothing is written to the pipe; when it is closed, remote ranks know that this process has died
     stdin = subprocess.DEVNULL if here else subprocess.PIPE
     return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
@@ -330,7 +330,7 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
     count = send(ranks, _sent(number)) if hosts is None else len(found)
-    line = f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (once more: end at once)"
+    line = f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (a second signal kills them immediately)"
     print(line, file=sys.stderr, flush=True)
     return True
 

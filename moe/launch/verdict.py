@@ -54,7 +54,7 @@ def verdict(
     seen = {rank.rank: rank for rank in ranks}
     bad = [rank for rank in failed if _was_bad_input(statuses.get(rank), seen.get(rank), launcher_code)]
     if bad:  # rank 0 prints its message itself; the message of another rank is returned
-        silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
+        silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not write the reason: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
     # a rank that is not in `ranks` died last if this process killed it; otherwise it died before it could be found, so first
@@ -67,11 +67,11 @@ def verdict(
         end = f"ended with {in_words(last)}"
         unreported = "pid" not in statuses.get(rank, {})
         if unreported and asked is not None and (killed or last == -asked):
-            end = "was killed: it had not stopped" if killed else f"ended with {in_words(last)}: it had not come as far as to save"
+            end = "was killed, because it had not stopped in time" if killed else f"ended with {in_words(last)}, before it could save"
         elif unreported and rank in ended_here:
-            end = "was ended here, after the others"
+            end = "was killed by moe train after the others"
         elif unreported and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
-            end = "was ended by the launcher after that"
+            end = "was then killed by the launcher"
         error = statuses.get(rank, {}).get("error")
         text, of_all = f"{end}{f': {error}' if error else ''}", statuses.get(rank, {}).get("of_all")
         same = next((who for said, who in groups if of_all and said == text), None)

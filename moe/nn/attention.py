@@ -75,9 +75,10 @@ Half = Literal["decoder", "encoder", "cross"]  # a query attends to earlier toke
 
 
 class Attention(nn.Module):
-    """Attention with as many heads as its weights have. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms
-    of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: the layer has its own T5 bias;
-    otherwise `forward` gets another layer's. `window`: number of tokens that a query sees, itself included (None: all earlier ones).
+    """Attention. The number of heads follows from the weights' shapes. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias
+    [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: the layer
+    has its own T5 bias; otherwise `forward` gets another layer's. `window`: number of tokens that a query sees, itself included (None: all
+    earlier ones).
     """
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:

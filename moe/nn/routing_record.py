@@ -62,7 +62,7 @@ class RoutingRecord:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
-            needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
+            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {length} tokens"
             raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., positions=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
@@ -108,7 +108,7 @@ def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     wrong = twice.any(-1) | (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
     if wrong.any():
         sequence, place = (int(x) for x in np.argwhere(wrong)[0])
-        got = f"{array[sequence, place].tolist()} for place {place} of sequence {sequence} in layer {layer}"
+        got = f"{array[sequence, place].tolist()} for position {place} of sequence {sequence} in layer {layer}"
         raise _refused(got, _ROWS, "record all choices of each token")
     return array.astype(np.int32)
 

@@ -133,10 +133,10 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K] replaces the
-    choice. `load` [T, K], if not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
-    Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to parts [G,
-    B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
+    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K]: experts to use
+    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; it is read if `given` is, otherwise
+    written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to
+    parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -203,8 +203,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots"])
 def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
            BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, means (then
-    the number of tokens, at least 1) and counts. BALANCE, Z: weights of the losses. `slots`: of an expert in a group.
+    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, counts, and
+    means followed by the number of tokens (at least 1). BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
     zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)
@@ -244,7 +244,8 @@ def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.con
 def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, tokens, E, choices, SIGMOID: tl.constexpr,
              NORMED: tl.constexpr, SCALE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_T: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: of a group. `grad_gate`, `grad_loss`: None if they are 0."""
+    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: number of tokens of a group. `grad_gate`, `grad_loss`: None if
+    they are 0."""
     token_T, expert_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     here_T, real_E = token_T < T, expert_E < E
     here_TE = here_T[:, None] & real_E[None, :]

@@ -34,7 +34,7 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, in order. costs: cost of each layer. Raises BadInput for more stages than layers."""
     if not 1 <= stages <= len(costs):
         fix = Set("it", max(1, min(stages, len(costs))))
-        raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
+        raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, at most one for each layer", fix=fix)
     ends = [0.0, *accumulate(costs)]
     return _least_squares(ends, stages, limit=_least_largest(ends, stages))
 
