@@ -27,8 +27,8 @@ BEFORE_TORCH = {
     # every step an expert has another number of rows, so its product has another shape.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 it occupies a core that another
-    # thread may need on a busy machine. With 0 it must always be woken up, which is slower on an idle machine.
+    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000, it occupies a core that other
+    # threads need on a busy machine. With 0, each wait ends with a wake-up by the kernel, which is slower on an idle machine.
     "GOMP_SPINCOUNT": "10000",
     # Suppresses the lines that torch's profiler (`moe train --profile`) prints at its start and end.
     "KINETO_LOG_LEVEL": "9",

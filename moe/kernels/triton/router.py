@@ -34,10 +34,10 @@ TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 
 class Fused(NamedTuple):
-    """Results for T tokens. `expert_TK` int64. With gradient: `gate_TK` fp32, and `loss` fp32, the weighted balance and z losses.
-    Without: `probs_TE` fp32, rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts` int64 [E + 2]: choices of each
-    expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss counts; None: it counts the
-    chosen ones.
+    """Results for T tokens. `expert_TK` int64: chosen experts. `gate_TK` fp32, with gradient. `loss` fp32, with gradient: the weighted
+    balance and z losses. `probs_TE` fp32, without gradient: rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts`
+    int64 [E + 2]: choices of each expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss
+    counts; None: it counts the chosen ones.
     """
 
     expert_TK: Tensor

@@ -92,7 +92,8 @@ class Prediction:
 
     @property
     def tightest(self) -> Bound | None:
-        """The memory limit that the run exceeds the most, or comes closest to if it exceeds none; None if no limit is known."""
+        """The memory limit that the run exceeds by the most bytes. If it exceeds none: the limit with the fewest bytes left. None if no
+        limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
