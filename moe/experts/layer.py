@@ -7,8 +7,9 @@
     free      skip experts return the token, zero experts return zero: LongCat-Flash (arXiv 2509.01322, section 2.1)
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
-Balance and z losses join the backward pass here. Free experts have the highest indices, skip before zero; the router treats them like
-other experts, but their choices are not dispatched. A dropped token gets zero: the residual connection around the layer keeps it.
+The layer's backward pass adds the gradients of the balance and z losses. Free experts have the highest indices, skip before zero; the
+router treats them like other experts, but their choices are not dispatched. The output of a dropped token is zero, so only the residual
+connection around the layer passes it on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from moe.router.losses import (
 from moe.router.router import Router, Routing
 from moe.router.slices import Shards
 
-if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
+if TYPE_CHECKING:  # for annotations only: the layer runs without the packages that read recipes
     from moe.recipe import sections
     from moe.recipe.router_spec import RouterSpec
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:  # these packages read recipes; the layer runs without them
 @dataclass(frozen=True)
 class LayerReport:
     """Measurements of one layer over the valid tokens held here. `load_E` int64: choices of each expert before dropping.
-    `kept`, `dropped`: numbers of choices, which sum to load_E's sum. Losses and entropy (in nats) are fp32 means over this micro-batch's
+    `kept`, `dropped`: numbers of choices; their sum is load_E.sum(). Losses and entropy (in nats) are fp32 means over this micro-batch's
     tokens. `importance_loss` and `load_loss` are 0 if their weights are 0.
     """
 
@@ -102,7 +103,7 @@ class MoELayer(nn.Module):
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
-        self.spread: Spread | None = None  # set if ranks divide tokens or share groups of tokens
+        self.spread: Spread | None = None  # set if tp ranks divide the tokens, or if ranks hold parts of a group of tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
@@ -117,7 +118,7 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
-        add_unrouted, dispatcher = cache(partial(self._unrouted, x_TD)), self.dispatcher  # cache: computed once, here or in `run`
+        add_unrouted, dispatcher = cache(partial(self._unrouted, x_TD)), self.dispatcher  # cache: the second call reuses the first's result
         if self.shared is not None or self.residual is not None:
             dispatcher = replace(dispatcher, meanwhile=add_unrouted)
         if self.router.spec.gate_on == "input":
@@ -160,20 +161,22 @@ class MoELayer(nn.Module):
         return lambda y_TD: y_TD + shared_TD
 
     def _output_biases(self, routing: Routing) -> Tensor:
-        """Sum the biases after w2 of each token's experts, times their gates, on the token's own rank: fp32 [T, D]."""
+        """Return each token's sum of its experts' w2 biases times their gates: fp32 [T, D]. Computed on the token's own rank, not on the
+        experts'."""
         assert self.output_bias is not None
         gate_TK = (1 if self.router.spec.gate_on == "input" else routing.gate_TK) * routing.kept_TK
         gate_TE = spread_gates(gate_TK, routing.expert_TK, num_experts=self.router.num_experts)[:, : len(self.output_bias)]
         return gate_TE @ self.output_bias.float()
 
     def _skipped(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Return the output of the skip experts, each token times the sum of its gates for them: fp32 [T, D]."""
+        """Return the output of the skip experts: each token times the sum of its gates for skip experts. fp32 [T, D]."""
         first = self.experts.num_experts
         skip_TK = (routing.expert_TK >= first) & (routing.expert_TK < first + self.skip) & routing.kept_TK
         return x_TD.float() * (routing.gate_TK * skip_TK).sum(1, keepdim=True)
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
-        """Return the experts' dropout. Its random numbers depend on the token's index in the step, which is sent with the row."""
+        """Return the experts' dropout. Its random numbers depend on the token's index in the step; the dispatcher sends this index with
+        each row."""
 
         def scale(position_R: Tensor) -> Tensor:
             rows = Context(context.seed, context.step, position_R)
@@ -190,7 +193,8 @@ def _without_free(routing: Routing, num_experts: int) -> Routing:
 
 
 def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, experts: Experts, dropout: Dropout | None) -> Tensor:
-    """Run the dispatcher on the T K tokens g x, with one choice each and gate 1, and sum the results of each token: [T, D]."""
+    """Multiply each token by the gate of each of its K choices, dispatch the T K products as tokens with one choice and gate 1, and sum the
+    results of each token: [T, D]."""
     choices = routing.expert_TK.shape[1]
     x_ND = rearrange(x_TD.unsqueeze(1) * routing.gate_TK.unsqueeze(2), "t k d -> (t k) d").to(x_TD.dtype)
     expert_N1, kept_N1 = routing.expert_TK.reshape(-1, 1), routing.kept_TK.reshape(-1, 1)
@@ -214,8 +218,9 @@ class _Counted:
 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
-    """Return loss name -> fp32 scalar over the spec's balance_scope, without weights; 0 for a loss that is not computed.
-    Without context.whole_step, the micro-batch is the global batch. Collective if groups have tokens on several ranks (`shards`).
+    """Return loss name -> fp32 scalar over the spec's balance_scope, not yet multiplied by the loss's weight; 0 for a loss that is not
+    computed. Without context.whole_step, the micro-batch counts as the global batch. Collective if groups have tokens on several ranks
+    (`shards`).
     """
     num_experts, none = routing.probs_TE.shape[1], routing.probs_TE.new_zeros(())
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]

@@ -1,4 +1,4 @@
-"""Gives each rank of tp its own tokens of a MoE layer, and joins the results. Each token is routed once, as over ranks of dp.
+"""Divides a MoE layer's tokens among the ranks of tp, and joins the results, so that only one rank of tp routes a token.
 
     outside the layer, each rank has           cut: its tokens inside               join
     copies      x [B L, D]                     its run of the tokens                all-gather of the runs
@@ -6,8 +6,9 @@
                 sequence (tensor.sequence_parallel)
     channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
 
-A run is a contiguous chunk. Runs differ by at most one token, so any number of tokens can be divided. Expert parallelism can use this axis
-too (MoE parallel folding, arXiv 2504.14960). If a group has tokens on several ranks, they decide together (moe/router/slices.py).
+A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. The experts' ranks
+(ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or a balance loss. If a
+group has tokens on several ranks, each of them gathers the scores of the whole group (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts
 
 
 class Exchange(Protocol):
-    """The exchange between the layout outside of the layer and the rank's tokens inside. `total`: number of all ranks' tokens."""
+    """`cut` selects this rank's tokens from the activations outside of the layer; `join` restores the layout outside. `total`: number of
+    tokens of all ranks."""
 
     def cut(self, x_AD: Tensor) -> Tensor: ...
     def join(self, y_TD: Tensor, *, total: int) -> Tensor: ...
@@ -65,8 +67,8 @@ class Columns:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a rank's tokens. `sequence_tokens`: tokens of a sequence in these groups; None: all tokens are one group. `shards`: the
-    ranks that have other tokens of these groups; None: this rank has all.
+    """Groups of a rank's tokens, as the router needs them. `sequence_tokens`: number of a sequence's tokens in its group; None: all tokens
+    are one group. `shards`: the ranks that hold other tokens of these groups; None: this rank holds all.
     """
 
     sequence_tokens: int | None
@@ -88,7 +90,7 @@ class Spread:
         """Return the groups of `batch` sequences. `length`: tokens of each sequence that this rank holds outside of the layer."""
         size = group_size(self.spec)
         each = size if size is not None else self.spec.group if isinstance(self.spec.group, int) else 1
-        # True if the ranks of tp have whole groups, each its own
+        # True if the tokens of each tp rank are whole groups
         apart = not self.by_columns and batch % (self.axis.size * (each or batch or 1)) == 0
         if size is None or (apart and self.sp.size == 1):
             return Groups(length if apart else None)

@@ -1,4 +1,4 @@
-"""The MoE layer's operations behind one interface, with interchangeable implementations. reference.py says what each returns.
+"""The MoE layer's operations behind one interface, with interchangeable implementations. reference.py defines the results.
 
     top_k         each token's experts: the highest scores
     kept          the choices that get a slot of their expert         all others are dropped
@@ -23,7 +23,7 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 
 _NAMES = ("auto", "reference", "cpu", "grouped_mm")
-UNFUSED = ("grouped_mm",)  # kernels that keep each tensor between two operations of a network for the backward pass
+UNFUSED = ("grouped_mm",)  # kernels that save every intermediate tensor of a network for the backward pass
 
 
 def choose(name: str = "auto") -> ModuleType:

@@ -1,6 +1,7 @@
 """The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
 
-swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
+swiglu is silu(h) * g. A recipe may instead bound h and g and change the slope (model.swiglu), as GPT-OSS does. The result is then the last
+term:
 
     h' = min(h, limit)    g' = clamp(g, -limit, limit)    h' sigmoid(alpha h') * (g' + offset)
 """
@@ -42,7 +43,8 @@ def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | Non
 def activate_backward(
     grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of `hidden` and `gate`, given `grad`, the gradient of activate's result. Overwrite `grad` with the first."""
+    """Return the gradients of `hidden` and `gate`, given `grad`, the gradient of activate's result. The memory of `grad` is overwritten
+    with the gradient of `hidden`."""
     aten = torch.ops.aten
     if ffn == "relu":
         return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None
@@ -59,7 +61,7 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return alpha h' and g' in fp32 or wider, because 16 bits of alpha h' would be too few for its sigmoid."""
+    """Return alpha h' and g' in fp32 or wider, because rounding alpha h' to 16 bits would make its sigmoid inexact."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 

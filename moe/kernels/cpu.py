@@ -31,7 +31,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
-    """Sort only rows with ties, which torch.topk finds among k + 1 scores: sorting all rows would take ten times as long."""
+    """Return top_k for k > 2. Take torch.topk's k + 1 highest scores, and sort only the rows in which two of them are equal: sorting all
+    rows would take ten times as long."""
     best, expert = scores_TE.topk(min(k + 1, scores_TE.shape[1]))
     expert_TK = expert[:, :k].contiguous()
     rows = (best[:, 1:] == best[:, :-1]).any(1).nonzero()[:, 0]

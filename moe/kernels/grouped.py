@@ -3,8 +3,8 @@
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. Padding is at most
-a quarter of the rows (in 16 bits half of them, or 64 rows per expert). A block's hidden rows fit into the CPU's cache.
+One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. Padded rows are at most
+1.25 times the rows (for 16-bit products on the CPU 1.5 times, or 32 rows per expert). A block's hidden rows fit into the CPU's cache.
 
 Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
 the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient without the factor gate. Biases are added to padding
@@ -67,7 +67,8 @@ class Block:
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut the experts into blocks.
     Experts without rows at the edge of a block belong to no block. 16-bit products on the CPU get more padding and larger blocks, because
-    each new shape costs 15 times the product (python -m tests.measured small-costs). Multiples of 32 rows are fastest.
+    the first product of a new shape takes 15 times as long as later ones (measured by python -m tests.measured small-costs). Multiples of
+    32 rows are fastest.
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
@@ -123,7 +124,7 @@ def one_block(counts: list[int]) -> list[Block]:
 def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.dtype, *, keep: bool = True) -> Rows:
     """Arrange routed rows, sorted by expert, in blocks. Row r copies source row source_R[r]. `keep`: a backward pass can follow."""
     width, hidden = network.w1.shape[1:]
-    row_bytes = (hidden + 4 * width) * dtype.itemsize  # a row's hidden units, and about four copies of its width
+    row_bytes = (hidden + 4 * width) * dtype.itemsize  # scratch memory of a row: its hidden units, and about four rows of width D
     cut = [] if keep or dtype in _HALF else one_block(counts)
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
@@ -144,7 +145,8 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
 def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
-    """Return (results [N, D], tensors for the backward pass). With `gate_R`, each source row sums its results times their gates."""
+    """Return (results [N, D], tensors for the backward pass). With `gate_R`, a source row's result is the sum over its routed rows of gate
+    times output. Without it, each source row has one routed row."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
@@ -232,7 +234,8 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Return the gradients of w1, w2 and w3 (if any) after the backward pass, for zero-bubble schedules, from rows gathered again."""
+    """Return the gradients of w1, w2 and w3 (if any). Called after the backward pass, for zero-bubble schedules; the rows are gathered
+    again."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -241,7 +244,8 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, with zeros for experts without rows. With None, autograd would not run a weight's hooks."""
+    """Allocate the weights' gradients, with zeros for experts without rows. Zeros, because autograd would not run a weight's hooks for
+    None."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -268,7 +272,8 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. 16-bit products are first summed in 16 bits, by groups of 16."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first summed in groups of 16, in 16
+    bits."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

@@ -1,8 +1,8 @@
-"""The experts' networks by torch's own grouped product, which is CUTLASS on a GPU since Hopper: one launch for all experts.
+"""The experts' networks with torch's grouped product (F.grouped_mm): one launch for all experts, by CUTLASS on Hopper and later GPUs.
 
     permute    rows w1, rows w3    activation    hidden w2    combine        each tensor in memory, and kept for the backward pass
 
-All other operations are those of `auto`. A row must be a multiple of 16 bytes.
+All other operations are those of `auto`. The size of a row must be a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _weight_gradient(rows_RI: Tensor, grad_RO: Tensor, ends_E: Tensor, dtype: to
 
 
 def _check(rows_RD: Tensor, network: Network) -> None:
-    """Raise BadInput for a dtype or for widths that torch's grouped product does not take."""
+    """Raise BadInput for a dtype or for widths that torch's grouped product does not support."""
     if rows_RD.dtype not in _DTYPES:
         got, needed = f"grouped_mm for {rows_RD.dtype}", "float32, bfloat16 or float16"
         raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto", "reference"))

@@ -1,8 +1,9 @@
-"""The networks of some experts as one value. Kernels fuse the operations:
+"""The feed-forward networks of several experts as one value. Kernels fuse these operations:
 
     h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
 
-`ByProduct` computes one after another, for other products (moe/kernels/products.py) and for K-FAC, which needs each product's input.
+`ByProduct` does not fuse them: it calls a function for each matrix product, for quantised products (moe/kernels/products.py) and for K-FAC,
+which needs each product's input.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Network:
         return cls(w1, w2, w3, b1, b3, activation)
 
     def split(self, each: int) -> list[Network]:
-        """Return the networks of `each` experts at a time. Chunks of a tensor are views that share an autograd node, which writes their
-        gradients into one tensor."""
+        """Split into networks of `each` experts. The chunks of a tensor are views that share an autograd node, which writes their gradients
+        into one tensor."""
         count = len(self.w1) // each
         cut = zip(*([None] * count if t is None else t.split(each) for t in self.tensors), strict=True)
         pairs = {name: list(zip(*(t.split(each) for t in pair), strict=True)) for name, pair in self.adapters.items()}

@@ -1,7 +1,7 @@
 """How the experts' matrix products are computed: one object for each policy, listed in PRODUCTS.
 
     plain          operands in the compute dtype, inside the kernels' fused operations
-    any other      calls of its `product`, not fused, between the kernels' permute and combine (moe/kernels/network.py, ByProduct)
+    any other      one call of its `product` for each matrix product, not fused (moe/kernels/network.py, ByProduct)
 
 A policy decides which operands of which products are quantised. A new policy is a class here, an entry of PRODUCTS, a name in the recipe
 (moe/recipe/sections, Experts.products), and a plain function in moe/verify/plain/layer.py. Recipes are checked before torch is loaded,
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Products:
-    """One way to compute products. The attributes are facts about it, which other code reads; a policy overrides the ones that differ."""
+    """One way to compute products. Other code reads the attributes; a policy overrides those whose default is wrong for it."""
 
     name: ClassVar[str]
     fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
     rounds: ClassVar[bool] = True  # True: operands are rounded to fewer bits than the compute dtype, so layouts can differ by 1e-5
-    kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner takes, such as fp8; None: the compute dtype
+    kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner assumes, such as fp8; None: the compute dtype
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:

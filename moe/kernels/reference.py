@@ -1,4 +1,4 @@
-"""The definition of the right result, which the fast kernels must equal: every step as a plain loop or one indexing line. Slow."""
+"""Slow kernels that define the right results, for tests of the fast ones: every step is a plain loop or one line of indexing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving rows by a plan. Forward and backward are gathers, never additions at an index, so sums have a fixed order.
+"""Moves rows as a plan says. Forward and backward gather rows and never add at an index, so sums have a fixed order.
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation

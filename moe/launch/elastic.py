@@ -5,7 +5,7 @@
 
 A micro-batch never has more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
 divisor of the recipe's ep with which the run is possible. The global batch does not change, so losses are equal up to rounding. If routing
-depends on the sequences of a micro-batch, their number must not change, which excludes some numbers of processes.
+depends on which sequences share a micro-batch, a micro-batch must keep its size, which excludes some numbers of processes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
 ORIGIN = "--elastic"  # origin, in the run's recipe.yaml, of the values that are changed here
-_TRIES = 8  # for each number of processes, this number of values of pipeline.microbatches is tried, smallest first
+_TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 
 def whole(run: Run, processes: int | None) -> Run:
-    """Return the planned run: the run in which degrees.dp "auto" is replaced by its number on `processes` processes.
+    """Return the planned run: the run in which degrees.dp "auto" is replaced by its value on `processes` processes.
     Raises BadInput if degrees.dp is "auto" and `processes` is None."""
     if run.degrees.dp != "auto":
         return run
     if processes is None:
-        needed = "a number, the dp of all processes: it decides the size of micro-batches, also with fewer processes"
+        needed = "a number: the dp of the planned processes, from which the size of micro-batches follows"
         raise BadInput("degrees.dp", got="auto with --elastic", needed=needed, fix="--degrees.dp N")
     return _with_degrees(run, dp=max(1, processes // _ranks_each(run)))
 
@@ -54,8 +54,8 @@ def for_world(run: Run, world: int, *, least: int) -> Run:
 def _advice(works: list[int], world: int, least: int) -> str:
     fewer = [n for n in works if n <= world]
     if fewer and fewer[0] >= least:
-        return f"start {fewer[0]} of them"
-    return f"--elastic {fewer[0]}" if fewer else f"start {works[-1]} of them" if works else "leave --elastic out"
+        return f"start {counted(fewer[0], 'process')}"
+    return f"--elastic {fewer[0]}" if fewer else f"start {counted(works[-1], 'process')}" if works else "leave --elastic out"
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
@@ -71,7 +71,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     if found:
         return found
     works = smaller(run, below=below, least=1)
-    needed = f"at most {works[0]}, one of {listed(works)}" if works else "a smaller number, and none is possible"
+    needed = f"at most {works[0]}, one of {listed(works)}" if works else "fewer processes, but no smaller number is possible"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
     raise BadInput("--elastic", got=f"{least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 

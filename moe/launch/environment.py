@@ -23,17 +23,16 @@ _OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 
 # Variables that torch's libraries read when they are loaded. `python -m tests.measured environment` measures their effect on speed.
 BEFORE_TORCH = {
-    # Sizes of oneDNN's caches of compiled matrix products. With the default of 1,024 shapes, memory grows for hundreds of steps, because
-    # the
-    # number of an expert's rows, and so the shape of its product, changes in nearly every step.
+    # Sizes of oneDNN's caches of compiled matrix products. With the default of 1,024 shapes, memory grows for hundreds of steps: in nearly
+    # every step an expert has another number of rows, so its product has another shape.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     "LRU_CACHE_CAPACITY": "32",
-    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 it occupies a core that another
-    # thread may need on a busy machine. With 0 it must always be woken up, which is slower on an idle machine.
+    # Number of times that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000, it occupies a core that other
+    # threads need on a busy machine. With 0, each wait ends with a wake-up by the kernel, which is slower on an idle machine.
     "GOMP_SPINCOUNT": "10000",
     # Suppresses the lines that torch's profiler (`moe train --profile`) prints at its start and end.
     "KINETO_LOG_LEVEL": "9",
-    # CUDA memory is allocated in segments that grow: experts' numbers of rows change in each step, which would fragment fixed segments.
+    # Allocates CUDA memory in segments that can grow. Experts' numbers of rows change in each step, which would fragment fixed segments.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 # variable of BEFORE_TORCH -> a variable that it would override: if the user has set that one, the first is not set
@@ -107,7 +106,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 
 def devices(environment: Mapping[str, str], nproc: int, *, launcher: str = "deepspeed") -> str | None:
     """Return the first `nproc` GPUs of CUDA_VISIBLE_DEVICES as "2,3", for DeepSpeed's launcher; None for torchrun, or if the variable is
-    not set. Raises BadInput for fewer GPUs, and if DeepSpeed's launcher would get names instead of numbers."""
+    not set. Raises BadInput for fewer GPUs, and if DeepSpeed's launcher would get UUIDs instead of numbers."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
@@ -140,7 +139,8 @@ def free_port() -> int:
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
     """Return MASTER_PORT, or a free port if it is not set. If another program uses MASTER_PORT, print that and return a free port. local:
-    whether rank 0 is on this machine; only then is it checked whether the port is in use. Raises BadInput if MASTER_PORT is not a port."""
+    whether rank 0 is on this machine; only then can this function check whether the port is in use. Raises BadInput if MASTER_PORT is not a
+    port."""
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()

@@ -2,8 +2,8 @@
 
     moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
-DeepSpeed's launcher would kill remote processes by the name of their program, also in other runs of the user, and would kill ranks that
-need more than half a minute to save. So this module sends the signals. It finds the ranks by the token of their launch.
+DeepSpeed's launcher would kill remote processes by the name of their program, and so also those of the user's other runs. It would also
+kill ranks that need more than half a minute to save. So this module sends the signals. It finds the ranks by the token of their launch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 @dataclass(frozen=True)
 class Hosts:
     """The machines of a launch: their names, the number of ranks (slots) on each, and the token of the launch. Methods with an argument
-    `no_more` give up when no_more() returns True, which means that the user has sent a signal."""
+    `no_more` give up when no_more() returns True: the user has sent a signal."""
 
     names: tuple[str, ...]
     token: str
@@ -157,7 +157,7 @@ def _error(name: str, text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Do this machine's part of `Hosts.check`, `send` or `end`, and print the answer. words: this machine's number, command, arguments."""
+    """Carry out `Hosts.check`, `send` or `end` on this machine, and print the answer. words: this machine's number, command, arguments."""
     match words[1:]:
         case ["check", folder, word]:
             try:

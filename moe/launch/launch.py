@@ -1,4 +1,4 @@
-"""The program of a rank, for all launchers (deepspeed, torchrun, srun) and without one:
+"""The program of a rank, started by a launcher (deepspeed, torchrun, srun) or by hand:
 
 torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 """
@@ -121,7 +121,7 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
 
 def _prints(bad: BadInput, rank: int) -> bool:
     """Return whether this rank prints the BadInput that it raised. If several ranks raise the same error, only one prints it."""
-    if TOKEN in os.environ:  # the parent `moe train` prints messages of other ranks that rank 0 does not have
+    if TOKEN in os.environ:  # if only other ranks have an error, the parent `moe train` prints it
         return rank == 0
     if bad.prints is not None:
         return bad.prints
@@ -192,7 +192,7 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _called_immediately(stop: _TooEarly) -> Iterator[None]:
     """Within the context, a second thread calls the handler immediately. Python itself calls it only when the main thread returns from C
-    code, in which it may wait for missing ranks for minutes."""
+    code, and there the main thread may wait for missing ranks for minutes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -233,7 +233,10 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         other = "start with another --out and without --fresh" if given.fresh else "start without --max-restarts"
         fix = f"{other}, or let moe train --restarts start it again"
         raise BadInput(
-            flag, got=f"it with torchrun --max-restarts {restarts}", needed="flags with which torchrun can restart the run safely", fix=fix
+            flag,
+            got=f"the flag with torchrun --max-restarts {restarts}",
+            needed="flags that are safe with torchrun's restarts",
+            fix=fix,
         )
 
 
@@ -253,7 +256,7 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
-    from parallel.process import process  # here, because it imports torch, which takes seconds, and a wrong recipe is refused before
+    from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
@@ -273,8 +276,8 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
 
 def carried_out(work: Callable[[], object]) -> int:
-    """Run `work`, which trains; then destroy the process groups and return the exit code. If an error here is only the consequence of
-    another rank's error, raise that error instead."""
+    """Run `work`, which trains; then destroy the process groups and return the exit code. If this rank failed only because another rank
+    did, raise that rank's error instead."""
     from moe.train.loop.trainer import Stopped
     from parallel.process import process
     from parallel.watch import watchdog

@@ -1,4 +1,4 @@
-"""Program that starts the ranks on the machines of a hostfile with DeepSpeed's runner, but corrects its arguments, output and environment.
+"""Program that starts the ranks on the machines of a hostfile. It runs DeepSpeed's runner with corrected arguments, output and environment.
 
     moe train -> python -m moe.launch.pdsh FOLDER [the runner's arguments] -> pdsh -> ssh -> deepspeed.launcher.launch -> ranks
 

@@ -4,10 +4,10 @@
                            -> warm process                         after the first checkpoint; imports torch and the trainer, once
                            -> warm process -> leader -> ranks      later attempts start in a tenth of a second, instead of ten seconds
 
-A fork gets its parent's memory but not its threads, so the warm process must not have threads, process groups or an open GPU. If its
-imports have opened a GPU, the launcher starts the next attempt instead. The leader, a fork of the warm process, has the launcher's role:
-ranks are in its session and die with it, and it ends when all ranks have ended. Messages between the warm process or leader and `moe
-train` are lines of JSON: a request to start, then the process ids, later the exit codes.
+A fork gets its parent's memory but not its threads, so the warm process must not have threads, process groups or an open GPU. If an import
+in it has opened a GPU, it cannot fork ranks, and the launcher starts the next attempt instead. The leader, a fork of the warm process, has
+the launcher's role: ranks are in its session and die with it, and it ends when all ranks have ended. Messages between the warm process or
+leader and `moe train` are lines of JSON: a request to start, then the process ids, later the exit codes.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ faults, and a run that never saves ends soon. (torchrun counts all restarts of a
 further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted after bad input (exit code 2), a user's signal, or lack of
 memory, if no rank started, or if the same Python error recurs before a new checkpoint.
 
-With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count restarts at 0. The GPU
-of the rank that died first in most of these attempts is then no longer used.
+With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count restarts at 0. It then
+leaves out the GPU of the rank that died first in most of the failed attempts.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Restarts:
         if not end.began and not self._count:
             reason = "no rank had started"
         elif end.stuck:
-            reason = "a process of the last start is still there"
+            reason = "a process of the last attempt could not be killed"
         elif any(status.get("error") == TOO_EARLY for status in end.statuses.values()):
-            reason = "a rank had a signal of its own"
+            reason = "a signal ended a rank before training"
         elif any(status.get("repeats") for status in end.statuses.values()):
             reason = "memory would run out again"
         elif not saved and all_wrote and said and said == self._said:
@@ -131,7 +131,7 @@ class Restarts:
         self.gone = max(self._first, key=self._first.__getitem__, default=None)
         self._first.clear()
         who = "a rank" if self.gone is None else f"rank {self.gone}"
-        _say(f"{who} leaves for good: {reason}")
+        _say(f"{who} is no longer used: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
         """Wait before the next attempt, and return True. If a signal comes meanwhile (`caught` is not empty), print a line and return

@@ -3,8 +3,8 @@
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
 Launchers alone do not suffice: `deepspeed` does not forward SIGTERM, ends its ranks one after another, and can exit with 0 after a rank was
-killed. So each rank writes a status file, which decides success, and signals are sent to all ranks directly. Nothing here imports torch.
-moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
+killed. So each rank writes a status file, from which success or failure is read, and signals are sent to all ranks directly. Nothing here
+imports torch. moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    killed: set[int] = set()  # ranks that outlive the launcher, so that this process kills them
+    killed: set[int] = set()  # ranks that were alive after the launcher had ended, so this process killed them
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
@@ -176,8 +176,8 @@ def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subproc
             return forked, forked.ranks
     command = _command(launch, visible, port=port, folder=folder)
     processes = counted(world, "process")
-    print(f"waiting for {launch.launcher} to start {processes}: it loads torch first, and so does each of them", flush=True)
-    # nothing is written to it; if it ends, remote ranks know that this process has died
+    print(f"waiting for {launch.launcher} to start {processes}: the launcher and each process load torch first", flush=True)
+    # nothing is written to the pipe; when it is closed, remote ranks know that this process has died
     stdin = subprocess.DEVNULL if here else subprocess.PIPE
     return subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True), []
 
@@ -277,7 +277,8 @@ def _watch(
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
-    """Return whether a rank failed so long ago that other ranks have had time to report (`_leave_s`). now: time.monotonic()."""
+    """Return whether a rank failed more than `_leave_s` seconds ago, so that other ranks have had time to write their status files. now:
+    time.monotonic()."""
     ended = [(rank, rank.ended_at) for rank in ranks if rank.ended_at is not None]
     statuses = status.read(folder) if ended else {}
     for rank, ended_at in ended:
@@ -289,8 +290,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return, for ranks and launchers on other machines, whether one failed so long ago that others have had time to report.
-    seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
+    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago, so that others have had time to write
+    status files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }
@@ -329,7 +330,7 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
     count = send(ranks, _sent(number)) if hosts is None else len(found)
-    line = f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (once more: end at once)"
+    line = f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (a second signal kills them immediately)"
     print(line, file=sys.stderr, flush=True)
     return True
 

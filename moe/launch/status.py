@@ -1,4 +1,4 @@
-"""The status folder: ranks write how they ended, for their parent `moe train`, because launchers lose exit codes.
+"""The status folder: each rank writes for its parent `moe train` how it ended, because launchers do not report all exit codes.
 
     <run folder>/.status/<rank>.json                {"exit": code, "pid", "error": message or null, "of_all", "repeats"}
     <run folder>/.status/started                    the launch's token, by which machines of a hostfile check that they see this folder

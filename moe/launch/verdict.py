@@ -46,7 +46,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    # if `killed` without a signal, a rank had started: on another machine, where it ended without a status file
+    # `killed` without a signal means that a rank had started on another machine and ended without a status file
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]
@@ -54,7 +54,7 @@ def verdict(
     seen = {rank.rank: rank for rank in ranks}
     bad = [rank for rank in failed if _was_bad_input(statuses.get(rank), seen.get(rank), launcher_code)]
     if bad:  # rank 0 prints its message itself; the message of another rank is returned
-        silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
+        silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not write the reason: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
     # a rank that is not in `ranks` died last if this process killed it; otherwise it died before it could be found, so first
@@ -67,11 +67,11 @@ def verdict(
         end = f"ended with {in_words(last)}"
         unreported = "pid" not in statuses.get(rank, {})
         if unreported and asked is not None and (killed or last == -asked):
-            end = "was killed: it had not stopped" if killed else f"ended with {in_words(last)}: it had not come as far as to save"
+            end = "was killed, because it had not stopped in time" if killed else f"ended with {in_words(last)}, before it could save"
         elif unreported and rank in ended_here:
-            end = "was ended here, after the others"
+            end = "was killed by moe train after the others"
         elif unreported and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
-            end = "was ended by the launcher after that"
+            end = "was then killed by the launcher"
         error = statuses.get(rank, {}).get("error")
         text, of_all = f"{end}{f': {error}' if error else ''}", statuses.get(rank, {}).get("of_all")
         same = next((who for said, who in groups if of_all and said == text), None)
@@ -121,7 +121,7 @@ def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code:
 def in_words(code: int | None) -> str:
     """Format an exit code: "exit code 1", or "signal SIGKILL (likely cause)" for -9, 137 or, from DeepSpeed's launcher, 247."""
     if code is None:
-        return "no word: its exit code is not known"
+        return "no status file: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
     try:
         name = signal.Signals(number).name

@@ -2,12 +2,11 @@
 2.2).
 
     h0: the model's output for token i, before the last norm
-    h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2         embedding and head are the model's
-    h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has its own proj, block and
-    norms
+    h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2      embedding and head: the model's
+    h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3      proj, block and norms: one for each depth
 
-The mean loss over input tokens and depths, times `model.ahead_weight`, adds its gradient at h0. The last pipeline stage has these blocks
-and a copy of the embedding. If sequences are sharded, ranks first gather the token ids of entire sequences.
+The loss is the mean over input tokens and depths, times `model.ahead_weight`. Its gradient is added to that of h0. The last pipeline stage
+has these blocks and a copy of the embedding. If sequences are sharded, ranks first gather the token ids of entire sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from moe.recipe import sections
 
 
 class PredictionDepth(nn.Module):
-    """One depth: combines the previous depth's hidden states with the embeddings of the tokens that were predicted there; applies a
-    block."""
+    """One depth: concatenates the previous depth's hidden states with the embeddings of the tokens that it predicts, projects them, and
+    applies a block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Initial weights, as functions of only (seed, global name, index in the unsharded tensor).
 
-So every layout starts from the same bits, and a rank draws only its shards (parallel/numerics/first_values.py). The distribution is a
-normal one, truncated at 2 sigma, with sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
+So initial weights are bitwise equal on every layout, and a rank computes only its shards (parallel/numerics/first_values.py). The
+distribution is a normal one, truncated at 2 sigma, with sigma = sqrt(init_scale / fan_in) (Switch, arXiv 2101.03961, section 2.4,
+init_scale 0.1).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
 
 
 def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
-    """Return (parameter's name -> layout, mesh) for a model that is not sharded, in one process."""
+    """Return (parameter's name -> layout, mesh of one process) for a model that is not sharded."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))

@@ -17,8 +17,8 @@ _HIDDEN, _ROUTING = KINDS = ("hidden", "routing")
 
 
 class Choices(NamedTuple):
-    """Routing of one layer. expert_BLK: chosen experts, int64. gate_BLK: their gates, fp32. kept_BLK: False for a choice that found no
-    slot. probs_BLE: the router's probabilities, fp32."""
+    """Routing of one layer. expert_BLK: chosen experts, int64. gate_BLK: their gates, fp32. kept_BLK: False for a dropped choice.
+    probs_BLE: the router's probabilities, fp32."""
 
     expert_BLK: Tensor
     gate_BLK: Tensor
@@ -27,8 +27,8 @@ class Choices(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """hidden: layer -> its output [B, L, D], with gradient. routing: layer with experts -> its choices. Without "hidden" or "routing" in
-    `keep`, that one is empty."""
+    """hidden: layer -> its output [B, L, D], with gradient. routing: layer with experts -> its choices. A field that `keep` does not name
+    is empty."""
 
     hidden: dict[int, Tensor]
     routing: dict[int, Choices]

@@ -21,7 +21,8 @@ def global_name(name: str) -> str:
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the parameter with this name is a bias. It goes by the name, because a stack of experts' biases has two dims."""
+    """Return whether the parameter with this name is a bias. The name decides and not the number of dims: a stack of experts' biases has
+    two."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     return last in ("b1", "b3", "bias") or last.endswith("_bias")
 

@@ -7,8 +7,8 @@ An encoder-decoder (T5, arXiv 1910.10683) has the encoder's blocks first. A sequ
     x = embedding of the encoder's tokens  -> encoder's blocks -> norm -> s          encoder and decoder: one position bias each
     y = embedding of the decoder's tokens  -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
-Pipeline stages send one tensor, which has x (or s), then y. A shard of sequences is a shard of the encoder's tokens, then one of the
-decoder's.
+Pipeline stages send one tensor, which has x (or s), then y. If sequences are sharded, a rank has a shard of the encoder's tokens, then a
+shard of the decoder's.
 
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """
@@ -47,9 +47,10 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. The tensor that
-    is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
-    reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors only in tuples.
+    """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. Of logits and
+    loss, the one that is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only
+    `hidden_BLD` and reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors
+    only in tuples.
     """
 
     logits_BLV: Tensor
@@ -69,7 +70,8 @@ class StageLayers(NamedTuple):
 
 class Block(nn.Module):
     """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
-    `recompute`: what the backward pass recomputes: `none`, `full` (the block), or `selective` (feed-forward network or MoE layer).
+    `recompute`: activations that the backward pass recomputes: `none`, `full` (of the block), or `selective` (of its feed-forward network
+    or MoE layer).
     """
 
     def __init__(self, model: sections.Model, experts: sections.Experts, router: sections.Router, layer: int) -> None:
@@ -128,13 +130,13 @@ class Block(nn.Module):
         return x_BLD + self._drop(y_BLD, "ffn", context), report
 
     def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
-        """Apply residual scale and dropout to the output of a part: attention, cross or ffn."""
+        """Multiply the output of a sublayer (`part`: attention, cross or ffn) by the residual scale, and apply dropout."""
         return _dropped(self, scaled(x_BLD, self.scale), f"layers.{self.layer}.{part}", context)
 
 
 class SharedBias(nn.Module):
-    """Takes the place of the encoder's or decoder's first block on a pipeline stage that has only later blocks. It has the position bias
-    that they share."""
+    """Holds the encoder's or decoder's shared position bias on a pipeline stage that has only later blocks, in the place of the first
+    block."""
 
     def __init__(self, first: Block) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class Transformer(nn.Module):
         return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS))[0]
 
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
-        """Run the decoder on the encoder's output `source_BSD`. Return an Output with logits. `context`: of the decoder's tokens."""
+        """Run the decoder on the encoder's output `source_BSD`. Return an Output with logits. `context` describes the decoder's tokens."""
         blocks = list(self.layers[self.config.decoder_begins :])
         y_BND, reports = _through(blocks, self._look_up(tokens_BN), context, self._bias(blocks), source_BSD)
         return self._end(y_BND, None, context, reports)
@@ -280,8 +282,8 @@ class Transformer(nn.Module):
         return x_BSD, reports
 
     def _bias(self, blocks: Sequence[nn.Module]) -> Bias | None:
-        """Return the position bias that these blocks share, which all belong to the encoder or all to the decoder; None if there is
-        none."""
+        """Return the position bias that these blocks share, or None without one. All blocks belong to the encoder, or all to the
+        decoder."""
         if not blocks:
             return None
         first = self.layers[self.config.half_of(cast(Block, blocks[0]).layer).start]
@@ -312,7 +314,7 @@ class Transformer(nn.Module):
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix, of_tokens), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
-        """Return x unchanged, such that its backward pass adds the gradient of the loss of multi-token prediction."""
+        """Return x unchanged. In the backward pass, the gradient of the multi-token prediction loss is added to x's gradient."""
         summed = partial(self._summed_loss, matrix=matrix)
         loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
@@ -345,8 +347,8 @@ def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Co
 
 
 def _in_slices(tokens_BL: Tensor, source: int, slices: int) -> Tensor:
-    """Reorder tokens so that, if a row is cut into `slices` equal parts, each part has a slice of the encoder's tokens (the first
-    `source`), then a slice of the decoder's."""
+    """Reorder the tokens of each sequence for `slices` equal shards: each shard has some of the encoder's tokens (the first `source`), then
+    some of the decoder's."""
     if slices == 1:
         return tokens_BL
     halves = (half.chunk(slices, dim=1) for half in tokens_BL.tensor_split([source], dim=1))
@@ -358,7 +360,8 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return global name -> tensor of the model's state other than parameters, equal on every rank: routers' biases."""
+    """Return global name -> tensor of the state that checkpoints store in addition to parameters: the routers' biases, equal on every
+    rank."""
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
 
 

@@ -1,1 +1,1 @@
-"""Layers that know no mesh: attention, linear maps and norms, vocabulary, and the context of a forward pass."""
+"""Layers that do not depend on the device mesh: attention, linear maps and norms, vocabulary, and the context of a forward pass."""

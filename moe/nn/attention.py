@@ -2,10 +2,10 @@
 
     x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
-Norms of q and k (arXiv 2302.05442) or a bound on each channel of q, k and v (OLMo, arXiv 2402.00838) can keep logits small.
-`core` (moe/nn/core.py) is the only place where a token sees others: sequence parallelism replaces it, to exchange keys between ranks.
-Tensor parallelism gives each rank some heads, and replaces `enter` and `leave`, through which input and output pass, or `products`,
-which can overlap communication with the products of q, k and v.
+Norms of q and k (arXiv 2302.05442) or a bound on each channel of q, k and v (OLMo, arXiv 2402.00838) can keep logits small. Only in `core`
+(moe/nn/core.py) does a token attend to others, so sequence parallelism replaces `core` by one that exchanges keys between ranks. Tensor
+parallelism gives each rank some heads. It replaces `enter` (applied to the input) and `leave` (applied to the output), or `products`, to
+overlap communication with the products of q, k and v.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from parallel.numerics.position_bias import Bias
 
 
 class RelativeBias(nn.Module):
-    """T5's bias, `weight` [buckets, H]: of 32 buckets of distances, half have one distance each, half are logarithmic up to 128.
-    `both_ways` (encoder): half of the buckets are for keys before the query, half for keys after it.
+    """T5's bias, `weight` [buckets, H]: 32 buckets of distances, of which half hold one distance each, and the others grow logarithmically
+    up to distance 128. `both_ways` (encoder): half of the buckets are for keys before the query, half for keys after it.
     """
 
     buckets, far = T5_BUCKETS, 128
@@ -60,7 +60,7 @@ class RelativeBias(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Attention sinks: a logit for each head that takes a share of the softmax and adds nothing to the output. `weight` [H]."""
+    """Attention sinks: one logit for each head. It takes a share of the softmax but adds no value to the output. `weight` [H]."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -71,13 +71,14 @@ class Sinks(nn.Module):
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer's queries see: earlier ones, all, all of the encoder's output
+Half = Literal["decoder", "encoder", "cross"]  # a query attends to earlier tokens, to all tokens, or to all of the encoder's output
 
 
 class Attention(nn.Module):
-    """Attention with as many heads as its weights have. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms
-    of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: it has its own T5 bias,
-    otherwise forward gets one. `window`: number of tokens that a query sees, itself included (None: all earlier ones).
+    """Attention. The number of heads follows from the weights' shapes. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias
+    [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: the layer
+    has its own T5 bias; otherwise `forward` gets another layer's. `window`: number of tokens that a query sees, itself included (None: all
+    earlier ones).
     """
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
-        # factor of queries, which cancels the core's 1 / sqrt(C)
+        # factor on the queries; it replaces the core's 1 / sqrt(C) by scales.attention
         self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
         self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)

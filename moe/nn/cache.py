@@ -1,10 +1,10 @@
-"""Key-value cache for text generation: the next token costs the work of one token, not of the whole context.
+"""Key-value cache for text generation: for each new token, only this token is computed, not the whole context again.
 
     read(4 tokens)   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
     read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
-attention's `core`, cross attention's `products`, and the function that gathers document starts.
+attention's `core`, cross attention's `products`, and the function that gathers the flags of document starts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class KeyValueCache:
         self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
-        """Return the context of new tokens, which follow the cached ones. `length`: tokens so far. `record`: receives their routing."""
+        """Return the context of new tokens, which follow the cached ones. `length`: number of tokens so far, the new ones included.
+        `record`: receives the new tokens' routing."""
         places = range(self.seen, self.seen + new_BN.shape[1])
         found = Context.of(new_BN, positions=places, length=self.length if record is None else record.length, record_routing=record)
         return replace(found, length=length)
@@ -73,7 +74,7 @@ class KeyValueCache:
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Replace a cross layer's `products`: keys and values are computed for the first token only, and reused."""
+        """Replace the `products` of cross attention: keys and values are computed for the first token only, and reused."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:

@@ -28,15 +28,17 @@ class Context:
     """Facts about the tokens of one forward pass, usually a micro-batch.
 
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
-    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each column in its sequence. `length`:
-    tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat begins. `document_BS`
-    int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`: the same of the
-    encoder's tokens, for cross attention. `source`: number of leading columns held here that the encoder reads; 0: no encoder.
+    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each of the L tokens (columns) in its
+    sequence. `length`: tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat
+    begins. `document_BS` int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`:
+    the same of the encoder's tokens, for cross attention. `source`: number of leading columns held here that the encoder reads; 0: no
+    encoder.
 
-    `auxiliary_scale`: factor of auxiliary losses, which is this pass's share of the global batch's tokens times the loss scale. `valid_T`
+    `auxiliary_scale`: factor on auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance
-    loss), given the sums over this pass's tokens; None: this pass is the whole batch. `replay`: keeps decisions for a recomputed pass.
-    `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and take them from `replay_routing`.
+    loss), given the sums over this pass's tokens; None: this pass is the whole batch. `replay`: stores decisions, such as routing, so that
+    a recomputed pass repeats them. `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and
+    take them from `replay_routing`.
     """
 
     seed: int
@@ -110,7 +112,7 @@ class Context:
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
 
     def remembering(self) -> Context:
-        """Return a context that keeps decisions (`once`), so that recomputed activations repeat them."""
+        """Return a context that stores decisions, such as routing (`once`), so that recomputed activations repeat them."""
         return replace(self, replay=Replay())
 
     def of_columns(self, columns: slice) -> Context:
@@ -137,7 +139,7 @@ class Context:
         return half(slice(0, self.source), 0), half(slice(self.source, length), whole)
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """Return the context of a rank or replica that computes some of the tokens, which are `share` of this pass's valid tokens.
+        """Return the context of a rank or replica that computes only some of this pass's tokens. `share`: their share of the valid tokens.
         `mine` selects them from a tensor [T].
         `together(layer, sums)` adds the sums of the ranks that compute the other tokens to `sums`, a layer's sums over the selected tokens.
         """
@@ -172,7 +174,7 @@ class Context:
         read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
         marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
-        # at index n: the document of sentinel number n, counted from 1; at first the last document everywhere
+        # at index n: the document of the n-th sentinel, counted from 1; initialised with the last document
         of_span_BN = of_read_BS[:, -1:].repeat(1, 1 + max(read_BS.shape[1], written_BL.shape[1]))
         of_span_BN = of_span_BN.scatter(1, marks_BS.cumsum(1) * marks_BS, of_read_BS)
         # tokens before the first sentinel get the first sentinel's document
@@ -199,12 +201,12 @@ class Context:
         return found
 
     def key(self, name: str) -> int:
-        """Return the 31-bit key of the random numbers for one use (`name`)."""
+        """Return the 31-bit key (seed) of the random numbers that are used for `name`."""
         return key_of(self.seed, self.step, name)
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
-        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns `first` to `first` + width - 1 of each token's
-        numbers. In a rehearsal all are 0.5, so that every rank's tokens choose alike."""
+        """Return random numbers in [0, 1], fp32 [T, width], for `name`: columns `first` to `first` + width - 1 of each token's numbers. In
+        a rehearsal (parallel/rehearse/), in which tensors have no values, all are 0.5."""
         numbers = uniform(self.key(name), self.position_T, width, first=first)
         same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
         return same

@@ -1,4 +1,4 @@
-"""The core of attention: softmax over queries and keys. Only here does one token see others.
+"""The core of attention: softmax(q k) v. Only here does a token attend to other tokens.
 
     softmax_core    causal: a token sees itself and earlier tokens of its document, or the last `window` of them
     open_core       every token sees all keys of its document
@@ -72,7 +72,8 @@ def attend(
 ) -> Tensor:
     """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
-    value 0, visible to all tokens. It is stored in one additional channel, so that any kernel can compute it.
+    value 0, visible to all tokens. The logit is stored in an additional channel of queries and keys, so that any attention kernel can
+    compute it.
     """
     if sink_H is None:
         return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
@@ -85,13 +86,14 @@ def attend(
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     if mask is not None or not causal:
         return _fused(q, k, v, mask=mask, causal=False, scale=scale)[..., : v_BKSC.shape[3]]
-    q = F.pad(q, (0, 0, 1, 0))  # one more query, because the sink is one more key: then is_causal still hides later keys
+    # the sink is an additional first key, so a first query is added too: then is_causal still hides later keys
+    q = F.pad(q, (0, 0, 1, 0))
     return _fused(q, k, v, mask=None, causal=True, scale=scale)[:, :, 1:, : v_BKSC.shape[3]]
 
 
 def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    """Call torch's attention. If it has no fused kernel for grouped heads, keys and values are repeated in memory: on a GPU, with a mask or
-    in fp32, in which torch would compute all scores in separate steps.
+    """Call torch's attention. Keys and values are repeated in memory if torch has no fused kernel for grouped heads: on a GPU with a mask
+    or in fp32. There torch would otherwise write all scores to memory.
     """
     grouped = k_BKSC.shape[1] != q_BHLC.shape[1]
     if grouped and q_BHLC.is_cuda and (mask is not None or not flash_takes(q_BHLC)):

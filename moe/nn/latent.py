@@ -1,13 +1,15 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one small vector gives keys and values of all heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the keys and values of all heads are computed from one small
+vector.
 
     x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          or q alone, without a latent of queries
     x -> kv_down -> [ c | r ]                     c: the latent, before its norm;  r: one rotary key for all heads
     c -> kv_up -> for each head  [ k | v ]        the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
-Tensor parallelism splits q or q_up, kv_up and out by heads. `enter` exchanges latents and r, not x. Text generation makes no keys and
-values (`compressed`, section 2.1.2): kv_up is U for a head's keys and W for its values, q (U c) = (U^T q) c and sum p (W c) = W sum p c,
-so queries become U^T q, and [ c | r ] serves as key and value of all heads. Otherwise values are padded to the keys' size.
+Tensor parallelism splits q or q_up, kv_up and out by heads. `enter` exchanges latents and r, not x. In text generation (`compressed`,
+section 2.1.2), the latents themselves are the keys and values. kv_up has a part U for a head's keys and a part W for its values. With
+attention weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value of all heads.
+In other passes, values are padded to the keys' size.
 """
 
 from __future__ import annotations

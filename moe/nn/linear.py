@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 # B batch, L length, D model, F hidden
 
-WIDEST = 8192  # most channels that Triton's norm takes: more do not fit into a program's registers
+WIDEST = 8192  # largest number of channels for Triton's norm: more do not fit into a program's registers
 
 
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
-    weight)`, if not None, computes x W^T if ranks hold blocks of x and W.
+    weight)`: computes x W^T if ranks hold blocks of x and W; None: a local product.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
@@ -86,7 +86,7 @@ def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> T
 
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, output in x's dtype. `eps` None: 1e-6 for
-    RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced, if ranks hold shards of the channels or by a compiled function.
+    RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced: by a function for sharded channels, or by a compiled one.
     """
 
     def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
@@ -111,7 +111,7 @@ class Added(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The dense feed-forward network: activation(x W1) [* x W3] W2. With a shard of the hidden units it returns a partial sum.
+    """The dense feed-forward network: activation(x W1) [* x W3] W2. If a rank has a shard of the hidden units, the result is a partial sum.
     Tensor parallelism replaces `enter` (applied to x), `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is
     sent once for both). A compiled function can replace `activate`.
     """
@@ -133,7 +133,7 @@ class FeedForward(nn.Module):
         return self.leave(self.w2(self.activate(hidden_BLF, gate[0] if gate else None, self.ffn, self.swiglu)))
 
     def in_tiles(self, count: int) -> Tiled:
-        """Return the same network as a sum of `count` narrower ones, each with a chunk of the hidden units."""
+        """Return the same network as a sum of `count` narrower networks, each with a chunk of the hidden units."""
         d_ff, d_model = self.w1.weight.shape
 
         def tile(i: int) -> nn.Module:
@@ -145,7 +145,8 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Apply dropout by random numbers of (token, channel), equal on every layout. `first`: index of the first channel held here."""
+    """Apply dropout. Its random numbers depend on token and channel only, so they are equal on every layout. `first`: index of the first
+    channel held here."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 

@@ -3,7 +3,7 @@
     y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
 The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
-narrow products, [tokens, r]. Stacks of experts have a B and an A for each expert, and rows in the order of the experts.
+narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGETS = {
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Add B and A of rank `lora.rank` to the targets' matrices, before first values are set. Rank 0 adds nothing."""
+    """Add B and A of rank `lora.rank` to the targets' matrices, before initial values are set. With lora.rank 0, add nothing."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -41,7 +41,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Freeze all parameters but the adapters. Without adapters, freeze nothing."""
+    """Freeze all parameters except the adapters. Without adapters, freeze nothing."""
     names = {name for name, _ in model.named_parameters()}
     trainable = trained(names)
     for name, parameter in model.named_parameters():
@@ -130,8 +130,8 @@ def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
 
 
 def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Multiply each row by the matrix of its expert and by `scale`. Return [R, O] in the rows' dtype. onto: the result is added to this
-    tensor in place, which is returned; None: a new tensor."""
+    """Multiply each row by the matrix of its expert and by `scale`. Return [R, O] in the rows' dtype. onto: tensor to which the result is
+    added in place, and which is returned; None: a new tensor."""
     out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
     for rows, matrix, into in zip(rows_RI.split(counts), matrices_EIO, out.split(counts), strict=True):
         torch.addmm(into, rows, matrix.to(rows.dtype), beta=0.0 if onto is None else 1.0, alpha=scale, out=into)

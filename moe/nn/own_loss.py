@@ -1,9 +1,9 @@
-"""A loss of the user's own, `train.loss: module:name`: a function of the log-probabilities that the model gives to the next tokens.
+"""A loss function from the user, `train.loss: module:name`. Its input is the log-probabilities that the model gives to the next tokens.
 
     name(predictions)  ->  a loss for each sequence [B]          the step's loss is their mean over the sequences of the global batch
 
 A sequence's loss may depend on that sequence alone, so no layout and no micro-batch changes it. A sequence can hold several chats, such as
-a preferred and a rejected answer (docs/use/dpo.py). The function gets no logits, so ranks may share the vocabulary.
+a preferred and a rejected answer (docs/use/dpo.py). The function gets no logits, so ranks may hold shards of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Arranged = Callable[[Tensor], Tensor]
 
 class Predictions(NamedTuple):
     """Whole sequences of a micro-batch, each tensor [B, L]. logp_BL: log-probability of the next token, in nats, fp32 or wider, with
-    gradient; 0 if it is not predicted. next_BL: its id; -100 if it is not predicted. read_BL: id that the model reads there; 0 for padding.
-    chat_BL: number of the packed chat to which the place belongs, from 0."""
+    gradient; 0 if that token does not count in the loss. next_BL: id of the next token; -100 if it does not count. read_BL: id of the input
+    token; 0 for padding. chat_BL: number of the packed chat to which the input token belongs, from 0."""
 
     logp_BL: Tensor
     next_BL: Tensor
@@ -37,15 +37,17 @@ class Predictions(NamedTuple):
 
 
 class OwnLoss:
-    """The function that the plug-in `name` is, tried on the first micro-batch."""
+    """The user's function `name` (module:name). On the first micro-batch it is checked whether each sequence's loss depends on that
+    sequence alone."""
 
     def __init__(self, name: str) -> None:
         self.name, self.tried = name, False
 
     def __call__(self, logp_BL: Tensor, arranged: Arranged, *, targets_BL: Tensor, context: Context, whole: Arranged) -> Tensor:
-        """Return this rank's share of the sum of the sequences' losses. `arranged` selects the tokens for which this rank has logits, from
-        those of its own. `whole` gathers whole sequences from the ranks that share them; each of these ranks computes the same losses.
-        Raises BadInput for a function that fails, or whose result is not a loss of each sequence by itself."""
+        """Return this rank's share of the sum of the sequences' losses. `arranged` selects, from a tensor of this rank's own tokens, the
+        tokens for which this rank has logits. `whole` gathers whole sequences from the ranks that share them; each of these ranks computes
+        the same losses. Raises BadInput if the function raises an error, or if its result is not one loss for each sequence, independent of
+        other sequences."""
         assert context.tokens_T is not None
         begins_T = torch.zeros_like(context.tokens_T) if context.begins_T is None else context.begins_T.long()
         known = (arranged(x) for x in (as_targets(targets_BL), context.tokens_T.view_as(targets_BL), begins_T.view_as(targets_BL)))

@@ -102,15 +102,15 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return the weight of each pair's unscaled rate: 1 for pairs with at least `high` rotations in trained_length, 0 for at most `low`,
-    linear in the number of rotations between them."""
+    """Return the weight of each pair's unscaled rate in the mixture: 1 for pairs with at least `high` rotations in trained_length, 0 for at
+    most `low`, and between them linear in the number of rotations."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the weight of each pair's unscaled rate: 1 up to the pair with `high` rotations in trained_length, 0 from the pair with
-    `low` on, linear in the index between them."""
+    """Return the weight of each pair's unscaled rate in the mixture: 1 up to the pair with `high` rotations in trained_length, 0 from the
+    pair with `low` rotations on, and between them linear in the pair's index."""
 
     def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations, not rounded
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)
@@ -123,7 +123,7 @@ def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
 
 
 def _size(rope: sections.Rope) -> float:
-    """Return YaRN's factor of cos and sin, whose square multiplies the logits of rotary channels."""
+    """Return YaRN's factor on cos and sin. The logits of rotary channels are multiplied by its square."""
     return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all)
 
 

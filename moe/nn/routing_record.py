@@ -3,7 +3,7 @@
     record = RoutingRecord(sequences=2, length=8)
     model(tokens_BL, Context.of(tokens_BL, record_routing=record))      the old policy, which generated the texts
     record.experts[3]                                                   layer 3: int32 [2, 8, K]; -1: token not routed on this rank
-    model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new policy: same experts, gates of its own logits
+    model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new policy: same experts, gates from its own logits
 
 The key is a token's position in the whole batch, so a record can be replayed with another layout and other micro-batches.
 """
@@ -62,11 +62,11 @@ class RoutingRecord:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
-            needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
+            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {length} tokens"
             raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., positions=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
-        """Record the experts int64 [T, K] that router `name` chose for the tokens at these positions of the batch."""
+        """Record the experts, int64 [T, K], that router `name` chose for the tokens at these positions of the batch."""
         if name not in self._chosen:
             shape = (self.sequences * self.length, expert_TK.shape[1])
             self._chosen[name] = torch.full(shape, -1, dtype=torch.int32, device=expert_TK.device)
@@ -74,8 +74,8 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """Return the recorded experts of router `name`, int64 [T, K]; -1: the router chooses. Raise BadInput for another router's
-        record."""
+        """Return the recorded experts of router `name`, int64 [T, K]; -1: the router chooses. Raise BadInput if the record does not fit
+        this router."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")
@@ -108,7 +108,7 @@ def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     wrong = twice.any(-1) | (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
     if wrong.any():
         sequence, place = (int(x) for x in np.argwhere(wrong)[0])
-        got = f"{array[sequence, place].tolist()} for place {place} of sequence {sequence} in layer {layer}"
+        got = f"{array[sequence, place].tolist()} for position {place} of sequence {sequence} in layer {layer}"
         raise _refused(got, _ROWS, "record all choices of each token")
     return array.astype(np.int32)
 

@@ -2,9 +2,9 @@
 
     loss of a token = log sum_v exp(logit_v) - logit_target          with a cap c, each logit becomes c tanh(logit / c)
 
-The loss is computed in tiles of the vocabulary and chunks of tokens. A tile keeps two scores for each token: log-sum-exp, and the
-target's logit (online softmax, arXiv 1805.02867). The backward pass computes the logits of a tile and chunk again.
-If ranks hold shards of the rows, `Others` merges their scores.
+The loss is computed in tiles of the vocabulary and chunks of tokens. For each tile, two scores are kept for each token: the log-sum-exp,
+and the target's logit (online softmax, arXiv 1805.02867). The backward pass computes the logits of a tile and chunk again. If ranks hold
+shards of the rows, `Others` merges their scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from parallel.numerics.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """Return input ids: marks (tokens that are read but not predicted, moe/recipe/shapes.py) become their ids, PADDING does not change."""
+    """Return input ids: a mark (the negative code of a token that is read but not predicted, moe/recipe/shapes.py) becomes its id; PADDING
+    stays."""
     return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 
@@ -41,8 +42,9 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Others(Protocol):
-    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method but `columns` is called once for all tiles of this
-    rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are whole.
+    """The exchange with ranks that hold other rows (vocabulary parallelism). Each method except `columns` is called once for all tiles of
+    this rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are
+    whole.
     """
 
     product: Product | None
@@ -208,10 +210,11 @@ def summed_loss(
     whole: CrossEntropy = cross_entropy,
     own: OfTokens | None = None,
 ) -> Tensor:
-    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: returns another loss.
+    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
+    instead.
 
-    With one chunk, no tiles and no other ranks this is `whole` of all logits, and `recast` works as in `project`. Otherwise the matrix's
-    gradient needs logits that are freed, and cannot be deferred.
+    With one chunk, no tiles and no other ranks, `whole` computes the loss from all logits, and `recast` works as in `project`. Otherwise
+    logits are freed chunk by chunk, so the gradient of the matrix cannot be deferred.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:

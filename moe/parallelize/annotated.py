@@ -1,6 +1,6 @@
 """Computes the operators of a dense recipe's operator graph on shards of tensors, with torch's DTensor (parallel/annotations/annotated.py).
 
-    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          annotations may shard in ways that no tensor.kind does
+    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)        annotations: shardings, also some that no tensor.kind has
     ranks = Annotated(program, device_mesh(mesh), compute_of(run))
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
     ranks(values | tokens and targets)["loss"]                                       loss of each token, [sequences, length]

@@ -34,7 +34,8 @@ VOCABULARY = ("embedding", "head")
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
-    """Return (this rank's shards of the model on the meta device, with exchanges between ranks; the plan; the shards' layouts)."""
+    """Return (this rank's shards of the model on the meta device, with their communication between ranks; the plan; the shards'
+    layouts)."""
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
@@ -46,7 +47,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     plan = plan_for(run)
     layouts = lay_out(model, plan)
     for layout in layouts.values():
-        data_axis(layout, mesh)  # makes process groups, which is collective, so also for parameters of other stages
+        data_axis(layout, mesh)  # makes process groups: collective, so each rank does it also for parameters of other stages
     axes_of_tokens(run, mesh)
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)

@@ -1,11 +1,11 @@
-"""`train.compile`: torch's compiler (Inductor) fuses the operations between matrix products into one kernel each.
+"""`train.compile`: torch's compiler (Inductor) fuses each group of operations between matrix products into one kernel.
 
     x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
          ====                                                 ====                     ==========                            ====
 
 Each underlined function becomes one forward and one backward kernel. Products and attention, in brackets, are not compiled, because
 collectives, hooks of engines and deferred gradients are attached to them. Also not compiled: rotary positions (turn), experts, norms of
-sharded channels, a loss in tiles or chunks, and passes without gradients, because their lengths change.
+sharded channels, and a loss in tiles or chunks. Passes without gradients are not compiled either, because their sequence lengths change.
 """
 
 from __future__ import annotations

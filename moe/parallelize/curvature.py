@@ -1,7 +1,7 @@
 """Finds the matrices of a model that K-FAC updates, and sets the hooks that give K-FAC their input rows and output gradients.
 
     plain linears   q, k, v, out of attention and cross attention; feed-forward, shared and residual networks: a hook on each module
-    experts         matrices of each expert, with the rows that are routed to it: in a step that updates factors, products are not fused
+    experts         each expert's matrices, with the rows routed to it; products are not fused in steps that update K-FAC's factors
 
 AdamW updates embedding, vocabulary projection, router, gates and norms.
 """
@@ -80,7 +80,8 @@ def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Ten
 
 
 class Seen(ByProduct):
-    """Kernels that, in passes that K-FAC records, compute experts' networks one matrix product at a time and pass each product to K-FAC."""
+    """Kernels that give K-FAC the input and output of each matrix product of the experts. In passes that K-FAC records, products are not
+    fused."""
 
     def __init__(self, experts: Experts, kfac: Kfac, path: str) -> None:
         def times(name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -93,7 +94,8 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """Whether K-FAC records this forward pass. It is the same in a recomputed pass, which must repeat the same operations."""
+        """Whether K-FAC records this forward pass. The value is the same when the pass is recomputed, which must repeat the same
+        operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

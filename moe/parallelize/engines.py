@@ -1,7 +1,7 @@
 """Starts the engine of a recipe's sharding and optimizer around a model.
 
-The replicas of sharding.kind dp (parallel/data/dp.py) share the sequences of a micro-batch. Tokens keep their indices in the step, so
-noise, capacity groups and losses are the same as on one device.
+The replicas of sharding.kind dp (parallel/data/dp.py) share the sequences of a micro-batch. A token's index in the step does not depend on
+its replica, so noise, capacity groups and losses are the same as on one device.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.deepspeed import compile_async_io
 
         compile_async_io(say)
-        give_freed_memory_back()  # to the system: saves memory, and takes little time compared with the disk
+        give_freed_memory_back()  # returns freed memory to the system, which takes little time compared with the disk
 
 
 def offload_of(settings: sections.Offload) -> Offload:
@@ -96,7 +96,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
-    """Return each replica's arguments: its part of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
+    """Return each replica's arguments: its share of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
     `together`: for each replica, the function that sums over all replicas."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
@@ -171,8 +171,8 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, or if its update of a shard differs from the shard of
-    its update of the parameter. `layouts`: of the entire model, so that every rank finds the same mistake.
+    """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, or if updating a shard gives another result than
+    updating the whole parameter. `layouts`: of the entire model, so that every rank finds the same mistake.
     """
     kind = run.carrier
     unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or shards
@@ -189,7 +189,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("update each expert separately") if experts else all_of(whole)
-            got = f"an optimizer whose steps of a part of {name} differ from the whole parameter's"
+            got = f"an optimizer that updates a part of {name} differently from the whole parameter"
             fixes = fix | "use an elementwise optimizer for that parameter"
             raise BadInput(rule.key, got=got, needed=f"equal steps: {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
@@ -234,7 +234,7 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
     narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
     units = []
     for path, names in _of_equal_ranks(owned, ranks_of):
-        if not names:  # for example a layer that is here only for its position bias
+        if not names:  # for example a layer that this stage has only for its position bias
             continue
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
         tied = table and model.config.tied_embeddings
@@ -245,8 +245,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, parameters) of each unit. Parameters that are sharded over other ranks than the unit's first parameter form further
-    units, one for each of their modules."""
+    """Yield (path, parameters) of each unit. Parameters that are sharded over other ranks than the unit's first parameter form separate
+    units, one for each module."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

@@ -37,7 +37,7 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers -> (axes of sequence parallelism, axis that shares the tokens, exchange over that axis)
+# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences, axis that divides the tokens, exchange over that axis)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),
@@ -85,9 +85,9 @@ def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
-    """Return the rows (path pattern of parameters, style) of 1D. `columns`, `rows`: styles of the weights. `sliced`: whether the recipe has
-    tensor.sequence_parallel. `key_heads`: axis over which keys and values are sharded; it is smaller than tp if there are fewer key-value
-    heads than ranks.
+    """Return the rows (path pattern of parameters, style) of 1D tensor parallelism. `columns`, `rows`: styles of the weights. `sliced`:
+    whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and values are sharded; it is smaller than tp if
+    there are fewer key-value heads than ranks.
     """
     column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
@@ -117,8 +117,8 @@ def _line(
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Return the rows (path pattern of parameters, style) of a grid. `keys`: style of k and v; `second`: of out and w2; `first`: of all
-    other matrices; `vocabulary`: of embedding and head. `heads`: axis over which heads are sharded.
+    """Return the rows (path pattern of parameters, style) of tensor parallelism on a grid. `keys`: style of k and v; `second`: of out and
+    w2; `first`: of all other matrices; `vocabulary`: of embedding and head. `heads`: axis over which heads are sharded.
     """
     of_attention = (
         *_weights(OF_HEADS, "*_norm"),
@@ -156,8 +156,8 @@ HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(GRIDS
 
 def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int = 1) -> Plan:
     """Return the plan: path patterns of parameters, each with a style. `tensor`: a key of TENSOR. `chunks`: tensor.overlap_chunks.
-    Parameters without a pattern are copied. In a MoE layer, each token is routed on one tp rank, so gradients of copies differ there and
-    are summed.
+    Parameters without a pattern are replicated. In a MoE layer, each token is routed on one tp rank, so the gradients of replicated
+    parameters differ between tp ranks and are summed.
     """
     return Plan(
         (
@@ -184,7 +184,8 @@ def plan_for(run: sections.Run) -> Plan:
 
 
 def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:
-    """Make the groups of ranks that share the tokens of MoE layers. Collective, so also called on pipeline stages without such layers."""
+    """Make the process groups of ranks that divide the tokens of MoE layers. Collective, so pipeline stages without such layers call it
+    too."""
     if run.model.layers_with_experts():
         of_sp, name, _ = SHARED[HELD.get(_kind(run), "copies")]
         mesh.axis(*of_sp, name)

@@ -1,6 +1,7 @@
-"""Sets up sequence parallelism: attention's cores, which exchange tokens between ranks, and the positions that routers need.
+"""Sets up sequence parallelism: attention cores that exchange tokens between ranks, and the positions that routers need.
 
-The sp axis is sp_ring x sp_heads: a ring of groups, in each of which ranks exchange heads for tokens (Ulysses). Either size may be 1.
+The sp axis is sp_ring x sp_heads. The sp_heads ranks of a group exchange heads for tokens (Ulysses), and the groups form a ring. Either
+size may be 1.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from parallel.tensor.sliced import own_columns
 @dataclass(frozen=True)
 class Exchanging:
     """An attention core (moe/nn/core.py) for sequences that are sharded over ranks.
-    `keep`: name under which its output is stored for a recomputed pass; None: the pass computes it again. `scale`: factor on the logits;
-    None: 1 / sqrt(C).
+    `keep`: name under which the output is stored, so that a recomputed pass can reuse it; None: it is computed again. `scale`: factor on
+    the logits; None: 1 / sqrt(C), with C channels of a head.
     """
 
     method: Method | Ulysses
@@ -46,7 +47,7 @@ class Exchanging:
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
-    """Return the part of a batch of `num_sequences` that this rank reads, with the recipe's order of positions."""
+    """Return which tokens of a batch of `num_sequences` sequences this rank reads, in the recipe's order of positions."""
     over = ("dp", "tp_depth", "tp_row") if run.tp_grid().sequences > 1 else ("dp",)
     m, order = run.model, run.sequence.position_order
     return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)

@@ -31,7 +31,7 @@ def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], *, rank: int, world: int) -> list[str]:
-    """Return lines to print. Parameters that differ only in the number of their layer or tile share one line."""
+    """Return lines to print. Parameters that differ only in the index of their layer or tile share one line."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         where = re.sub(r"\.(\d+)(?=\.)", ".*", row["parameter"])

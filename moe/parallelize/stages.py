@@ -26,8 +26,8 @@ def parts_of(run: Run, schedule: Schedule) -> tuple[StageLayers, ...]:
 
 
 def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
-    """Keep only this rank's stages of a model on the meta device. Return the layouts of the kept parameters; a layout also gets the pp
-    ranks that hold the parameter (`holders`), if they are several."""
+    """Keep only this rank's stages of a model on the meta device. Return the layouts of the kept parameters. If several pp ranks hold a
+    parameter, its layout names them (`holders`)."""
     schedule = schedule_of(run)
     parts = parts_of(run, schedule)
     here = mesh.axis("pp").index
@@ -41,8 +41,8 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
-    """Return the indices of the stages that read a parameter: one; two for an embedding that the last stage also reads; or several for the
-    position bias that all layers of the encoder or decoder share."""
+    """Return the indices of the stages that read a parameter: one for most parameters; two for an embedding that the last stage also reads;
+    several for a position bias that all layers of the encoder or decoder share."""
     words, shared, begins = name.split("."), model.config.ends_read_embedding, model.config.decoder_begins
 
     def reads(part: StageLayers) -> bool:
@@ -71,8 +71,8 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
 
 
 def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
-    """Return a watcher that starts the data-parallel sums of a stage's gradients as soon as they are complete. A parameter that several
-    stages of this rank read is complete after the last of them."""
+    """Return an object that starts the data-parallel sums of a stage's gradients as soon as they are complete. The gradient of a parameter
+    that several stages of this rank read is complete after the last of these stages."""
     model, schedule, rank = engine.module, runtime.schedule, runtime.axis.index
     assert isinstance(model, Transformer)
     parts, names = parts_of(run, schedule), dict[int, list[str]]()
@@ -97,7 +97,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # in 16 bits too, because other products would store a cast weight for each micro-batch in flight
+        splittable(model)  # also if weights are cast to 16 bits: other products would keep a cast weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 

@@ -83,7 +83,7 @@ def test_checks_and_rehearsal_ask_it() -> None:
     staged = by(run_of(degrees={"pp": 2}, pipeline={"schedule": "pipedream"}))
     with pytest.raises(BadInput, match=r"sharding.kind: got plain with pipedream.* needed ddp: the other engines step once for all"):
         check_run(staged, 4)
-    assert refusal(network_of(staged), plan_of(staged)) == "pipedream updates its stages at different times: ddp alone does"
+    assert refusal(network_of(staged), plan_of(staged)) == "pipedream updates stages at different times, which only ddp can do"
     offloading = by(run, offload=run.sharding.offload.model_copy(update={"optimizer": "cpu"}))
     for changed, said in ((offloading, "sharding.offload.optimizer: got cpu with"), (by(run, stage=3), "sharding.stage: got 3 with")):
         with pytest.raises(BadInput, match=f"{said} sharding.kind=plain, needed sharding.kind zero"):

@@ -22,7 +22,8 @@ _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which the tensor's GPU is current, so that Triton launches there. Raise BadInput for a tensor on no GPU."""
+    """Return a context in which the tensor's GPU is current, so that Triton launches there. Raise BadInput for a tensor that is not on a
+    GPU."""
     if INTERPRETED:
         return nullcontext()
     if not tensor.is_cuda:
@@ -64,7 +65,8 @@ def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """Return the tile for `m` rows. `products`: weights multiplied by one load of rows. `epilogue`: sums are changed before the store."""
+    """Return the tile for `m` rows. `products`: number of weights by which each loaded tile of rows is multiplied. `epilogue`: sums are
+    changed before the store."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
@@ -79,9 +81,9 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> int:
-    """Return how many row tiles of a weight gradient [height, width] pass through all columns together. `rows`: mean number of
-    rows of an expert. `like`: an operand, for dtype and device. The narrower operand stays in the L2 cache if it fits, so that both are
-    read once.
+    """Return the number of row tiles of a weight gradient [height, width] that are computed together, column by column (`in_group`).
+    `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device. The narrower operand stays in the L2 cache if it
+    fits, so that both are read once.
     """
     room = _l2_bytes(like.device) // 3  # each half of the cache may keep a copy, and the wider operand passes through it
     row_bytes = max(rows, 1) * like.dtype.itemsize

@@ -27,8 +27,8 @@ def _dot(a_MK, b_KN, sum_MN):
 
 @triton.jit
 def in_group(tile, rows, columns, group):
-    """Return the row and the column of a matrix's tile. In the order of tiles, `group` rows of tiles go through all columns together, so
-    that the operands that they share stay in the L2 cache."""
+    """Return the row and the column of a matrix's tile. Tiles are numbered in groups of `group` tile rows, and within a group column by
+    column, so that operands that neighbouring tiles share stay in the L2 cache."""
     number = tile // (group * columns)
     size = tl.minimum(rows - number * group, group)
     inside = tile % (group * columns)

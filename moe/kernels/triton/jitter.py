@@ -1,6 +1,8 @@
-"""Jitter of a router's input, in one kernel for each pass, which also computes the random numbers, hashes of the tokens' positions.
+"""Jitter of a router's input, in one kernel for forward and one for backward. They also compute the random numbers: hashes of the tokens'
+positions.
 
-The formulas of parallel/numerics/random.py and `jittered` of moe/router/scores.py. The backward pass hashes again and keeps no numbers.
+The formulas are those of parallel/numerics/random.py and of `jittered` in moe/router/scores.py. The backward pass computes the random
+numbers again, so none are saved.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def put(at, value, mask):
 
 @triton.jit
 def best(score_TE, open_TE, expert_E):
-    """Return each token's expert with the highest score, among the experts in open_TE. Ties go to the lowest expert. NaN counts as
-    infinity."""
+    """Return each token's expert with the highest score, among the experts for which open_TE is True. Ties go to the lowest expert. NaN
+    counts as infinity."""
     score_TE = tl.where(score_TE != score_TE, float("inf"), score_TE)
     left_TE = tl.where(open_TE, score_TE, float("-inf"))
     found_TE = open_TE & (left_TE == tl.max(left_TE, axis=1)[:, None])
@@ -65,7 +65,8 @@ def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the flat choices t * K + k of a block, and which exist. QUEUE: all first choices, then all second ones; else token order."""
+    """Return the flat choices t * K + k of a block, and a mask of the choices that exist. QUEUE: all first choices, then all second ones;
+    else token order."""
     place_N = block * BLOCK + tl.arange(0, BLOCK)
     real_N = place_N < tokens * choices
     if QUEUE:
@@ -77,8 +78,8 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. `zeros`, if given [T, K]:
-    gets zeros.
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. `zeros`, [T, K] or None, is
+    filled with 0.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -162,8 +163,8 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3], given each expert's number of rows, and the
-    end of its rows into ends [E]."""
+    """Given each expert's number of rows, write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. Write
+    the end of each expert's rows into ends [E]."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts + expert_E, mask=expert_E < E, other=0).to(tl.int32)
@@ -236,7 +237,7 @@ def combine_backward(grad, rows, gate, choice, row, grad_rows, grad_gate, R, D, 
 
 @triton.jit(do_not_specialize=["N"])
 def gate_gradient(parts, row, out, N, P, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Compute out[n] = sum of the P parts of row[n], for N choices; row -1 gives 0."""
+    """Compute out[n] = sum of parts[row[n]], the P partial sums of a row, for N choices; row -1 gives 0."""
     choice_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_N = tl.load(row + choice_N, mask=choice_N < N, other=-1)
     sum_N = tl.zeros((BLOCK_N,), tl.float32)

@@ -5,7 +5,7 @@
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]       dW1, dW3 = X[token]^T dH, dG       db1, db3 = 1^T dH, dG
                dX = total of (dH W1^T + dG W3^T)
 
-Products gather rows as they load them, so there is no permuted copy. Gradients have the weights' dtype.
+Products gather rows as they load them, so there is no permuted copy. `total` sums each token's rows. Gradients have the weights' dtype.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """RMSNorm and LayerNorm of 16-bit tokens, one kernel for each pass: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
 
     forward     blocks of tokens                              x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
-    backward    programs that take blocks of tokens in turn   gradient of x; each program's sum of the gain's gradient, added up afterwards
+    backward    P programs, some blocks each                gradient of x; sum of the gain's gradient of each program, summed afterwards
 
-scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) takes 0 for the mean. No atomics, so results repeat bit by bit.
+scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) uses 0 in place of the mean. No atomics, so results repeat bit by
+bit.
 """
 
 from __future__ import annotations

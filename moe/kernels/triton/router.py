@@ -1,7 +1,8 @@
-"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. One more computes the gradient.
+"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes the
+gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
-    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, each expert's load, drops
+    finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
@@ -33,10 +34,10 @@ TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 
 class Fused(NamedTuple):
-    """Results for T tokens. `expert_TK` int64. With gradient: `gate_TK` fp32, and `loss` fp32, the weighted balance and z losses.
-    Without: `probs_TE` fp32, rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts` int64 [E + 2]: choices of each
-    expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss counts; None: it counts the
-    chosen ones.
+    """Results for T tokens. `expert_TK` int64: chosen experts. `gate_TK` fp32, with gradient. `loss` fp32, with gradient: the weighted
+    balance and z losses. `probs_TE` fp32, without gradient: rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts`
+    int64 [E + 2]: choices of each expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss
+    counts; None: it counts the chosen ones.
     """
 
     expert_TK: Tensor
@@ -90,7 +91,7 @@ def _scores(logit_TE, real_E, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _counted(valid, token_T, here_T):
-    """Return a mask of the tokens that exist (`here_T`) and are no padding."""
+    """Return a mask of the tokens that exist (`here_T`) and are not padding."""
     counts_T = here_T
     if valid is not None:
         counts_T = here_T & (tl.load(valid + token_T, mask=here_T, other=0) != 0)
@@ -99,7 +100,8 @@ def _counted(valid, token_T, here_T):
 
 @triton.jit
 def _log_score(logit_TE, SIGMOID: tl.constexpr):
-    """Return the logarithms of the scores. For softmax scores, all of a token's are off by the same number, which NORMED gates cancel."""
+    """Return the logarithms of the scores. For softmax scores, return the logits instead: they differ by one constant per token, which
+    cancels in NORMED gates."""
     if SIGMOID:
         return tl.minimum(logit_TE, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(logit_TE)))
     else:
@@ -108,7 +110,8 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return which of the real experts are in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest."""
+    """Return a mask of the experts in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest scores.
+    real_TE: False for columns beyond E."""
     group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
     zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
     sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]
@@ -130,10 +133,10 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K] replaces the
-    choice. `load` [T, K], if not None: the choice by scores alone, which is counted; read if the choice is given, or else written.
-    Experts are chosen from OPEN of GROUPS groups. CHOSEN: logits are compared. NORMED: gates sum to SCALE. Write sums to parts [G, B, 4,
-    W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
+    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K]: experts to use
+    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; it is read if `given` is, otherwise
+    written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to
+    parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -200,8 +203,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots"])
 def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
            BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, means (then
-    the number of tokens, at least 1) and counts. BALANCE, Z: weights of the losses. `slots`: of an expert in a group.
+    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, counts, and
+    means followed by the number of tokens (at least 1). BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
     zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)
@@ -241,7 +244,8 @@ def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.con
 def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, tokens, E, choices, SIGMOID: tl.constexpr,
              NORMED: tl.constexpr, SCALE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_T: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: of a group. `grad_gate`, `grad_loss`: None if they are 0."""
+    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: number of tokens of a group. `grad_gate`, `grad_loss`: None if
+    they are 0."""
     token_T, expert_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     here_T, real_E = token_T < T, expert_E < E
     here_TE = here_T[:, None] & real_E[None, :]

@@ -1,4 +1,4 @@
-"""From choices to rows by the counting sort of moves.py, in integers, so results are exact."""
+"""Computes top_k, kept and plan by the counting sort of moves.py, in integers, so results are exact."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from parallel.sequence.kinds import DEFAULT, SEQUENCES
 class Space:
     """Values that are tried for each setting of a plan. tensors, sequences: kinds of tensor and sequence parallelism.
 
-    schedules: (name, stages on each rank). lists: largest number of ways to cut the layers into stages (cut.py) for each schedule.
-    largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch are tried.
+    schedules: (name, stages on each rank). lists: for each schedule, the largest number of cuts of the layers into stages that are tried
+    (moe/plan/job/cut.py). largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch are
+    tried.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")
@@ -71,7 +72,7 @@ def degree_choices(network: Network, *, world: int, global_batch: int, space: Sp
 def candidates(
     network: Network, *, world: int, global_batch: int, base: Plan, space: Space, only: Collection[Degrees] | None = None
 ) -> Iterator[Plan]:
-    """Yield plans for `world` ranks, including plans that cannot run. `base` gives the settings that `space` does not vary (precision,
+    """Yield plans for `world` ranks, including plans that cannot run. `base`: plan with the settings that `space` does not vary (precision,
     tiles). only: if given, only plans with these degrees of parallelism."""
     for pp, tp, sp, dp in degrees(network, world=world, space=space):
         if global_batch % dp:
@@ -98,7 +99,8 @@ def candidates(
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
-    """Return (kind, depth) for all kinds of tensor parallelism that are possible with `tp` ranks. depth: of a 2.5D grid, otherwise 1."""
+    """Return (kind, depth) for all kinds of tensor parallelism that are possible with `tp` ranks. depth: number of 2D grids that form a
+    2.5D grid; 1 for other kinds."""
     if tp == 1:
         return [("1d", 1)]
     found = ((kind, depth) for kind in space.tensors for depth in (divisors(tp)[1:] if kind == "2.5d" else [1]))
@@ -106,7 +108,8 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides `stage`, the ranks of a pipeline stage."""
+    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides `stage`, the number of ranks of a pipeline
+    stage."""
     if network.experts is None:
         yield 1, 1
         return

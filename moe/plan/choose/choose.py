@@ -2,13 +2,13 @@
 
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> lower bounds of the seconds -> seconds -> ranking
 
-Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. The
-last kind of recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit with
-one kind, larger micro-batches of the same plan do not either, because they need more memory (except if a step has only one micro-batch).
-The ranking is a best-first branch and bound: the plan with the smallest lower bound gets its next, tighter bound, and at last its exact
-seconds. A plan is ranked when its exact seconds are the smallest number left. Most plans never need exact seconds. Among plans whose
-seconds are equal in the printed digits, tight ones come last. Among equally fast plans, the one with less memory comes first, then the one
-with fewer kinds of parallelism.
+Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. `full`
+recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit, larger
+micro-batches of the same plan with the same recompute do not fit either (except if a step has only one micro-batch). The ranking is a
+best-first branch and bound. Each plan waits with a lower bound of its seconds. The plan with the smallest bound gets its next, tighter
+bound, and at last its exact seconds. A plan is ranked when its exact seconds are smaller than all bounds that wait. For most plans, exact
+seconds are never computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast
+plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def choose(
 ) -> Ranking:
     """Rank the `top` best plans that need at most `limit_bytes` on each rank. Plans that are not recommended come after all others.
 
-    held_bytes: plan -> memory of the rank that needs most. seconds: plan -> seconds of a step. least: functions that give lower bounds of
-    `seconds`, the cheapest first, the tightest last. recompute: kinds in order of preference; the last needs the least memory. enough: the
-    ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
+    held_bytes: plan -> memory of the rank that needs most. seconds: plan -> seconds of a step. least: functions that return lower bounds of
+    `seconds`, from the fastest and loosest to the tightest. recompute: kinds in order of preference; the last needs the least memory.
+    enough: the ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
     fitting: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
     refused, tried, held = Refusals(), 0, _Held(held_bytes, limit_bytes)
@@ -137,8 +137,9 @@ class _Held:
         self.doubtful = False  # True if the previous plan did not fit; then the last kind of recompute is tried first
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
-        """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none: (plan with the last
-        kind, its bytes). If a smaller micro-batch did not fit either, the bytes are those of the smaller one, which are a lower bound."""
+        """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none, return (plan with the
+        last kind, its bytes). If the plan with a smaller micro-batch did not fit before, its bytes are returned instead, as a lower
+        bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
         def held(kind: Recomputed) -> float:

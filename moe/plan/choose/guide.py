@@ -1,7 +1,7 @@
-"""Rules of thumb for choosing a parallel strategy, each with the predicted numbers of one model on one cluster.
+"""Rules of thumb for choosing a parallel strategy, each with the planner's predictions for the given model and cluster.
 
     one device      if the model does not fit: ZeRO with offload, then tiling
-    one node        DDP or ZeRO;  if one device cannot hold the model: pipeline, ZeRO or tensor parallelism, depending on the links
+    one node        DDP or ZeRO;  if the model does not fit on one device: pipeline, ZeRO or tensor parallelism, depending on the links
     many nodes      fast network: ZeRO, or pipeline + tensor + data;  slow network: data + pipeline + tensor with ZeRO-1
     always          no pipeline with ZeRO-2 or 3;  bf16 rather than fp16
 
@@ -20,7 +20,7 @@ from moe.plan.machine.cluster import Cluster
 
 _GIB = 2**30
 ABOUT_EQUAL = 0.1  # two times are called about equal if they differ by less than this fraction
-FAST_LINK = 50.0  # GB/s that a device sends from which links in a node are called fast: NVLink has 100 and more, PCIe 10 to 30
+FAST_LINK = 50.0  # GB/s: links in a node are called fast if a device sends at least at this rate; NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
     "DDP": lambda p: _data_alone(p) and p.stage == 0,
@@ -42,8 +42,8 @@ Best = Callable[[str, int], Ranked | None]  # (name in FAMILIES, number of devic
 
 @dataclass(frozen=True)
 class GuideRule:
-    """One rule of thumb. numbers: the predictions, as text. holds: whether the predictions agree with the rule; None if they do not decide
-    it."""
+    """One rule of thumb. numbers: a text with the predictions. holds: whether the predictions agree with the rule; None if the predictions
+    allow no conclusion."""
 
     rule: str
     numbers: str
@@ -57,8 +57,8 @@ class GuideRule:
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
     """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
 
-    one_device: plan for one device that needs the least memory, even if it does not fit. offloaded: the same, with model states on the
-    host.
+    one_device: plan for one device that needs the least memory, even if it does not fit. offloaded: the same with model states in the
+    host's memory; None without such a plan.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit

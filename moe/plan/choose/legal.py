@@ -1,7 +1,8 @@
-"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended. Each rule yields a text for each violation.
+"""Rules that a plan must obey to run, and reasons why a plan that can run is not recommended.
 
-The rules repeat the recipe's checks (moe/checks/) for the settings that the planner varies; test_legal.py compares both on many plans.
-They use only arithmetic and take a microsecond, so that the planner can check a hundred thousand plans.
+Each rule yields one message for each violation. The rules repeat the recipe's checks (moe/checks/) for the settings that the planner
+varies; test_legal.py tests on many plans that rules and checks agree. The rules use only arithmetic and take a microsecond, so that the
+planner can check a hundred thousand plans.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
     ep, etp, of = plan.ep, plan.etp, network.experts
     if of is None:
         if ep * etp > 1:
-            yield "degrees.ep and degrees.etp are 1 for a dense model"
+            yield "degrees.ep and degrees.etp must be 1 for a dense model"
         return
     if of.count % ep:
         yield f"degrees.ep={ep} does not divide experts.num_experts={of.count}"
@@ -147,7 +148,7 @@ def _batch(network: Network, plan: Plan) -> Iterator[str]:
     unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
     tokens = min(half.length for half in (network, network.encoder or network)) // plan.sp
     if network.experts is not None and tokens < plan.tp:
-        yield f"degrees.tp={plan.tp} ranks share {counted(tokens, 'token')} of a sequence, and each routes at least one"
+        yield f"degrees.tp={plan.tp} ranks share {counted(tokens, 'token')} of a sequence, and each must route at least one"
     if plan.microbatch % unit:
         yield f"a micro-batch of {counted(plan.microbatch, 'sequence')} is not a multiple of {words}"
 
@@ -181,7 +182,7 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
     if kind.continuous and (every := kind.update_every or m) != m:
         yield f"pipeline.microbatches={m}: an update of {name} sums {every} micro-batches, and a step is one update"
     if kind.continuous and not plan.kind.steps_by_stage:
-        yield f"{name} updates its stages at different times: ddp alone does"
+        yield f"{name} updates stages at different times, which only ddp can do"
 
 
 def _engine(network: Network, plan: Plan) -> Iterator[str]:

@@ -3,8 +3,8 @@
     round 1    all sets of degrees (pp, tp, sp, dp, ep), each with a few values of the other settings   -> the fastest sets of degrees
     round 2    these sets with every engine, schedule, tensor kind, micro-batch and etp                 -> the ranking
 
-The cost of round 2 grows with the number of its sets of degrees, not with the cluster. Without round 1 (`num_degrees=None`, or if few sets
-are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
+Round 2's time grows with its number of sets of degrees, not with the size of the cluster. Without round 1 (`num_degrees=None`, or if few
+sets are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: the plan that the
-    given recipe states; None if the checks refuse that recipe on the cluster."""
+    """Result of planning. found: ranked and refused plans. runs: recipes of the ranked plans, in the same order. own: the given recipe's
+    own plan; None if the checks refuse that recipe on the cluster."""
 
     network: Network
     cluster: Cluster
@@ -90,8 +90,8 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. A quick first round orders the sets of degrees (dp, tp, ...), and a
-    second round examines the best `num_degrees` of them in full; None: all. Raises BadInput if no plan fits into memory; its message
+    """Return the `top` best plans for all devices of the cluster. A quick first round ranks the sets of degrees (dp, tp, ...). A second
+    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if no plan fits into memory; its message
     proposes a change of the recipe or of the cluster with which a plan fits."""
     space = _offloading(space or Space(), run)
     own_run = None
@@ -161,8 +161,8 @@ def _offloading(space: Space, run: Run) -> Space:
 
 
 class _Accepted:
-    """Collects the `top` best plans that the recipe's checks accept, and the refused plans, each with the error of the checks as its
-    reason."""
+    """Collects the `top` best plans that the recipe's checks accept. Also collects the refused plans, each with the checks' error message
+    as the reason."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
         """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""
@@ -195,7 +195,7 @@ class _Accepted:
 
 
 def _storages(run: Run) -> dict[str, Plan]:
-    """Return, for each engine, the recipe's plan with this engine and without pipeline stages. It states the bytes per element that this
+    """Return, for each engine, the recipe's plan with this engine and without pipeline stages. It contains the bytes per element that this
     engine stores with the recipe's precision."""
     return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
@@ -208,8 +208,7 @@ def _joined(*rounds: Ranking) -> tuple[Refused, ...]:
 
 
 def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) -> BadInput:
-    """Return the error for a recipe that no plan can train on the cluster. It proposes only fixes that were found to make a plan
-    possible."""
+    """Return the error for a recipe that no plan can train on the cluster. It proposes only fixes with which a plan was found."""
     if (nearest := found.nearest) is None:
         no_dp = f"no possible dp divides train.global_batch={run.train.global_batch}"
         reason = found.refused[0].reason if found.refused else no_dp
@@ -228,7 +227,7 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
 
 
 def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Iterator[Fix]:
-    """Yield up to two fixes, each only if a plan fits with it: a change of the recipe, and a larger cluster. least: memory of the smallest
+    """Yield up to two fixes with which a plan fits: a change of the recipe, and a larger cluster. least: memory of the smallest
     plan divided by the memory of a device."""
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
@@ -258,7 +257,7 @@ def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
     fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
-    for plan in islice(fitting, 100):  # gives up after 100 refusals, because the checks then probably refuse every plan
+    for plan in islice(fitting, 100):  # give up after 100 refusals: then the checks probably refuse every plan
         with suppress(BadInput):
             checked(recipe_of(plan, run), cluster.world)
             return plan

@@ -1,6 +1,6 @@
 """Predicts a run's memory and time before it starts. If it does not fit into memory, finds a change of the recipe with which it fits.
 
-    predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py if the place has a cluster
+    predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py, if the cluster is known
     change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
 
     1  recompute of activations: selective, full            4  steps 2 or 3, or both, with full recompute
@@ -9,11 +9,11 @@
                                                             7  full recompute, loss in chunks, shorter sequences
 
 A run is refused only if a lower bound of its memory is too large. On a GPU, the bound is the bytes of tensors, without the allocator's
-reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and the tensors of one rank into the `ulimit`
-of its process. The bound assumes that all ep ranks compute equally many rows.
-If only the full prediction is too large, the run may fit, and a warning is printed (moe/records/prediction.py). This file needs no torch.
+reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit into its memory, and the tensors of one rank into the process's
+`ulimit`. The bound assumes that experts' rows are divided equally among the ep ranks. If only the full prediction is too large, the run may
+fit, and a warning is printed (moe/records/prediction.py). This file needs no torch.
 
-Each change passes the recipe's own checks and the prediction before it is printed. Source of the order: the guide
+A change is printed only if the changed recipe passes its checks and is predicted to fit. Source of the order: the guide
 (moe/plan/choose/guide.py); of step 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
@@ -54,14 +54,14 @@ class Place:
 
     @classmethod
     def of(cls, cluster: Cluster, world: int) -> Place:
-        """Return as a Place the nodes of `cluster` that `world` ranks need."""
+        """Return the Place for `world` ranks on as many nodes of `cluster` as they need."""
         return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank with the most rows. even: the same if all ep
-    ranks had equally many rows."""
+    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank with the most rows. even: the same if rows
+    were divided equally among the ep ranks."""
 
     place: Place
     network: Network
@@ -92,7 +92,8 @@ class Prediction:
 
     @property
     def tightest(self) -> Bound | None:
-        """The memory limit that the run exceeds the most, or comes closest to if it exceeds none; None if no limit is known."""
+        """The memory limit that the run exceeds by the most bytes. If it exceeds none: the limit with the fewest bytes left. None if no
+        limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
@@ -116,7 +117,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory limit. least: lower bound of the bytes that the run needs. limit: available bytes. of: text that names the ranks."""
+    """A memory limit. least: lower bound of the bytes that the run needs. limit: available bytes. of: text for messages that names the
+    ranks to which the limit applies."""
 
     least: float
     limit: float
@@ -166,7 +168,7 @@ def _held(place: Place) -> Callable[[Memory], float]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe. fix: flags of the command line that make it. run: the changed run after the recipe's checks."""
+    """A change of a recipe. fix: command-line flags that make the change. run: the changed run after the recipe's checks."""
 
     fix: Fix
     run: Run

@@ -17,8 +17,9 @@ Values = dict[str, Any]  # full name of a recipe key, such as train.global_batch
 def recipe_of(plan: Plan, run: Run) -> Run:
     """Return `run` with the plan's parallelism, batch, recomputation and offload. Model, data, precision and optimizer stay as they are.
 
-    Rounds train.eval_sequences up to a number that the plan's ranks can share. Raises BadInput if the plan's bytes per element are not the
-    recipe's; `as_stored` sets them. With them, plan_of(recipe_of(plan, run)) == plan. The result still needs check_run (moe/checks/).
+    Rounds train.eval_sequences up to a number that the plan's ranks can share. Raises BadInput if the plan's bytes per element differ from
+    the recipe's (`as_stored` corrects them). If they are equal, plan_of(recipe_of(plan, run)) == plan. The result is not checked yet: call
+    check_run (moe/checks/).
     """
     fitting = as_stored(plan, run)
     for key in ("storage", "compute_bytes"):

@@ -1,6 +1,6 @@
 """Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
-    attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
+    attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; q x q grids 1 / q^2, a cube (3d) 1 / q^3
     norms, router, down-projections of latent attention     whole on every tp rank
     experts                                                 1 / (ep etp)
 
@@ -21,7 +21,7 @@ from moe.plan.job.network import Network, Plan, attention_shapes
 @dataclass(frozen=True)
 class Elements(Summed):
     """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: in experts, with copies on the
-    edp ranks (Plan.edp). frozen_dense, frozen_expert: parameters among these without gradients and optimizer states."""
+    edp ranks (Plan.edp). frozen_dense, frozen_expert: how many of these are frozen, and so have no gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -44,7 +44,8 @@ class Elements(Summed):
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: of the layer in this stack."""
+    """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: the layer's index in the stack
+    `network`."""
     whole = _matrices(network, plan, index)
     return whole if network.adapters is None else whole + _adapters(network, plan, index)
 
@@ -102,7 +103,8 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 def attention(network: Network, t: int, *, over: int) -> float:
     """Number of parameters of one layer's attention on a rank, without norms. t: number of ranks that divide its matrices. over: number of
-    ranks that divide its heads (on grids, over < t). With fewer key-value heads than `over`, several ranks hold a copy of each."""
+    ranks among which its heads are divided (on grids, over < t). If there are fewer key-value heads than `over`, several ranks hold copies
+    of a head."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
@@ -186,8 +188,8 @@ def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[i
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage. Numbers differ by one at most. One layer less goes to the last stage, then the first, then the last
-    but one, and so on."""
+    """Number of layers of each stage. The numbers differ by at most one. One layer less goes to the last stage, then to the first, then to
+    the others from the last to the second."""
     size = -(-layers // stages)
     smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
     return tuple(size - (stage in smaller) for stage in range(stages))

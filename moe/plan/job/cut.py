@@ -2,12 +2,13 @@
 
     costs 1 1 1 1 1 3, three stages -> (2, 3, 1): the cost of the last layer includes the head
 
-If several cuts have the same largest cost, the cut with the least sum of squared costs is taken. If several remain, it is the cut with
-fewer layers on early stages, because these keep more micro-batches in flight.
+Among cuts with the same largest cost, the cut with the least sum of squared costs is taken. Among these, it is the cut with fewer layers on
+early stages, because early stages keep more micro-batches in flight.
 
 The planner tries two cuts (`layer_lists`). The cut by work minimizes the multiplications of the slowest stage. The cut by parameters
-minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. Head
-and embedding count as units of their own, so that a stage may have no layers: (12, 12, 0) are three stages, the last with the head alone.
+minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. In
+the cut by parameters, head and embedding are units like layers, so a stage may have no layers: in (12, 12, 0), the last stage has only the
+head.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, in order. costs: cost of each layer. Raises BadInput for more stages than layers."""
     if not 1 <= stages <= len(costs):
         fix = Set("it", max(1, min(stages, len(costs))))
-        raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
+        raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, at most one for each layer", fix=fix)
     ends = [0.0, *accumulate(costs)]
     return _least_squares(ends, stages, limit=_least_largest(ends, stages))
 

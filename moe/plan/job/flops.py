@@ -1,7 +1,7 @@
 """Counts parameters and floating-point operations of a model from its recipe alone, in total and per token.
 
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
-    training          = 3 * forward                                                    (backward has two products for each)
+    training          = 3 * forward                                                    (backward: two products for each forward one)
 
 With a causal mask, a token attends to (L + 1) / 2 positions on average; with a sliding window to fewer. FLOPs of an encoder-decoder are
 means over the tokens of encoder and decoder. A token passes only the layers of its half; the encoder's tokens also pass cross-attention's
@@ -22,7 +22,8 @@ from moe.router.methods.catalog import method_of
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a model or a block. total: number of parameters. active: parameters that a token uses. forward, training: FLOPs per token."""
+    """Size of a model or a block. total: number of parameters. active: number of parameters that one token uses. forward, training: FLOPs
+    per token."""
 
     total: int
     active: int
@@ -73,7 +74,8 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)  # T5: a stack's first layer holds the bias of all its layers
+    # T5: the first layer of encoder or decoder holds the bias that all layers of this half share
+    has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and has_bias else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model, layer=layer)
@@ -98,7 +100,7 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
     """Mean number of experts that compute a token: its number of choices, limited by the experts' capacity and their number. If experts
-    choose tokens, they fill their capacity. The minimum of the capacity and its rounding are left out."""
+    choose tokens, they fill their capacity. The minimum and the rounding of the capacity are ignored."""
     slots = slots_of_token(router)
     return min(min(router.num_choices, slots) if method_of(router).tokens_choose else slots, num_experts)
 
@@ -149,7 +151,7 @@ def core_forward(model: sections.Model, *, layer: int) -> float:
 
 
 def core_width(model: sections.Model) -> float:
-    """Number of channels of all heads together: the mean of keys and values, if these differ."""
+    """Number of channels of all heads together. If keys and values have different sizes, their mean counts."""
     if model.latent.key_rank is not None:
         return model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
     return model.num_heads * _head_size(model)

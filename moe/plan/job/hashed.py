@@ -1,4 +1,5 @@
-"""Tools for the planner's dataclasses: a hash that is computed once for each instance, because caches need it often; sums by field."""
+"""Tools for the planner's dataclasses: hashes computed once for each instance, because caches read them often; and sums of instances, field
+by field."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ _T = TypeVar("_T")
 
 
 def hashed_once(kind: type[_T]) -> type[_T]:
-    """Make each instance of a frozen dataclass store its hash. Pickles leave the hash out, because other processes hash strings
-    differently."""
+    """Make each instance of a frozen dataclass store its hash. Pickles omit the hash, because each process hashes strings differently."""
     full: Callable[[Any], int] = vars(kind)["__hash__"]
 
     def of(self: Any) -> int:

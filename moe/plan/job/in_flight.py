@@ -3,8 +3,9 @@
     1f1b, 4 ranks     4 3 2 1 on ranks 0 to 3
     gpipe             all micro-batches on every rank
 
-The numbers come from the schedule's closed form, or are counted in its order of actions (parallel/pipeline/simulator/held.py). With more
-than a few micro-batches per rank they do not change any more, so they are counted in a step with few micro-batches.
+The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
+(parallel/pipeline/simulator/held.py). They no longer change once a step has a few micro-batches per rank, so they are counted in a step
+with few micro-batches.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import InFlight, RankPeaks, rank_peaks
 
-STEADY = 3  # a schedule's rounds after this number are equal; a round has one micro-batch for each rank
+STEADY = 3  # after this number of rounds, all further rounds of a schedule are equal; a round has one micro-batch for each rank
 
 
 @lru_cache(maxsize=5_000)
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
-    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
+    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule does not
+    allow."""
     kind = kind_of(schedule)
     if kind.peaks is not None:
         return kind.peaks(Size(ranks, microbatches, kind.chunks or chunks))
@@ -61,9 +63,10 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory. Leaves out a rank if an earlier rank certainly needs as much: it has the
-    same layers, at least as many micro-batches in flight, and the embedding and the head if the later rank has them. sizes: number of
-    layers of each stage. sparse: indices of the layers with experts. every: only every n-th layer is recomputed."""
+    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank needs at least as much memory: that is
+    so if the earlier rank has the same layers, at least as many micro-batches in flight, and the embedding or the head if the later rank
+    has it. sizes: number of layers of each stage. sparse: indices of the layers with experts. every: only every n-th layer is
+    recomputed."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]

@@ -1,4 +1,5 @@
-"""Inputs of the planner: a Network is the model that is trained, a Plan says how ranks train it. Both are values without tensors.
+"""Inputs of the planner. A Network describes the model that is trained, a Plan how ranks train it. Both are dataclasses of numbers, without
+tensors.
 
     Network + Plan            -> memory.py        bytes on each rank
     Network + Plan + Cluster  -> cost.py          seconds of one step
@@ -31,7 +32,8 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is recomputed when every `every`-th layer is. The layers of multi-token prediction have the highest indices."""
+    """True if layer `index` is among the recomputed layers, which are every `every`-th layer. The layers of multi-token prediction have the
+    highest indices."""
     return index % every == 0
 
 
@@ -47,7 +49,7 @@ class Router:
     kept: int = 0  # bytes per token that the routing method keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
-    balances: tuple[int, int] = (0, 0)  # bytes per token that they exchange for the balance losses, in the (forward, backward) pass
+    balances: tuple[int, int] = (0, 0)  # bytes per token that these ranks exchange for the balance losses (forward, backward)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Experts:
     hidden: int  # hidden units of one expert
     gated: bool = False
     shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
-    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: no capacity, all computed
+    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: no choice is dropped
     slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
     exchange: Dispatcher | None = None  # None: an all-to-all
     biases: bool = False
@@ -70,8 +72,8 @@ class Experts:
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
-    apart: bool = False  # a token is sent once for each choice, because gates weigh the experts' inputs and rows of a token differ
-    busiest: float | None = None  # rows of the ep rank that gets the most / mean over ranks, before capacities limit it; None: by `excess`
+    apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
+    busiest: float | None = None  # rows of the busiest ep rank / mean over ranks, before capacities limit it; None: computed from `excess`
     excess: float = 0.0  # increase of `busiest` for each ep rank after the first
 
     @property
@@ -94,7 +96,8 @@ class Experts:
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Computed rows of the busiest of `ep` ranks / mean over ranks. At most the experts' capacity; without one, at most all tokens."""
+        """Computed rows of the busiest of `ep` ranks / mean over ranks. Limited by the experts' capacity, or else by the number of
+        tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 
@@ -163,7 +166,7 @@ class Network:
     frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
     ahead: int = 0  # number of further tokens of multi-token prediction
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
-    windows_in_chunks: float = 0.0  # fraction of layers whose sliding windows are computed in chunks, which keep keys and values twice
+    windows_in_chunks: float = 0.0  # fraction of layers that compute sliding windows in chunks and so keep keys and values twice
     windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask instead of chunks (flops.py)
     documents: bool = False  # attention has a mask of documents; a GPU's flash attention takes no masks
     sees: Literal["past", "all"] = "past"  # `past`: attention is causal
@@ -224,8 +227,8 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """Return whether weights that belong to all of these parts are frozen, which one frozen part is enough for. (The norms of queries
-        belong to two parts: attention and norms.)"""
+        """Return whether a weight is frozen that belongs to all of these parts: one frozen part is enough. (For example, the norms of
+        queries belong to both attention and norms.)"""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property
@@ -273,7 +276,7 @@ class Plan:
     storage: Storage = MIXED_FP32_GRADIENTS  # bytes of a parameter, its gradient and optimizer states
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    offload_activations: float = 0.0  # fraction of the layers' activations that is offloaded; only for tables of other software
+    offload_activations: float = 0.0  # fraction of the layers' activations that is offloaded; set only for published runs of other software
     tiles: int = 1  # number of tiles of each matrix of a dense network
     reshard: bool = True  # FSDP frees gathered weights after the forward pass
 
@@ -286,7 +289,8 @@ class Plan:
         return made
 
     def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
-        """Return a plan with these settings of this plan, with `changes`, and defaults for all others. Equal results are one object."""
+        """Return a plan with the settings `names` of this plan, then `changes`, and defaults for all other settings. Equal results are the
+        same object."""
         return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property
@@ -321,7 +325,7 @@ class Plan:
 
     @property
     def grid(self) -> Grid:
-        """Grid of the tp ranks. May only be read if the tp ranks can form a grid of this kind."""
+        """Grid of the tp ranks, which must be able to form a grid of this kind."""
         made = grid(self.tensor, self.tp, self.depth)
         assert made is not None
         return made

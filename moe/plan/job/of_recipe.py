@@ -1,6 +1,6 @@
 """Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the parallel plan. The model is not built.
 
-Bytes of fp32 optimizer states for each parameter, of which `optimizer_bytes` returns the means:
+Bytes of fp32 optimizer states for each parameter. `optimizer_bytes` returns their means over parameters.
 
     adamw, kfac   8     two moments; assumed for a user's own optimizer too. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum
@@ -140,8 +140,8 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes per token that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id.
-    balances: probabilities, chosen experts, and the gates and load probabilities that importance and load losses need."""
+    """Return the bytes per token that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id of a
+    token. balances: probabilities, chosen experts, and the gates and load probabilities that importance and load losses need."""
     weights = (spec.balance_weight, spec.importance_weight, spec.load_weight)
     if spec.balance_scope == "global_batch":
         balances = (0, 0)

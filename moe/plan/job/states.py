@@ -1,13 +1,13 @@
 """Bytes of model states that a data-parallel rank holds, in closed form. Needs no torch.
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
-    stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
+    stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold the same parameter
     stage 1   ZeRO-1            whole      | whole     | 1/N
     stage 2   ZeRO-2            whole      | 1/N       | 1/N
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
 
-For dense parameters, N = dp. For experts, N = edp = dp / (ep etp). Activations, weights gathered for the current layer, and communication
-buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3 and 5.
+N is the number of data-parallel ranks: Plan.copies for dense parameters, Plan.edp = dp sp tp / (ep etp) for experts. Activations, weights
+gathered for the current layer, and communication buckets are not included. Source: ZeRO (arXiv 1910.02054), sections 3 and 5.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one rank of a model with experts. dense, expert: numbers of parameters outside and inside of experts.
-    The N of `model_states` is dp for dense parameters. A rank holds 1 / (ep etp) of the experts' parameters, and their N is dp / (ep
-    etp)."""
+    """Bytes of the model states on one rank of a model with experts, without tp, sp and pp. dense, expert: numbers of parameters outside
+    and inside of experts. Dense parameters have copies on dp ranks. A rank holds 1 / (ep etp) of the experts' parameters, which have copies
+    on dp / (ep etp) ranks."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)

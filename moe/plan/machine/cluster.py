@@ -2,11 +2,11 @@
 
     Cluster    `nodes` nodes of `devices_per_node` Devices (device.py)
     inside     links within a node. A collective takes its measured time if it has been measured, otherwise latency + bytes / bandwidth
-    between    all network adapters of a node together. Groups of ranks that send at the same time share them
+    between    all network adapters of a node together, shared by the groups of ranks that send at the same time
     host, disk links from a device to its host's memory, and from a node to its disk
 
-Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes, and load_cluster("h100-2")
-2 devices of one of its nodes.
+Cluster files are YAML, each number with its source. load_cluster("h100-8x4") loads the file h100-8 with 4 nodes, and load_cluster("h100-2")
+loads 2 devices of one of its nodes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Between:
     """Network of a node.
 
     node_gb_s: GB/s of all adapters of the node in one direction. device_gb_s: GB/s that one device can send at most.
-    share: fraction of these rates that collectives reach. exchange_share: an all-to-all reaches the fraction share * exchange_share.
+    share: fraction of these rates that collectives reach. An all-to-all reaches the fraction share * exchange_share.
     latency_us: latency of one step of a ring collective. tree_us: latency of one step of a tree collective.
     """
 
@@ -107,7 +107,8 @@ class Cluster:
     sources: tuple[Text, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """Compute time of a rank if `world` ranks share the cores of a CPU host / its time if it has one core alone; 1 for accelerators."""
+        """Compute time of a rank if `world` ranks share the cores of a CPU host, divided by its time with one core of its own. 1 for
+        accelerators."""
         here = min(self.devices_per_node, world)
         if not self.cores:
             return 1.0
@@ -164,7 +165,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _whole_node(name: str) -> Cluster | None:
-    """Return the shipped whole node if `name` means some devices of it: h100-8 for h100-2. None for other names."""
+    """Return the shipped cluster of a whole node if `name` is a part of it: h100-8 for h100-2. None for other names."""
     device, _, count = name.rpartition("-")
     if not re.fullmatch(r"[1-9]\d?", count) or name in cluster_names():
         return None

@@ -4,8 +4,8 @@
                           seconds = max(waves * (k + ramp) * 2 a b / (rate of one processor), bytes / memory bandwidth, floor)
     all other kernels     seconds = max(bytes / memory bandwidth, floor)
 
-Rates are sustained rates of large products, not the data sheet's peak. The fastest of several tile sizes counts: small tiles leave fewer
-processors idle, but reach a lower rate. A product is slower if the rows of its operands are not multiples of 128 bytes.
+Rates are sustained rates of large products, not the data sheet's peak. The prediction is the minimum over several tile sizes: small tiles
+leave fewer processors idle, but reach a lower rate. A product is slower if the rows of its operands are not multiples of 128 bytes.
 
 Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); Williams et al., Roofline (CACM 2009).
 """
@@ -54,7 +54,7 @@ def _rated(peaks: dict[str, float]) -> dict[str, float]:
     return peaks
 
 
-# Types of the values in a cluster file. Formulas divide by a Positive, and overflow with smaller numbers or with numbers above MOST.
+# Types of the values in a cluster file. Formulas divide by a Positive; smaller values, or values above MOST, would make them overflow.
 MOST = 1e15
 Number = BeforeValidator(_no_bool)
 Positive = Annotated[float, Number, _in_range(1 / MOST)]
@@ -67,7 +67,7 @@ FILE = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 # Tiles of a product's output: (rows, columns, fraction of a processor's rate). Small tiles need more memory traffic per operation. NVIDIA's
 # guide measures tiles of 128 x 128 at about nine tenths of the rate of 256 x 128, the standard size.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RAMP = 96  # the start and end of a tile take as long as a k that is larger by this number
+RAMP = 96  # the start and end of a tile take as long as this number of further steps along k
 SPLITS = (1, 2, 4, 8)  # split-k: if tiles leave processors idle, k may be cut into this number of parts, which are summed in fp32
 
 
@@ -113,7 +113,7 @@ class Device:
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
         """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, so k counts
-        tokens. Then m and n, not k, are the lengths of the operands' rows in memory, which should be aligned."""
+        tokens. The operands' rows in memory, whose alignment counts, then have the lengths m and n instead of k."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))

@@ -1,6 +1,6 @@
 """Properties of a training program that decide how fast it runs a plan: kernels, launch times, overlap of communication.
 
-This file has the properties of the project's own trainer, tests/planner/software.py of programs with published measurements.
+This file describes the project's own trainer; tests/planner/software.py describes programs with published measurements.
 moe/plan/memory/stack.py describes the memory that a program needs.
 """
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # default of Program.alone, fitted to vTrain's measured steps of small layers
+ALONE = 0.3  # default of Program.alone, fitted to measured steps with small layers (vTrain)
 
 
 @hashed_once
@@ -28,9 +28,9 @@ class Program:
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
     gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the backward pass, or during the last micro-batch's
-    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or when a stage's gradients are complete
-    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # all-gathers of sharded parameters; computation hides all, 2/3, none
-    alone: float = ALONE  # a pass takes the longer of host's and device's time + this fraction of the shorter; 0: full overlap, 1: none
+    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
+    gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # computation hides all, 2/3 or none of the all-gathers of parameters
+    alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients
     gather_gb_s: float | None = None  # largest rate at which a rank receives gathered parameters; None: the rate of its links
     gather_us: float = 0.0  # host's time for an all-gather or reduction of a layer's sharded parameters: copies to and from buffers
@@ -47,7 +47,7 @@ class Program:
     sent_gradients: Literal["stored", "computed"] = "stored"  # dtype of sent gradients: of stored gradients, or of computed activations
     accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by a separate kernel, or by the product's
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
-    selective: Literal["core", "second", "half"] = "core"  # it repeats attention scores, a layer's second half, or half of the forward time
+    selective: Literal["core", "second", "half"] = "core"  # recomputes attention's core, a layer's second half, or half the forward time
     casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
@@ -62,8 +62,9 @@ OWN = Program(
     staged="by stage",
     shards="micro-batch",
     casts="use",
+    # `moe rehearse --device cuda` counts these three numbers of kernels
     capacity_kernels=2,
-    dispatch_kernels=(12, 9),  # these, the line before and the next are counted by `moe rehearse --device cuda`
+    dispatch_kernels=(12, 9),
     exchange_kernels=(8, 4),
 )
 # this project's trainer on a CPU host, on which a core either computes or communicates

@@ -1,13 +1,13 @@
 """Activation memory: bytes that one micro-batch keeps on a rank from the forward to the backward pass, by layer and part.
 
-moe/plan/memory/stack.py defines the parts for one rank. Under a Plan a rank keeps:
+moe/plan/memory/stack.py defines the parts for training without parallelism. Under a Plan with t tp ranks, a rank keeps:
 
     sp                   length / sp tokens of every part
-    tp 1d                1 / t of attention and network; all of norms and masks (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
     tp sliced            1 / t of everything (34 s b h / t), except inputs that are gathered for a product, if the software keeps them
     tp 2d, 2.5d, 3d      1 / tp of everything (moe/plan/time/tensor.py)
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
-    ep, etp              choices * tokens / tp rows of experts on average, or as many as capacities allow; 1 / etp of the hidden units.
+    ep, etp              choices * tokens / tp rows of experts on average, at most the experts' capacity; 1 / etp of the hidden units.
                          The rank with the most rows is counted (`Experts.share`)
 
 I and W are the two parts of a backward pass that some schedules split: gradients of inputs first, gradients of weights later.
@@ -86,8 +86,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs the normalized input of (attention, the feed-forward network or experts). It does not if all
-    weights that multiply this input are frozen. A router always needs its input."""
+    """Return whether the backward pass needs the output of the norm before (attention, the feed-forward network or experts). It does not
+    need it if all weights that multiply it are frozen. A router always needs it."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
@@ -142,7 +142,7 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
-    """Number of key heads that the backward pass reads, as a mean over layers. Layers with chunked windows count in `_attention`."""
+    """Number of key heads that the backward pass reads, as a mean over layers. `_attention` counts layers with chunked windows."""
     repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
     return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
@@ -158,7 +158,7 @@ def _attention(n: Network, stack: Stack, itemsize: int) -> float:
             + ((1 - n.windows_in_chunks) * inner + 4 * n.heads if n.sinks else 0)
             + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
-    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # all heads share the rotary key; each keeps a copy
+    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # all heads share the rotary key, but a copy is kept for each head
     value = n.heads * late.value_size
     if stack.padded:  # the kernel's values and output are padded to the size of keys
         return 4 * key + 3 * n.windows_in_chunks * key + value
@@ -225,7 +225,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # results are of rows that it sent
+    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # returned rows belong to the rank that sent them
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
@@ -281,8 +281,9 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W outside of layers: for the gradient of the head its input and the gradient of the
-    logits, and for each further token of multi-token prediction the same, and both ends of its layer's and its joining products."""
+    """Bytes that a micro-batch keeps between I and W outside of layers: for the head's gradient, its input and the gradient of the logits.
+    For each further token of multi-token prediction, the same, and inputs and output gradients of its layer's products and of the product
+    that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
@@ -311,7 +312,7 @@ def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
-    """Number of tensors, received from or sent to other stages, that a micro-batch keeps on a stage in addition to the layers' tensors."""
+    """Number of tensors that a micro-batch keeps on a stage for messages to and from other stages, in addition to the layers' tensors."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
     wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in the norm's dtype
     if layers or last:

@@ -4,7 +4,7 @@
 
     states         parameters, gradients, optimizer states                          moe/plan/job/states.py, counts.py
     activations    micro-batches in flight x bytes of one micro-batch               moments.py, kept.py
-    temporary      of the loss, of a layer's backward pass, of ZeRO stage 3         temporary.py
+    temporary      at the loss, in a layer's backward pass, by ZeRO stage 3         temporary.py
     buffers        gradient buckets
 
 The device needs more, because torch's allocator reserves whole blocks, and CUDA's context is not a tensor:
@@ -102,7 +102,7 @@ def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
 
 class _Full(NamedTuple):
     """A moment of a step with the bytes that depend on the plan's engine. bucket: bytes of gradient buckets. missing: bytes of gradients
-    that do not exist yet. waiting: bytes of a tied head's gradient before it is added to the embedding's. gathered: bytes of gathered
+    that do not exist yet. waiting: bytes of a tied head's gradient until it is added to the embedding's. gathered: bytes of gathered
     weights and unreduced gradients with ZeRO stage 3."""
 
     moment: Moment
@@ -117,7 +117,7 @@ class _Full(NamedTuple):
 
 
 class _Engine:
-    """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and what the engine adds to a moment of a rank.
+    """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and the engine's additional bytes at each moment.
 
     dense, expert: bytes of the model states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of the
     parameter's gradient that do not exist until its first backward pass. of_head: bytes of an element of a tied head's separate gradient.
@@ -174,8 +174,8 @@ def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
-    """Return the moment in the second step at which DDP rebuilds its buckets, so that gradients exist twice. With more than two ranks, it
-    does so before the optimizer has states (parallel/data/ddp.py), and this moment is no peak."""
+    """Return the moment in the second step at which DDP rebuilds its buckets, while gradients exist twice. With more than two ranks, DDP
+    rebuilds them before the optimizer has states (parallel/data/ddp.py), so this moment is not the peak."""
     of_experts = _states(plan, Elements(expert=rank.held.trained.expert * _freed(plan)[1]))[0].gradients
     return _Full(EMPTY, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
@@ -192,8 +192,8 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[At], flo
 
 
 def _freed(plan: Plan) -> tuple[bool, bool]:
-    """Return whether gradients of (dense, experts') parameters are freed between steps. DDP's buckets keep the gradients that all its ranks
-    sum. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
+    """Return whether gradients of (dense, experts') parameters are freed between steps. DDP's buckets keep the gradients that are
+    all-reduced over all its ranks. DeepSpeed's stage 3 keeps all gradient shards of a rank in one buffer."""
     kept = plan.kind.gradients
     stays = plan.pp == 1 and (kept == "buffer" or (kept == "buckets" and plan.copies > 1))
     experts_too = kept == "buffer" or (plan.ep, plan.etp) == (1, plan.tp)

@@ -3,10 +3,10 @@
     loss        logits in two dtypes and their gradients
     work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
     embedding   gradient of the embedding, after the activations of the micro-batch are freed
-    sums, head, bucket, forward     further moments of ZeRO stage 3, with other gathered weights and unreduced gradients (temporary.py)
+    sums, head, bucket, forward     moments of ZeRO stage 3 at which other weights are gathered or gradients unreduced (temporary.py)
 
 At each moment, the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients that are freed between steps exist
-only after the first backward pass. The result is cached. Only with ZeRO stage 3 does it depend on the data-parallel engine.
+only after the first backward pass. The list is cached. It depends on the data-parallel engine only with ZeRO stage 3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "m
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank at one moment of a step. at: kind of moment. total: sum of the first five.
+    """Bytes of a rank at one moment of a step. at: kind of moment. total: sum of the first five fields.
 
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
@@ -79,9 +79,9 @@ def _moment(
 
 @dataclass(frozen=True, eq=False)
 class RankMoments:
-    """Sizes of pipeline rank `number` before its states are sharded. versions: number of versions of the weights that the schedule keeps.
+    """Sizes of pipeline rank `number` before its model states are sharded. versions: number of weight versions that the schedule keeps.
 
-    held: its parameters. gathered: for each kind of its layers, the parameters that ZeRO stage 3 holds whole at the same time.
+    held: its parameters. gathered: for each kind of its layers, the parameters that ZeRO stage 3 gathers at the same time.
     table: parameters of its embedding or head; none without them. moments: the moments of a step that may be its memory peak.
     """
 
@@ -127,8 +127,8 @@ class _Now(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> of such moments, the one with the most kept
-    bytes."""
+    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> the moment with the most kept bytes among moments
+    with these properties."""
 
     number: int
     versions: int
@@ -150,15 +150,15 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 
 def without_order(plan: Plan) -> Plan:
-    """Return the plan with the default order of positions, which does not change memory, and the default sequence-parallel method, unless
-    the plan's method needs more memory."""
+    """Return the plan with settings that do not change its memory replaced by defaults: the order of positions, and the sequence-parallel
+    method unless it needs more memory."""
     if plan.sp == 1:
         return plan
     return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments, which needs pp = 1."""
+    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments: only if pp = 1."""
     return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
@@ -242,7 +242,7 @@ class _Step:
         return _Rank(number, peaks.versions, stages, self._candidates(peaks, stages))
 
     def fullest(self, ranks: Sequence[_Rank]) -> list[_Rank]:
-        """Return `ranks` without the ranks that need at most the memory of another one with the same layers."""
+        """Return `ranks` without each rank that needs no more memory than another rank with the same layers."""
         if len(ranks) == 1:
             return list(ranks)
         alike: dict[object, list[_Rank]] = {}
@@ -266,8 +266,8 @@ class _Step:
         return RankMoments(rank.number, rank.versions, held, tuple(whole), table, self._largest(self._moments(rank, held)))
 
     def _largest(self, moments: Iterable[Moment]) -> tuple[Moment, ...]:
-        """Return the moments that no other moment exceeds in all respects (Pareto front). With stages, only moments of the same kind are
-        compared, because FSDP adds bytes later that differ by kind."""
+        """Return the moments that no other moment exceeds in all respects (Pareto front). With pipeline stages, only moments of the same
+        kind are compared, because FSDP's bytes, which are added later, differ by kind."""
         bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # bytes of a gradient bucket, which may not exist at the loss
         found: list[Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):

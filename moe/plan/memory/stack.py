@@ -1,4 +1,4 @@
-"""Coefficients of activation memory: which tensors a training software keeps from the forward to the backward pass.
+"""Coefficients of activation memory: the tensors that a training program keeps from the forward to the backward pass.
 
 Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element:
 
@@ -7,7 +7,7 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; k = w with `repeated` keys
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
     core            (2 c + 1) heads L            if `core` is `scores`: softmax of all (query, key) pairs, dropout's mask and output
-                    c heads L                    Colossal-AI's ring: softmax of all pairs, in any software
+                    c heads L                    with Colossal-AI's ring attention, whatever `core` is: softmax of all pairs
     with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
                     micro-batch; in both cases L^2 per micro-batch
     with a mask     if keys are `repeated`: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
@@ -61,11 +61,11 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: by the engine's formulas (temporary.py)
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: formulas instead (temporary.py)
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
-    casts: bool = False  # copies of wider weights in the compute dtype are kept
+    casts: bool = False  # copies in the compute dtype of wider weights are kept for the backward pass
     bucket_elements: float = 0  # number of elements of a gradient bucket
     bucket_bytes: int = 2  # bytes of an element of a gradient bucket
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded

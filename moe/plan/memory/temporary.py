@@ -41,7 +41,7 @@ NO_EXPERTS = -1  # index for a layer without experts
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, only the logits
-    of one chunk exist at a time; the head's gradient, which is summed over chunks, is added."""
+    of one chunk exist at a time, but also the sum of the head's gradients over chunks."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
@@ -70,8 +70,8 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs one
-    tensor per sequence and one for their sum, or the fp32 sum before and after masking, whichever is larger."""
+    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs the
+    larger of two sizes: a tensor for each sequence and their sum, or the fp32 sum before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
@@ -116,8 +116,8 @@ def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that `sliced` tensor parallelism adds at the loss: the head's gathered input, without this rank's slice, which counts as
-    kept."""
+    """Bytes that `sliced` tensor parallelism adds at the loss: the head's gathered input, minus this rank's slice, which the kept
+    activations already include."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)
@@ -266,7 +266,8 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 class _Shared(NamedTuple):
-    """Whether ZeRO shards parameters outside of experts, and in experts. It does if several data-parallel ranks would hold copies."""
+    """Whether ZeRO shards parameters: dense: outside of experts; expert: in experts. It shards them if several data-parallel ranks would
+    hold copies."""
 
     dense: bool
     expert: bool

@@ -81,7 +81,7 @@ def test_what_a_micro_batch_decides_keeps_its_sequences() -> None:
 
 def test_the_refusal_names_the_numbers_that_work() -> None:
     run = recipe(degrees={"dp": 4, "tp": 2}, train={"global_batch": 12, "eval_sequences": 12})
-    for world, least, fix in ((5, 1, "start 4 of them"), (4, 6, "--elastic 4"), (1, 1, "start 2 of them")):
+    for world, least, fix in ((5, 1, "start 4 processes"), (4, 6, "--elastic 4"), (1, 1, "start 2 processes")):
         with pytest.raises(BadInput, match="8 6 4 2") as refused:
             for_world(run, world, least=least)
         assert str(refused.value.fix) == fix
@@ -101,9 +101,9 @@ R = ["--restarts", "2"]
         ([*T, *R, "--elastic", "0"], "--elastic 1"),
         ([*T, *R, "--elastic", "4"], "at most 2, one of 2 1"),
         ([*T, *R, "--elastic", "5"], "at most 2, one of 2 1"),
-        ([*T, *R, "--elastic", "1", "--degrees.pp", "4"], "a smaller number, and none is possible"),
+        ([*T, *R, "--elastic", "1", "--degrees.pp", "4"], "fewer processes, but no smaller number is possible"),
         ([*T[:2], *R, "--elastic", "1"], "leave --elastic out"),
-        ([*T[:3], "3", *R, "--elastic", "1", "--degrees.dp", "8"], "start 2 of them"),
+        ([*T[:3], "3", *R, "--elastic", "1", "--degrees.dp", "8"], "start 2 processes"),
     ],
 )
 def test_the_command_refuses_what_could_not_go_on(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_fewer_go_on_where_restarts_do_not_help(tmp_path: Path, capsys: pytest.C
     assert processes == [None, None, 3, 3, 3, 1, 1, 1]
     assert lives.after(killed()) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert "rank 2 leaves for good: 2 restarts in a row (--restarts 2) brought no new checkpoint" in lines
+    assert "rank 2 is no longer used: 2 restarts in a row (--restarts 2) brought no new checkpoint" in lines
     assert "restart 3: the run continues from its beginning on 3 processes" in lines
     assert "restart 4: the run continues from step-4 on 3 processes" in lines
     assert lines[-1].endswith("brought no new checkpoint, and --elastic allows no fewer processes")

@@ -65,8 +65,8 @@ class Clock:
         (End(130, [], {}), ""),
         (End(2, [], {0: {"exit": 2, "pid": 5, "error": "data.path: ..."}}), ""),
         (End(1, ["no rank started"], {}, began=False), "not started again: no rank had started"),
-        (End(1, [], {}, stuck=True), "not started again: a process of the last start is still there"),
-        (failed("a signal before training"), "not started again: a rank had a signal of its own"),
+        (End(1, [], {}, stuck=True), "not started again: a process of the last attempt could not be killed"),
+        (failed("a signal before training"), "not started again: a signal ended a rank before training"),
         (failed("memory: got none left", repeats=True), "not started again: memory would run out again"),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_rank_leaves_restarts_to_what_started_it(monkeypatch: pytest.MonkeyPat
     assert "torchrun --max-restarts N" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # torchrun would repeat --fresh, which sets the new checkpoints aside
     assert rank_main(["switch_tiny", "--fresh"]) == 2
-    assert "--fresh: got it with torchrun --max-restarts 3" in capsys.readouterr().err
+    assert "--fresh: got the flag with torchrun --max-restarts 3" in capsys.readouterr().err
 
 
 def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> i
     ("file", "word", "said"),
     [
         ("1.json", '{"exit": 1, "pid": 5, "error": "ValueError: x"}', "rank 1 ended with exit code 1: ValueError: x"),
-        ("machine-{token}-1.json", "247", "rank 1 ended with no word: its exit code is not known"),
+        ("machine-{token}-1.json", "247", "rank 1 ended with no status file: its exit code is not known"),
     ],
 )
 def test_a_rank_that_fails_on_another_machine_ends_those_that_wait_for_it(
@@ -167,7 +167,7 @@ def test_a_rank_that_fails_on_another_machine_ends_those_that_wait_for_it(
     assert launched(program, pretended, monkeypatch) == 1
     first, *more = capsys.readouterr().err.splitlines()
     assert first == said
-    after = ["rank 0 was ended here, after the others"]
+    after = ["rank 0 was killed by moe train after the others"]
     after += ["the launcher on worker-1 ended with signal SIGKILL (by kill -9, or by the kernel where memory runs out: see dmesg)"]
     assert more == after[: 2 if "machine" in file else 1]
 

@@ -234,7 +234,7 @@ def test_deaf_ranks_and_their_children_are_killed_after_the_grace(launch) -> Non
     sent = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
     code, error = run.end()
-    assert code == 1 and "rank 0 was killed: it had not stopped" in error
+    assert code == 1 and "rank 0 was killed, because it had not stopped in time" in error
     assert 2.0 <= time.monotonic() - sent < 8.0
 
 
@@ -330,7 +330,7 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
         ({0: {"exit": 75}, 1: {"exit": 75}}, 75, 75, "every rank saved"),
         ({0: {"exit": 0}, 1: {"exit": 0}}, 247, 1, "the launcher ended with signal SIGKILL"),
         ({0: {"exit": 0}, 1: {"exit": 75}}, 0, 1, "[0, 75]"),
-        ({0: {"exit": 0}}, 0, 1, "rank 1 ended with no word"),
+        ({0: {"exit": 0}}, 0, 1, "rank 1 ended with no status file"),
         ({0: {"exit": 0}}, 247, 1, "rank 1 ended with signal SIGKILL"),
         ({0: {"exit": 75}}, 139, 1, "rank 1 ended with signal SIGSEGV"),
         ({}, 1, 1, "no rank started: the launcher ended with exit code 1"),
@@ -533,7 +533,7 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(
 
         monkeypatch.setattr(start, "_command", command)
         assert start.start(Arguments("recipe", out=out), nproc=1) == code
-    said = "waiting for deepspeed to start 1 process: it loads torch first, and so does each of them"
+    said = "waiting for deepspeed to start 1 process: the launcher and each process load torch first"
     assert capsys.readouterr().out.splitlines() == [said] * 3
     assert sorted(tmp_path.rglob("*")) == [earlier, earlier / "metrics.jsonl", users]
 
@@ -569,7 +569,7 @@ def test_bad_input_on_a_full_disk_is_told_by_exit_codes() -> None:
     assert verdict({}, ended, 2, 1) == (2, [])
     assert verdict({}, [Rank(0, 4, ended_at=1.0), Rank(1, 5, ended_at=1.1)], 2, 2) == (2, [])
     code, (line,) = verdict({}, [Rank(0, 4, ended_at=1.1, code=1), Rank(1, 5, ended_at=1.0, code=2)], 2, 2)
-    assert code == 2 and re.match(r"error: rank 1 ended with exit code 2, and could not note why", line)
+    assert code == 2 and re.match(r"error: rank 1 ended with exit code 2, and could not write the reason", line)
     assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), Rank(1, 5, ended_at=1.1, code=1)], 2, 1)[0] == 1
 
 

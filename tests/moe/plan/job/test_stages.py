@@ -48,7 +48,7 @@ def test_earlier_stages_which_keep_more_get_fewer_layers(costs: list[float], sta
 
 @pytest.mark.parametrize(("stages", "fix"), [(4, 3), (9, 3), (0, 1), (-2, 1)])
 def test_more_stages_than_layers_is_one_line(stages: int, fix: int) -> None:
-    with pytest.raises(BadInput, match=f"stages: got {stages}, needed 1 to 3, one a layer at most; fix: set it to {fix}$"):
+    with pytest.raises(BadInput, match=f"stages: got {stages}, needed 1 to 3, at most one for each layer; fix: set it to {fix}$"):
         cut([1.0, 2.0, 3.0], stages)
 
 
