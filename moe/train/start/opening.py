@@ -139,8 +139,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
 
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
-    """Return the run with the steps that train.epochs asks for; the last one ends in the next epoch. Raises BadInput for data without
-    epochs."""
+    """Return the run with train.steps set to the steps of train.epochs, rounded up, so the last step may read samples of the next epoch.
+    Raises BadInput for data without epochs."""
     epochs, batch = run.train.epochs, run.train.global_batch
     if epochs is None:
         return run
@@ -154,7 +154,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
-    """Make the run's folder, find the checkpoints that the run starts from, and check that its model fits them. Collective."""
+    """Make the run's folder, find the checkpoints that the run starts from, and check that the recipe's model fits them. Collective."""
     check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
@@ -268,7 +268,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Return whether the checkpoint `found` is of the last step and summary.json too, so that nothing is left to do. Collective."""
+    """Return whether nothing is left to do, because the checkpoint `found` and summary.json are both of the last step. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -281,7 +281,8 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. In a resumed run with adapters it is the new folder of their base."""
+    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes it as the new folder of their base
+    model."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
@@ -325,7 +326,8 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def trained_parameters(run: Run) -> int:
-    """Return the number of parameters that are trained: only adapters, if there are any; without the ones in train.freeze."""
+    """Return the number of trained parameters: of the adapters if there are any, else of all weights. Parts in train.freeze are not
+    counted."""
     layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
     return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
 
