@@ -1,7 +1,7 @@
 """Values other than tensors that a run takes from the checkpoint that it resumes or begins with, and a check that the model is the same.
 
 recipe                                    compared with this run's: changes are refused, or allowed and recorded (moe/recipe/changes.py)
-tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids than the model has learned
+tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids
 table of experts by token id              used; if the recipe's file has a different one, it is refused (moe/recipe/hash_table.py)
 files of an imported transformers model   copied from the RUN/huggingface/ of --init_from; moe convert exports them again
 """
