@@ -251,8 +251,8 @@ def refused(values: Values, world: int) -> BadInput | None:
 
 
 def _completed(values: Values) -> Values:
-    """Return the values without two settings that make a comparison useless. With a dynamic loss scale, the first steps overflow and are
-    skipped. With a sliding window of one token, gradients of queries and keys are only rounding errors."""
+    """Replace two settings in place that would make a comparison useless, and return the values. With a dynamic loss scale, the first steps
+    overflow and are skipped. With a sliding window of one token, gradients of queries and keys are only rounding errors."""
     if values.get("model", {}).get("sliding_window") == 1:
         values["model"]["sliding_window"] = 2
     if values.get("precision", {}).get("loss_scale", "none") != "none":
