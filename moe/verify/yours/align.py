@@ -2,8 +2,8 @@
 step.
 
 samples     which sequences (and which of their tokens) a rank reads is found by searching the rank's first input in the single process's
-parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this chunk
-            of each of 2 or 3 blocks (fused q, k, v)
+parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this
+            chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
             weights differ least is taken
 rows        inputs of an expert are rows of all ranks in any order; each is paired with the nearest row
