@@ -46,8 +46,7 @@ from parallel.store.checkpoint import pieces
 _CPU = torch.device("cpu")
 Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of its first steps or None), or the text of its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
-# upper limit of (number of meshes x ranks) in one set of processes: each mesh starts gloo threads, which slow all ranks until the process
-# ends
+# largest number of meshes x ranks in one set of processes: each mesh starts gloo threads, which slow all ranks until the process ends
 MESHES = 16
 LAST = "last module that ran: "  # begins the line about Tape.last in the error of a rank that records a tape
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine

@@ -47,12 +47,7 @@ _TINY: Values = {
         "balance_scope": "sequence",
     },  # a preset's own values may make results depend on the layout by definition
 }
-_NOT_DRAWN = (
-    "data.",
-    "train.",
-    "dispatch.busiest",
-    "degrees.",
-)  # degrees are drawn by `_layout`; the others have hardly any effect on a step
+_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step hardly depends on the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
 _NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU, as ranks here are forked on the CPU
 # axis -> key that is drawn if the axis has several ranks

@@ -1,7 +1,6 @@
 """`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin.
 
-    draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink it, print it as
-    YAML
+    draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink and print it
 
 Shrinking searches the smallest recipe that still fails. The same --seed and --nproc give the same recipes. The loss, all gradients, their
 norm, the update and the losses of three steps are compared.

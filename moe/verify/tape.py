@@ -103,9 +103,7 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
     assert isinstance(model, Transformer)
-    now = (
-        threading.local()
-    )  # .contexts: layer -> context of the tokens that entered it last. Local to a thread, because replicas of the engine dp are threads
+    now = threading.local()  # .contexts: layer -> context of the tokens that entered it last. Replicas of the engine dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None

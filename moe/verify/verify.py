@@ -37,10 +37,7 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {
-    "cuda": ("triton", "grouped_mm", "cpu", "reference"),
-    "cpu": ("cpu", "reference"),
-}  # --device -> kernels that cases of one process test
+ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of cases of one process
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe
 

@@ -59,9 +59,7 @@ class DDP(Stepped):
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
-            if (
-                dp.size > 2
-            ):  # with more than 2 ranks, the order in which the ranks' terms are added depends on a gradient's position in its bucket
+            if dp.size > 2:  # with more than 2 ranks, the order of additions over ranks depends on a gradient's position in its bucket
                 _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:

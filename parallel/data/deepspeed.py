@@ -40,9 +40,7 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(
-        ImportError
-    ):  # the first engine would import these in every rank; imported before ranks are forked, they cost a rank nothing
+    with suppress(ImportError):  # the first engine would import these; imported before ranks are forked, they cost a rank nothing
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer

@@ -83,9 +83,7 @@ def shard(
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         for module in cut.values():
-            module.set_modules_to_backward_prefetch(
-                [module]
-            )  # only itself, so that nothing is prefetched; with an empty list torch would choose units
+            module.set_modules_to_backward_prefetch([module])  # only itself, so nothing is prefetched; with [] torch chooses
         for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
             _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut

@@ -98,9 +98,7 @@ class Zero(DeepSpeed):
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
-        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(
-            ()
-        )  # not used, because clip.py computes the norm; it would cost a collective
+        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, as clip.py has the norm; it would cost a collective
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)

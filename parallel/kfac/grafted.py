@@ -60,7 +60,7 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. Where a matrix of `direction` is zero, the
+    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. If a matrix of `direction` is zero, the
     matrix of `length` is returned."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)

@@ -60,9 +60,7 @@ def largest(value: float, axis: Axis) -> float:
 def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         axis.count("all_reduce", tensor)
-        dense = (
-            tensor.contiguous()
-        )  # gloo adds elements in the order of their storage: with different strides on two ranks, sums would be wrong
+        dense = tensor.contiguous()  # gloo sums in the order of storage: with different strides on two ranks, sums would be wrong
         with region(f"all_reduce over {axis.name}"):
             dist.all_reduce(dense, op=op, group=axis.group)
         if dense is not tensor:

@@ -22,9 +22,7 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[
-    Tensor
-]  # for each dim: the index in the single process's tensor for each index of the rank's tensor (for a DTensor: of its global tensor)
+Maps = list[Tensor]  # for each dim: index in the single process's tensor for each index of the rank's (a DTensor: of the global one)
 _NEAREST = 4096  # largest number of rows that are paired by distance
 
 

@@ -41,7 +41,7 @@ from moe.verify.yours.values import MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
 
 _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
-_ORDERS = (2, 3, 4)  # numbers of terms into which sums are split, in the runs that measure rounding
+_ORDERS = (2, 3, 4)  # numbers of partial sums into which sums are split, in the runs that measure rounding
 
 
 def record(

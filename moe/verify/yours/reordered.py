@@ -17,12 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _SUMS = re.compile("sum|mean|var|norm|softmax|attention|convolution|loss|index_add|scatter_add|embedding_dense_backward|grouped_mm")
-_PRODUCTS = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::addmm": 1,
-    "aten::baddbmm": 1,
-}  # matrix product -> position of the first factor among its arguments
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # operator -> position of its first factor
 
 
 class Reordered(TorchDispatchMode):
