@@ -114,8 +114,8 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of all cases with the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation. bound: a
-    second limit, for 16 bits; None in fp32."""
+    """The expected `result` of all cases that have the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation.
+    bound: a second limit, for 16 bits; None in fp32."""
 
     twin: Case
     result: Result

@@ -1,8 +1,8 @@
 """Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
-A row has one value of each feature in FACTORS and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of
-different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp is the number of
-ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
+A row has one value of each feature in FACTORS, and is tested as one case (a model in a layout). moe/verify/pairwise.py chooses rows so that
+every two values of different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp
+is the number of ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FEW: dict[str, tuple[str, ...]] = {
 
 
 class Idle(BadInput):
-    """Raised for a row in which a value has no effect, such as a dispatcher without expert parallelism."""
+    """Raised for a row in which one of the values has no effect, such as a dispatcher without expert parallelism."""
 
 
 def hybrid_cases() -> list[Case]:

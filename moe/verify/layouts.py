@@ -119,7 +119,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 class _OlderWeights:
-    """Lets one process compute gradients with the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
+    """Makes one process compute gradients with the older weights that the pipeline stages of the case `delayed_as` use (PipeDream, 2BW)."""
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)

@@ -72,7 +72,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted recipe on `world` processes. refusals: refusals of earlier versions of the recipe, in order."""
+    """An accepted recipe for `world` processes. refusals: of its earlier versions, in order."""
 
     values: Values
     world: int

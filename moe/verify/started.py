@@ -50,8 +50,8 @@ def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_
 
 
 def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iterator[Ran]:
-    """Yield the result of each case. If ranks fail, the last value is the text of their errors. The processes end when the caller stops
-    reading."""
+    """Yield the result of each case. If ranks fail, the last value is the text of their errors. The ranks are ended when the caller stops
+    iterating."""
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps({"cases": [asdict(case) for case in cases], "taped": taped, "limit_s": limit_s}))

@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks that run during the backward pass, several buckets at a time.
+"""Sums gradients over ranks during the backward pass, in buckets, of which several are summed at the same time.
 
     backward pass     ... w3 complete | w2 complete | w1 complete ...      bucket 0: w3, w2      bucket 1: w1
     sums                                bucket 0 --------------->
@@ -26,7 +26,7 @@ _MOST_STARTED = 8  # largest number of unfinished sums: at most 256 MiB of copie
 
 
 class Buckets:
-    """Sums the gradient of each of `parameters` (name -> parameter) over the ranks of its layout's summed_over()."""
+    """Sums the gradient of each of `parameters` (name -> parameter) over the axes that its layout's summed_over() returns."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh

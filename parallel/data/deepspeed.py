@@ -154,7 +154,8 @@ def start_deepspeed(device: torch.device) -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group; on an axis of size 1 a group of this rank alone, because DeepSpeed reads None as all ranks."""
+    """Return the axis's process group. On an axis of size 1 it is a group of this rank alone, because DeepSpeed takes None for all
+    ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
@@ -193,7 +194,7 @@ def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
 
 
 def with_mark(model: nn.Module) -> nn.Module:
-    """Return a module around the model and an empty layer of DeepSpeed's MoE class. Because of this layer, DeepSpeed's engine uses the
+    """Return a module that contains the model and an empty layer of DeepSpeed's MoE class. This layer makes DeepSpeed's engine use the
     process groups of experts."""
     from deepspeed.moe.layer import MoE
 

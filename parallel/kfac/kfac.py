@@ -120,7 +120,7 @@ class Kfac:
 
     def __post_init__(self) -> None:
         self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # (kind, factor, linear) -> times; None: not measured
-        self._open = False  # True within `recording`, in a step that begins a refresh
+        self._open = False  # True within `recording`, if the step begins a refresh
         self._passes: Counter[str] = Counter()  # name of a linear -> number of its forward passes in this step
         self._sums_due = False  # True if a step was recorded, and its sums are not all-reduced yet
         self._inverses_due = False  # True if new inverses are only on the ranks that computed them

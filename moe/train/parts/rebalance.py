@@ -1,6 +1,6 @@
 """Live rebalancing: between steps, experts and their optimizer states move to other ranks, to even out the load since the last move.
 
-    every n steps, for each layer: load of its experts -> balanced placement -> if it lowers the largest load of a rank: move experts
+    every n steps, for each layer: load of its experts -> balanced placement -> if this lowers the largest load of any rank: move experts
 
 All ranks have each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
 optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
@@ -151,13 +151,13 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Exchange tensors of experts between ranks. stack: [E / P, ...], this rank's experts in placement `now`. Return the same stack for
-    placement `then`. Collective."""
+    """Exchange tensors of experts between ranks. stack: [E / P, ...], a tensor of this rank's experts, stacked in the order of placement
+    `now`. Return the stack of its experts in placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}
     source = {expert: place for place, expert in enumerate(now)}
-    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new position on that rank
+    out = sorted(mine, key=lambda place: goal[now[place]])  # sorted by new rank, then by position on that rank
     come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
     send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
     receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]

@@ -56,7 +56,7 @@ class Saves:
 
 @dataclass
 class Figures:
-    """Measured and predicted figures of a run."""
+    """Figures of a run, measured or predicted, for its summary."""
 
     seconds: float = 0.0  # training time of this process
     evaluated: dict[str, float] = field(default_factory=dict)  # "validation_loss", "bits_per_byte" of the last evaluation
@@ -68,9 +68,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Job:
-    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: this rank's part of a training batch.
-    callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading may then fail on one
-    rank; else None."""
+    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
+    rank reads. callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading may then
+    fail on one rank; else None."""
 
     run: Run
     name: str

@@ -65,8 +65,8 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key with a plug-in -> hash of the plug-in's
-    file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key whose value is a plug-in -> hash of the
+    plug-in's file."""
 
     name: str
     out: Path
@@ -124,7 +124,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    # if the last steps were skipped, older checkpoints are kept too
+    # after skipped steps, older checkpoints are kept too
     if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note
@@ -173,8 +173,8 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
 def read_data(
     run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
 ) -> Dataset:
-    """Open the data `source` for a run's model, and log remarks on its files. tokenizer: stored description of a tokenizer; None: one is
-    made from the text. listing: path of the file with all remarks, for the log. given: samples from a user's program."""
+    """Open the data `source` for a run's model, and log remarks about its files. tokenizer: stored description of a tokenizer; None: one is
+    made from the text. listing: path of the file with all remarks, which the log names. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
@@ -201,8 +201,8 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write the recipe, remarks on data, files of an imported model and the table of experts into the run's folder. Raises BadInput if the
-    folder was renamed or removed since `make_writable`."""
+    """Write the recipe, remarks about data, files of an imported model and the hash router's table of experts into the run's folder. Raises
+    BadInput if the folder was renamed or removed since `make_writable`."""
     try:
         (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
     except OSError as error:
@@ -237,7 +237,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> 
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
-    """Yield lines for the user about keys without effect, changed plug-ins, and combinations that are not recommended."""
+    """Yield lines for the user about recipe keys without effect, changed plug-ins, and combinations of keys that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
@@ -256,7 +256,8 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which later checkpoints were moved."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were moved
+    (--from_step)."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:

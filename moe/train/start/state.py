@@ -51,8 +51,8 @@ class Counters:
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
-    """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the new checkpoint's folder. Collective.
-    described: the keyword arguments of `parts`."""
+    """Write a checkpoint of this step into `folder`, and remove all checkpoints but the newest `keep`. Return the new checkpoint's folder.
+    Collective. described: the keyword arguments of `parts`."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -218,7 +218,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters that a base model has: the frozen parameters if there are adapters, else all."""
+    """Return the layouts of the parameters of the base model: all but the adapters' parameters."""
     trained, frozen = adapters_of(layouts)
     return frozen or trained
 

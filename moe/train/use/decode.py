@@ -90,7 +90,7 @@ class Cached:
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
         rope = self.model.config.rope
-        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # each further token changes the rotation of all cached keys
+        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # a longer text changes the rotation of all cached keys
             self.cache = KeyValueCache(len(context_BS), self.max_length)
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):

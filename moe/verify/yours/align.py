@@ -6,7 +6,7 @@ parameters  a DTensor states its part. For other tensors, all possible parts are
             chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
             weights differ least is taken
-rows        inputs of an expert are rows of all ranks in any order; each is paired with the nearest row
+rows        an expert's input has rows of all ranks in any order; each row is paired with the nearest row of the single process
 """
 
 from __future__ import annotations
