@@ -63,8 +63,9 @@ def compute(
     device: torch.device = _CPU,
 ) -> Result:
     """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside the part that this rank owns (see
-    `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases. tape: records the first steps.
-    delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older weights that its stages use.
+    `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape: records the first
+    steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older weights that its stages
+    use.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})

@@ -1,4 +1,5 @@
-"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin.
+"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin
+(twin.py).
 
     draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink and print it
 

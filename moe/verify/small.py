@@ -1,8 +1,8 @@
 """Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
 Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, data and degrees come from a case (moe/verify/cases.py). If
-the plain twin does not implement the recipe (`known`), layouts are compared with the trainer on one process. Faults that all layouts share
-are then not found.
+the plain twin (the second implementation, moe/verify/twin.py) lacks a part of the recipe (`known`), layouts are compared with the trainer
+on one process. Faults that all layouts share are then not found.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     twin        moe/verify/twin.py: a second implementation, written from the papers; computes whole batches on one process
     layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/kinds.py
-    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the measured effect of rounding
+    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits twice the measured effect of rounding
     where       moe/verify/where.py: if a layout fails, the first layer or parameter that deviates
 
 Compared numbers: loss, balance loss, every parameter's gradient, gradient norm, weights after one step, losses of ten steps.

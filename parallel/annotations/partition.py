@@ -110,7 +110,7 @@ class Program:
         return float(sum(one.step.sent for one in self.communication))
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of a training step without overlap of computation and communication."""
+        """Return the predicted seconds of a training step, without overlap of computation and communication."""
         computed = sum(flops(work, self.mesh) for work in self.work) / machine.flops
         return computed + sum(machine.seconds(one.step) for one in self.communication)
 
@@ -219,8 +219,8 @@ def flops(work: Work, mesh: Sizes) -> float:
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
     """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
-    An activation is freed after the backward pass of its own operator; an input, after that of its first reader. A gradient exists from the
-    backward pass of the last reader until that of its own operator."""
+    An activation is freed after the backward pass of the operator that computed it; an input, after that of its first reader. A gradient
+    exists from the backward pass of the activation's last reader until that of the operator that computed the activation."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
     def add(first: int, last: int, amount: float) -> None:

@@ -5,7 +5,7 @@
     backward: autograd of the broadcast sums the replicas' gradients on the first device
 
 With P parameters, the first device exchanges 2 (n - 1) P elements in each micro-batch; a DDP rank sends 2 (n - 1) / n P in each step. The
-threads share one Python interpreter.
+threads share one Python interpreter, so their Python code runs one after another.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 A tile is a separate module, so engines that gather, free, offload or shard the weights of one module at a time (FSDP, ZeRO-3) do so tile by
 tile. Tiles run one after another, last tile first in the backward pass. Checkpoints and initial values do not depend on tiles:
 `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
-Costs: docs/parallel/tiling.md. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
+docs/parallel/tiling.md has the costs. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
 from __future__ import annotations

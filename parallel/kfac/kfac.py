@@ -9,7 +9,8 @@ A refresh recomputes all factors and their inverses. One begins every n steps (`
     from then to the end of t + d   each A and G is inverted, on one of the ranks that hold it
     the end of step t + d           the inverses are sent to the other ranks that hold them, and replace the old ones
 
-Results do not depend on the time at which a unit runs. The Fisher information is the empirical one, from the gradients of the step.
+Results do not depend on the time at which a unit runs. The Fisher information is the empirical one: it is computed from the gradients of
+the step.
 """
 
 from __future__ import annotations

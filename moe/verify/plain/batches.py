@@ -1,4 +1,4 @@
-"""Makes the batches that every layout of `moe verify` trains on."""
+"""Makes the batches on which every layout and the plain twin are trained in `moe verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the twin's random numbers by the same hash as parallel/numerics/random.py, implemented independently with 64-bit integers.
+"""Draws the random numbers of the plain twin (twin.py) by the hash of parallel/numerics/random.py, reimplemented with 64-bit integers.
 
 h(x) = two rounds of xor-shift and multiply, 32 bits     number = 0.5 + signed h(h(token * 0x9E3779B9 + key) + column * 668265263) / 2^32
 """

@@ -249,7 +249,7 @@ def _same(rows: Tensor, limit: float) -> bool:
 
 
 def _bias(of: Comparison, key: Key, seen: Seen) -> str:
-    """Return the likely cause if all rows differ by the same vector."""
+    """Return the likely cause if all rows differ by the same vector, such as a bias that is added several times."""
     bias = of.one.pieces.get(Key("weight", f"{key.name}.bias"))
     if bias and seen.part:
         own = bias[0].values.double()[seen.part.maps[-1]]
