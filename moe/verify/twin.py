@@ -1,8 +1,8 @@
 """Trains the plain twin, a second implementation with which `moe verify` compares layouts: ten steps of whole batches on one process, with
 its own model and update.
 
-    moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
-    moe/verify/plain/step.py    weight decay, clipping, optimizers, biases      moe/verify/plain/encoder_decoder.py   encoder-decoders
+    moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py             everything around it
+    moe/verify/plain/step.py    weight decay, clipping, optimizers, biases    moe/verify/plain/encoder_decoder.py   encoder-decoders
 
 It shares with the trainer only the recipe and the initial values of parameters. It computes in float64, because in fp32 its own rounding
 could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient g into lr d / eps = 300 d, with
