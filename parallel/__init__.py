@@ -1,1 +1,1 @@
-"""Generic parallel training: ranks, tensors, modules and stages. It never imports `moe`."""
+"""Parallel training of any PyTorch model: meshes of ranks, collectives, tensor, data and pipeline parallelism. It never imports `moe`."""

@@ -16,8 +16,8 @@ _SOME = 5  # names that `some` puts into a line
 
 
 class BadInput(ValueError):
-    """An error in the user's input, a ValueError. Its message is one line that says what to write instead; the command line prints it and
-    exits with 2. prints: whether this rank prints it, if several ranks raise it; None: not decided.
+    """An error in the user's input. Its message is one line that says what to write instead; the command line prints it and exits with code
+    2. prints: whether this rank prints it, if several ranks raise it; None: not decided yet.
 
     Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8", fix=Set("it", 1, 2, 4, 8))`."""
 
@@ -33,7 +33,7 @@ _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path at which the user finds a page of docs: relative in the folder of a checkout, absolute elsewhere."""
+    """Return the path of a docs page for the user: relative if the current folder is a checkout of this repository, else absolute."""
     if Path(page[0]).exists():
         return page[0]
     if (there := Path(__file__).parents[1] / page[0]).exists():
@@ -55,7 +55,8 @@ _TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068
 
 
 def harmless(text: str) -> bool:
-    """Return whether a terminal shows the text unchanged: no control characters, line ends, surrogates or changes of direction."""
+    """Return whether a terminal shows the text unchanged, because it has no control characters, line ends, surrogates or changes of writing
+    direction."""
     return text.isprintable() or not any(c in _TURNS or unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
@@ -79,7 +80,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
-    """Return names joined for a line of text: at most five, then how many more there are. `rest`: text after that number."""
+    """Return names joined by commas for a line of text: at most five, then the number of further ones. `rest`: text in brackets after this
+    number."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)
@@ -87,8 +89,8 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 
 
 class Ended(RuntimeError):
-    """The end of a run on several ranks: one line, equal on all of them, without a stack trace. prints: whether this rank prints the line,
-    if no launcher collects the ranks' messages."""
+    """Raised on all ranks to end a run with one line of text, equal on all of them, instead of stack traces. prints: whether this rank
+    prints the line if no launcher collects the ranks' messages."""
 
     def __init__(self, line: str, *, prints: bool = True) -> None:
         super().__init__(line)

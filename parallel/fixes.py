@@ -1,11 +1,12 @@
-"""The fix that an error message names, as a value: set, remove or rename a key, or start with other flags. It can be applied and tried.
+"""The fix that an error message names, as an object: set, remove or rename a key, or start with other flags. Programs can apply it to a
+recipe.
 
     Set("degrees.tp", 1, 2) | Set("model.num_heads", 8)               set degrees.tp to one of [1, 2], or model.num_heads to 8
     Set("sharding.kind", "zero") & Set("sharding.stage", 1)           set sharding.kind to zero and sharding.stage to 1
     Set("it", None, said="null, for a cut by FLOPs") | Remove("it")   set it to null, for a cut by FLOPs, or remove it
     Nproc(2) | "add layers"                                           add --nproc 2, or add layers
 
-"it" is the key that the error is about. A text ("check the spelling") changes nothing.
+"it" is the key that the error is about. A fix that is only a text ("check the spelling") changes nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +32,11 @@ class Fix:
 
     @property
     def parts(self) -> tuple[Fix, ...]:
-        """Return the single changes, of one key each, in the order in which they are applied."""
+        """Return the changes of single keys of which this fix consists, in the order in which they are applied."""
         return (self,)
 
     def ways(self, what: str) -> list[Fix]:
-        """Return the changes that can be applied, as alternatives: two for `Set(key, 1, 2)`, none for a text. what: the key that "it"
-        means."""
+        """Return the alternatives that can be applied: two for `Set(key, 1, 2)`, none for a text. what: the key that "it" stands for."""
         return []
 
     def apply(self, values: dict[str, Any]) -> None:  # noqa: B027
@@ -54,7 +54,7 @@ class Fix:
 
 @dataclass(init=False)
 class Set(Fix):
-    """Set a key to a value, or to any of several values. `said`: words for the values, such as "4 or less", instead of a list."""
+    """Set a key to a value, or to any one of several values. `said`: words printed instead of the list of values, such as "4 or less"."""
 
     key: str
     values: tuple[Any, ...]
@@ -189,7 +189,7 @@ def all_of(values: Mapping[str, Any]) -> Fix:
 
 
 def typed(values: Mapping[str, Any]) -> Fix:
-    """Return the fix that sets several keys, in the words of a command line: "add --degrees.tp 2 --tensor.kind 1d". Quoted for a shell."""
+    """Return the fix that sets several keys, printed as flags: "add --degrees.tp 2 --tensor.kind 1d". Values are quoted for a shell."""
     return Words(f"add {' '.join(f'--{key} {quote(written(value))}' for key, value in values.items())}", all_of(values))
 
 

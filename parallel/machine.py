@@ -1,6 +1,6 @@
-"""This machine: its processor, and the cores and memory that a process may use.
+"""Describes this machine: its processor, and the cores and memory that a process may use.
 
-Limits are the process's affinity, a container's (cgroup) and the shell's (`ulimit -d`, `ulimit -v`). Needs no torch.
+Limits come from the process's CPU affinity, a container (cgroup) and the shell (`ulimit -d`, `ulimit -v`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def matrix_instructions() -> tuple[str, ...]:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by a container's quota."""
+    """Return the number of cores that this process may use: the cores of its CPU affinity, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""The layout oracle: compares every layout with one process.
+"""`moe verify`: trains tiny models in every parallel layout, and compares each with the same training in one process.
 
 The package can be called: `from moe import verify; verify(nproc=2)` does the same as `moe verify --nproc 2`.
 `from moe.verify import record` records a step of any PyTorch program (moe/verify/yours/recorder.py); it needs only torch.

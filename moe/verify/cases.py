@@ -1,7 +1,7 @@
 """Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
-Sizes differ from each other, so that swapped dims fail. If a router preset counts capacity or balance over a rank or a micro-batch, the
-models here count over a sequence instead, because results would otherwise depend on the layout by definition. moe/verify/kinds.py lists the
+Sizes differ from each other, so that swapped dims fail. If a router preset counts capacity or balance over a rank's tokens or a
+micro-batch, results depend on the layout by definition. The models here therefore count over a sequence. moe/verify/kinds.py lists the
 cases.
 """
 
@@ -25,7 +25,7 @@ from parallel.sequence.kinds import SEQUENCES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # sequence length of sequence-parallel cases; divisible by 2 * sp for sp 2, 3 and 4
-OVERFLOWS = 1  # index of the step in which cases with `overflow` make a gradient infinite
+OVERFLOWS = 1  # index of the step in which a gradient is infinite in cases with `overflow`
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -61,11 +61,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }  # fmt: skip
-PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents, which begin with id 0 (1 in 16 tokens) or id 1 (1 in 39)
+PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents, which begin with id 0 (1/16 of the tokens) or id 1 (1/39)
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
-# encoder-decoders. t5 has four layers: encoder and decoder each have one with experts and one without
+# encoder-decoders. t5 has four layers: encoder and decoder each have one MoE layer and one dense layer
 HALVES: dict[str, dict[str, Any]] = {
     "t5": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
@@ -178,7 +178,8 @@ LINES = ("1d", "dtensor", *FORMS)
 @dataclass(frozen=True)
 class Case:
     """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" are for reference runs on one process, which sum partial results in the order of a layout's ranks.
+    "reference:" are for runs on one process with which a layout is compared: they make it sum partial results in the order of the layout's
+    ranks.
     """
 
     model: str
@@ -200,7 +201,7 @@ class Case:
     layers: int = 2
     stages: tuple[int, ...] | None = None  # number of layers of each stage; None: stages of about equal FLOPs
     padded: bool = False  # some sequences end early (moe/verify/plain/batches.py)
-    packed: bool = False  # the same, and sequences have several chats
+    packed: bool = False  # as `padded`, and each sequence has several chats
     overflow: bool = False  # one rank's gradient is infinite in step OVERFLOWS
     tp: int = 1
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
@@ -216,7 +217,7 @@ class Case:
     casts: str = "use"  # precision.casts
     recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
     values: str | None = None  # JSON of a recipe that runs unchanged, with its own sizes and layout (`as_written`)
-    steps: int = 0  # number of steps; 0: ten
+    steps: int = 0  # number of steps; 0 means ten
 
     @property
     def layout(self) -> str:
@@ -236,7 +237,8 @@ class Case:
 
     @property
     def in_full(self) -> str:
-        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, it is unique."""
+        """All fields that differ from their defaults, as text "name=value name=value". Unlike `layout`, the text differs for different
+        cases."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return " ".join(f"{name}={value}" for name, value, default in values if value != default)
 
@@ -253,7 +255,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """Return the case's recipe. Unless MODELS or fields change it, the model has one layer with experts and one dense layer."""
+        """Return the case's recipe. Unless MODELS or the case's fields say otherwise, the model has one MoE layer and one dense layer."""
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
@@ -286,14 +288,13 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether gradients are computed with older weights than the ones that they update (PipeDream, 2BW)."""
+        """Whether the pipeline schedule computes gradients with older weights than those that they update (PipeDream, 2BW)."""
         return SCHEDULES[self.schedule].continuous
 
 
 def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
-    """Return a case that runs a recipe unchanged, with its own sizes and layout, on `world` processes. values: section -> keys of the
-    recipe. The case has three steps, so that later steps read the optimizer states of earlier ones. Raises BadInput if the recipe is
-    refused."""
+    """Return a case that runs a recipe unchanged, with its own sizes and layout, on `world` processes. values: the recipe's nested values.
+    The case has three steps, so that later steps read the optimizer states of earlier ones. Raises BadInput if the recipe is refused."""
     run = check_run(build_run(values), world)
     d, p, kind = run.degrees, run.pipeline, run.carrier
     kernels = Case.kernels if run.experts.kernels == "auto" else run.experts.kernels
@@ -308,8 +309,8 @@ def as_written(values: dict[str, Any], world: int, *, name: str) -> Case:
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
-    """Return the recipe's section `sharding` for a Case.kind. zero1+cpu: optimizer states on the host; zero3+cpu-all: parameters too.
-    fsdp+kept: gathered weights are kept."""
+    """Return the recipe's section `sharding` for a value of Case.kind. Suffixes: +cpu offloads optimizer states to the host, +cpu-all
+    parameters too; +kept keeps gathered weights (reshard false)."""
     name, _, place = kind.partition("+")
     if place == "kept":
         return {**ENGINES[name].sharding, "reshard": False}

@@ -1,4 +1,4 @@
-"""Computes the numbers of a table row: how far a run's losses, gradients and weights deviate from a reference."""
+"""Computes the five deviations in a table row of `moe verify`: how far a run's losses, gradients and weights are from a reference run's."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def _relative(a: float, b: float) -> float:
 
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """Return a dict: parameter -> deviation of its gradient, relative to at least 1/1000 of the largest element of all gradients."""
+    """Return a dict: parameter -> deviation of its gradient. The divisor is the gradient's largest element, but at least 1/1000 of the
+    largest element of all gradients."""
     largest = max(g.abs().max().item() for g in want.values())
     return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return a dict: name in NUMBERS -> largest relative deviation. loss: of the first loss and balance loss. gradient: of any gradient in
-    step 0. norm: of the gradient norm. update: of weights after step 0. ten_step: of the losses of all steps."""
+    """Return a dict: name in NUMBERS -> largest relative deviation. In step 0, loss: of loss and balance loss; gradient: of any parameter's
+    gradient; norm: of the gradient norm; update: of any weight after the step. ten_step: of the losses of all steps."""
     if got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys(NUMBERS, math.inf)
     return {

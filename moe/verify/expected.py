@@ -1,18 +1,20 @@
 """Computes the expected result of a case, and how far its numbers may deviate from it.
 
-    fp32           the plain twin (twin.py) in float64; tolerance 1e-5 for each number. Adam divides a gradient near 0 by its own size, so
-                   it magnifies the fp32 rounding of gradients. If a row fails, its weights are therefore compared with an update from
-                   gradients that one process sums in the row's order. The row's gradients are still compared with the float64 twin
-    bf16, fp16     one process in that precision. Tolerance: twice the largest deviation between runs on one process that take the same sums
-                   in other orders (`reorderings`). If a row fails, it is compared with one process that sums in the row's order. Each
-                   number and gradient must also be near the float64 twin (`Bound`), which shows errors that all 16-bit runs share
+    fp32           the plain twin in float64: a second implementation of training (twin.py). Tolerance 1e-5 for each number. Adam divides a
+                   gradient near 0 by its own size, so it magnifies the rounding of gradients. If a row fails, its weights are therefore
+                   compared with an update from gradients that one process sums in the order of the row's ranks. The row's gradients are
+                   still compared with the float64 twin
+    bf16, fp16     the trainer on one process in that precision. Tolerance: twice the largest deviation between such runs that add the terms
+                   of sums in different orders (`reorderings`). If a row fails, it is compared with one process that sums in the order of
+                   the row's ranks. Each number and gradient must also be near the float64 twin (`Bound`), because an error that all
+                   16-bit runs share shows only there
 
-Cases in fp32 whose experts' matrix products round to fewer bits (moe/kernels/products.py) are compared as in 16 bits.
+Cases in fp32 whose experts multiply matrices in fewer bits (moe/kernels/products.py) are compared in the way of 16-bit cases.
 
-The bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
+A Bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
 multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
-largest deviation in MOST_DRAWS such runs, because a token that is nearly tied between two experts changes its expert only in some. More
-than DRAWS runs are made only for rows beyond the bound so far.
+largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts changes its expert
+only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # `reorderings`: numbers of micro-batches
 SLICES = (2, 3, 4)  # `reorderings`: numbers of slices of a sequence
 LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings, which takes 30 s in 16 bits, and more on a busy machine
-_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # sections without effect on results
-DRAWS, MOST_DRAWS = 5, 32  # least and largest number of runs with random rounding for a bound
+_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # sections that change no result
+DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rounding for a Bound
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case, which runs on one process. In 16 bits it also states the splits of `case`, which only affect the
-    tolerance."""
+    """Return the reference case, which runs on one process. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks);
+    they only affect the tolerance."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
@@ -64,12 +66,13 @@ def twin_of(case: Case) -> Case:
 
 
 def rounds(case: Case) -> bool:
-    """Whether the case rounds to less precision than fp32, in all layers or only in the experts' matrix products."""
+    """Whether the case computes in less than fp32, in all layers or only in the experts' matrix products."""
     return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
 def alone(twin: Case) -> Case:
-    """Return the reference case without micro-batches, pipeline and splits: whole batches and whole sums on one process."""
+    """Return the reference case without its splits (micro-batches, pipeline, tp and sp ranks): one process computes whole batches and whole
+    sums."""
     if twin.values is not None:
         values = {section: keys for section, keys in json.loads(twin.values).items() if section not in _LAYOUT}
         one = Case(twin.model, PLAIN, 1, 1, 1, twin.precision, length=twin.length, batch=twin.batch, kernels=twin.kernels)
@@ -78,8 +81,9 @@ def alone(twin: Case) -> Case:
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """Yield (case, kernels) of runs on one process that compute the same as `alone(twin)` with sums in other orders. Micro-batches also
-    represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because that would widen the tolerance.
+    """Yield (case, kernels) of runs on one process that compute the same sums as `alone(twin)` in other orders. Micro-batches also
+    represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because each further split would widen the
+    tolerance.
     """
     one = alone(twin)
     own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # `twin_of` sets the row's number if CUTS lacks it
@@ -92,7 +96,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
         sizes = twin.run().model
-        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices divide both sequences
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # the number of slices divides both lengths
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 
@@ -110,8 +114,8 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of all cases with the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation. bound: a
-    second limit, for 16 bits; None in fp32."""
+    """The expected `result` of all cases that have the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation.
+    bound: a second limit, for 16 bits; None in fp32."""
 
     twin: Case
     result: Result
@@ -120,13 +124,13 @@ class Expected:
 
     @property
     def limits(self) -> dict[str, float]:
-        """A dict: name in NUMBERS -> limit to print, which is the tolerance, or the Bound's limit if the tolerance is infinite."""
+        """A dict for printing: name in NUMBERS -> tolerance, or the Bound's limit if the tolerance is infinite."""
         largest = {} if self.bound is None else self.bound.largest
         return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
 
     def by_rounding(self) -> Expected:
-        """Return a copy whose limits are the Bound's. It is for a recipe in fp32 that magnifies rounding, for example by a norm over one
-        channel."""
+        """Return a copy in which a measured Bound replaces the tolerance. It is for a recipe in fp32 that magnifies rounding, for example
+        by a norm over one channel."""
         free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
         tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
         return replace(self, tolerance=tolerance, bound=Bound(self.twin, self.result))
@@ -144,8 +148,8 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return a copy with the `result` of one process that takes all sums in the same order as `case`; in fp32, only with the weights
-        that the twin computes from this process's gradients. The tolerance stays the same."""
+        """Return a copy with another `result`: of one process that takes all sums in the same order as `case`. In fp32 only the weights are
+        replaced, by those that the twin computes from this process's gradients. The tolerance stays the same."""
         one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
             return replace(self, result=one)
@@ -153,9 +157,9 @@ class Expected:
 
 
 def _of_values(twin: Case) -> Expected:
-    """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. With an optimizer
-    that the twin does not have, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the
-    effect of another order of sums."""
+    """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. If the twin lacks
+    the optimizer, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the effect of
+    another order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))
@@ -177,7 +181,8 @@ def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Bounds have already made DRAWS runs."""
+    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS
+    runs."""
     for twin in twins:
         found = Expected.of(twin)
         while found.bound is not None and found.bound.drawn < DRAWS:

@@ -1,8 +1,8 @@
 """Lists layouts that combine all kinds of parallelism (`moe verify --kinds hybrid --nproc 8`). Needs no torch.
 
-A row has one value of each feature in FACTORS and becomes one case. moe/verify/pairwise.py chooses rows so that every two values of
-different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp is the number of
-ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
+A row has one value of each feature in FACTORS, and is tested as one case (a model in a layout). moe/verify/pairwise.py chooses rows so that
+every two values of different features occur together in at least one row, unless the checks of recipes refuse this pair. The degree of dp
+is the number of ranks divided by pp * tp * sp; ep and etp use the same ranks as the other axes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FEW: dict[str, tuple[str, ...]] = {
 
 
 class Idle(BadInput):
-    """Raised for a row in which a value has no effect, such as a dispatcher without expert parallelism."""
+    """Raised for a row in which one of the values has no effect, such as a dispatcher without expert parallelism."""
 
 
 def hybrid_cases() -> list[Case]:
@@ -59,8 +59,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows in which every allowed pair of values occurs, and the refused pairs. Rows have fp32 if possible, because its reference
-    runs are the fastest."""
+    """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because its
+    reference runs are the fastest."""
     return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
 
 
@@ -71,7 +71,8 @@ def covering_few() -> Covering:
 
 
 def _refusal(made: Callable[[Choice], Case]) -> Callable[[Choice], BadInput | None]:
-    """Return a function: row -> the error with which checks refuse its case, or None. made: makes the case of a row."""
+    """Return a function: row -> the error with which the checks of recipes refuse the row's case, or None. made: makes the case of a
+    row."""
 
     def refuse(choice: Choice) -> BadInput | None:
         try:
@@ -109,7 +110,8 @@ def _named(pair: Pair) -> str:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Add the missing features of a row: the simplest values with which the chosen dispatcher or split of experts can run."""
+    """Return the row with values for its missing features: the simplest values with which the chosen dispatcher or split of experts can
+    run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -121,18 +123,18 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks; None: on the smallest number of ranks with dp of at least 2. Raises BadInput if `world` is too
-    small, and Idle if a value of the row has no effect.
+    """Return a row's case on `world` ranks. None: on the smallest number of ranks with which dp is at least 2. Raises BadInput if `world`
+    is too small, and Idle if a value of the row has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    # without a pipeline: 3 micro-batches, or 1 if the 24 sequences do not divide into dp x 3
+    # without a pipeline: 3 micro-batches, or 1 if 24 sequences are not divisible by 3 dp
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
-    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: enough for the rows of a grid
+    batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: at least as many sequences as a tp grid has rows
     layers = LAYERS[2][int(kind is not None and kind.chunks != 1)]
     case = Case(choice["model"], choice["data"], dp * pp * tp * sp, ep, microbatches, choice["precision"], choice["recompute"], etp)
     case = replace(case, experts=EXPERTS, layers=layers, length=SLICED, batch=batch)

@@ -1,10 +1,10 @@
-"""Makes one process take sums in the order of a layout's ranks. In 16 bits, the order decides which partial results are rounded
+"""Makes one process take sums in the order of a layout's ranks. In 16 bits, this order decides which partial results are rounded
 (moe/verify/expected.py).
 
-    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1, in which each partial result has the compute dtype
-    in blocks    as a q x q grid of ranks: y_j = sum over t of x_t W_tj, in which each term has the compute dtype
+    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1. Each term is rounded to the compute dtype
+    in blocks    as a q x q grid of tensor-parallel ranks: y_j = sum over t of x_t W_tj. Each term is rounded to the compute dtype
     in slices    as sequence parallelism: attention to one slice of keys after another, then merged. Ranks of Colossal-AI's ring compute all
-                 scores of a query at once, so their own code runs, rank by rank, with the keys and values of all ranks
+                 scores of a query together. For this method, each rank's real code runs in turn, with the keys and values of all ranks
 
 In the backward pass, gradients are summed in the same order.
 """
@@ -41,7 +41,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make a whole model's layers, except MoE layers, sum the partial results of the tp ranks of `run`, beginning with rank `first`."""
+    """Make an unsharded model's layers, except MoE layers, sum the partial results of the tp ranks of `run`, beginning with rank
+    `first`."""
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
     for number, block in enumerate(model.layers):
@@ -71,7 +72,7 @@ def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: A
 
 
 def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
-    """Return a layer's keyword argument for one rank. Of a position bias it is the part for the rank's heads, of a tensor a new view."""
+    """Return a layer's argument as one rank gets it: for a position bias, the columns of the rank's heads; for a tensor, a new view."""
     if isinstance(given, Bias):
         rows = region["q.weight"][0]
         return given._replace(table_UH=given.table_UH[:, rows.start // layer.head_size : rows.stop // layer.head_size])
@@ -79,8 +80,8 @@ def _share_of(given: Any, layer: nn.Module, region: dict[str, Box]) -> Any:
 
 
 def in_blocks(model: Transformer, side: int) -> None:
-    """Make a whole model multiply in side x side blocks in attention, cross attention, dense networks and an untied head, not in MoE
-    layers."""
+    """Make an unsharded model multiply matrices in side x side blocks in attention, cross attention, dense networks and an untied head, but
+    not in MoE layers."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and any(fits(f"layers.*.{part}.*", name) for part in ("attention", "cross", "ffn")):
             module.product = partial(_product, side=side)
@@ -99,7 +100,8 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 
 class _Alone:
-    """An `Others` (moe/nn/vocabulary.py) of one process: sends nothing, and makes the head multiply in blocks."""
+    """The head's interface to other ranks (`Others` in moe/nn/vocabulary.py) for one process: sends nothing, and makes the head multiply in
+    blocks."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)
@@ -130,7 +132,7 @@ def in_slices(model: Transformer, case: Case) -> None:
 
 
 class _InSlices(Method):
-    """Ring attention of all simulated ranks, one after another. self.order: the sequence positions of each rank's slice."""
+    """Computes the ring attention of all ranks in one process, rank after rank. self.order: the sequence positions of each rank's slice."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         out, lse = torch.empty_like(q), nothing(q).lse_BHL
@@ -157,7 +159,7 @@ class _InSlices(Method):
 
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
         """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments).
-        num_keys: number of keys. In cross attention, this is the encoder's length, of which each rank has a contiguous slice."""
+        num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each rank has a contiguous slice."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
         places = [own.place_L for own in tokens] if num_keys == self.order.length else other
@@ -171,7 +173,8 @@ class _InSlices(Method):
 
 
 class _ColossalInSlices(Method):
-    """Colossal-AI's ring attention of all simulated ranks: runs each rank's code in turn, and sums the gradients of keys and values."""
+    """Computes Colossal-AI's ring attention of all ranks in one process: runs each rank's code in turn, and sums the gradients of keys and
+    values."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in self._ranks(k, v)]
@@ -200,7 +203,8 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One simulated rank. rounds: one tensor for each trip around the ring, with the keys or values of all ranks."""
+    """One of the ranks that a single process computes. rounds: a tensor for each trip around the ring, with the keys or values of all
+    ranks."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Lists the cases of `moe verify`: for each kind in `--kinds`, or for a user's recipe (`--recipe`)."""
+"""Lists the cases (a model in a layout) of `moe verify`: of the kinds of parallelism in `--kinds`, or of a user's recipe (`--recipe`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe.verify.small import not_compared, not_in_the_twin
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.mesh.mesh import divisors
 
-_TINY = 64  # largest width and sequence length with which a recipe is also compared unchanged, with its own sizes
+_TINY = 64  # a recipe whose widths and length are at most this is also compared unchanged, with its own sizes
 
 KINDS: dict[str, Callable[[], list[Case]]] = {
     "data": data_cases,
@@ -47,12 +47,12 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
 
 
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (cases of a small version of the recipe, lines of text on refused layouts and settings that are not tested). Raises BadInput
-    if the recipe is refused."""
+    """Return (cases of a small version of the recipe, lines of text about layouts that the recipe refuses and settings that are not
+    tested). Raises BadInput if the recipe is refused."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
-    first = replace(first, packed=is_plugin(first.run().train.loss))  # a loss of the recipe's own may be of pairs of chats
+    first = replace(first, packed=is_plugin(first.run().train.loss))  # a plug-in's loss may need pairs of chats
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
         layout = replace(first, world=world)
@@ -76,8 +76,8 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
 
 
 def _as_it_is(path: str, nproc: int) -> tuple[list[Case], list[str]]:
-    """Return (case of the unchanged recipe, or no case; lines of text why it is not compared). Only recipes with tiny sizes and an explicit
-    degrees.dp are compared unchanged; `moe verify --draws` prints such recipes."""
+    """Return (list with the case of the unchanged recipe, or an empty list; lines of text that say why it is not compared). Only recipes
+    with tiny sizes and an explicit degrees.dp are compared unchanged; `moe verify --draws` prints such recipes."""
     run = load(path)[0]
     d, widest = run.degrees, max(run.model.d_model, run.model.d_ff, run.model.max_length)
     if d.dp == "auto" or widest > _TINY:

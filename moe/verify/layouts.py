@@ -1,4 +1,5 @@
-"""Runs ten steps of a case by the trainer's own code on forked ranks, and gathers unsharded tensors by their names in checkpoints."""
+"""Runs ten steps of a case (a tiny model in one layout) with the trainer's own code on forked ranks. Gathers the unsharded tensors, under
+their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ from parallel.process.fork import each_on_ranks
 from parallel.store.checkpoint import pieces
 
 _CPU = torch.device("cpu")
-Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of its first steps if taped), or the text of its ranks' errors
+Ran = tuple[Result, Tape | None] | str  # outcome of a case: (result, record of its first steps or None), or the text of its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # makes the context manager in which every rank runs a case
-# largest number of (meshes x ranks) in one set of processes: each mesh starts gloo threads that slow all ranks until the process ends
+# largest number of meshes x ranks in one set of processes: each mesh starts gloo threads, which slow all ranks until the process ends
 MESHES = 16
-LAST = "last module that ran: "  # written before Tape.last in the errors of ranks that record a tape
+LAST = "last module that ran: "  # begins the line about Tape.last in the error of a rank that records a tape
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
@@ -61,9 +62,10 @@ def compute(
     delayed_as: Case | None = None,
     device: torch.device = _CPU,
 ) -> Result:
-    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside this rank's part (see `owned`). kernels:
-    value of experts.kernels; None: the case's. meshes: meshes of earlier cases. tape: records the first steps. delayed_as: case with
-    PipeDream or 2BW; one process then computes gradients with the older weights that this case's stages would use.
+    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside the part that this rank owns (see
+    `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape: records the first
+    steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older weights that its stages
+    use.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
@@ -118,7 +120,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
 
 
 class _OlderWeights:
-    """Lets one process compute gradients with the older weights that the pipeline stages of `delayed_as` use (PipeDream, 2BW)."""
+    """Makes one process compute gradients with the older weights that the pipeline stages of the case `delayed_as` use (PipeDream, 2BW)."""
 
     def __init__(self, model: nn.Module, delayed_as: Case) -> None:
         self.tensors: dict[str, Tensor] = dict(model.named_parameters()) | extra_state(model)
@@ -127,7 +129,8 @@ class _OlderWeights:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Within this context, the model has the weights with which `step` is computed. Must be entered once for each step, in order."""
+        """Return a context manager in which the model has the weights that compute the gradients of `step`. Enter it once for each step, in
+        order."""
         if not self.ages:
             yield
             return
@@ -159,7 +162,8 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device) -> Result:
-    """Run one step and drain the pipeline, then nine steps without draining. Gradients of step 0 are Adam's exp_avg / (1 - beta1)."""
+    """Run one step and drain the pipeline, then nine steps without draining. The gradients of step 0 are computed from Adam's state:
+    exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
     if tape is not None:
@@ -181,7 +185,7 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
 
 
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
-    """Add hooks to the optimizer. At each of its first TAPED updates they append a Step to `updates`: gradients, moments, weights."""
+    """Add hooks to the optimizer that append a Step (gradients, moments, weights) to `updates` at each of its first TAPED updates."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
     begun = [0]  # number of updates so far, which is equal on all ranks
 
@@ -200,13 +204,13 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
-    """Return a dict: name -> tensor with this rank's part of a weight or of a router's selection bias (see `owned`)."""
+    """Return a dict: name -> weight or router's selection bias, which is zero outside the part that this rank owns (see `owned`)."""
     biases = {name: bias_E.to(_CPU, copy=True) for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
     return owned(engine, mesh, "weight", 1.0) | biases
 
 
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
-    """Return a dict: name -> tensor of the unsharded shape with this rank's part of the gradient, weight or exp_avg (`what`), divided by
+    """Return a dict: name -> tensor of the unsharded shape. It has this rank's part of the gradient, weight or exp_avg (`what`), divided by
     `scale`, and zeros elsewhere. If several ranks hold copies, only one of them returns the part, so the sum over ranks is the whole
     tensor.
     """
@@ -254,8 +258,8 @@ def run_world(
 
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    """Yield the results of `ran_by`, with all threads of the rank on one core. On several cores, gloo's thread would spin while another
-    thread of the rank holds a lock, which takes a third of a row's processor time on two cores."""
+    """Yield the results of `ran_by`, with all threads of the rank bound to one core. Otherwise gloo's thread would spin on another core
+    while a thread of the rank holds a lock: with two cores, a third of a row's processor time."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):  # includes gloo's threads, which have already been started
@@ -269,7 +273,7 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """Return the first case, and the cases after it as long as they need together at most MESHES / ranks different meshes."""
+    """Return the first cases, as many as together need at most MESHES / ranks different meshes, but at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -284,7 +288,7 @@ def ran_by(
     rank: int, chosen: list[Case], taped: bool, inside: Inside = nullcontext, *, device: torch.device = _CPU
 ) -> Iterator[dict[str, Any]]:
     """Yield this rank's result of each case, and its tape if `taped`, as values that processes can exchange."""
-    meshes: dict[Degrees, Mesh] = {}  # shared by all cases, because process groups are never closed
+    meshes: dict[Degrees, Mesh] = {}  # reused by all cases, because a mesh's process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None
         with inside():

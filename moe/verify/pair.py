@@ -1,7 +1,7 @@
 """Tools for the adapters of `moe verify --peer NAME`. An adapter is a file moe/verify/peers/NAME.py with
 
 PACKAGES  module -> package that pip installs       load()   imports the modules, before ranks are forked
-MODELS    names for --model                         pairs(models, degrees, pin)   yields the runs that are compared
+MODELS    names for --model                         pairs(models, degrees, pin)   yields a Pair for each comparison
 ROUTED    the MODELS with routers                   DEGREES  the axes ep, tp, fsdp that it supports
 """
 
@@ -23,8 +23,8 @@ VOCABULARY = 264
 
 @dataclass(frozen=True)
 class Pair:
-    """A model in a layout. one: records a step on one process into a folder. many: records the same step on each of `world` ranks. It may
-    read the recording of `one`, which is in the folder `one` next to its own folder."""
+    """A model in a layout. one: records a step on one process into a folder. many: records the same step on each of `world` ranks. `many`
+    may read the recording of `one`, which is in the folder `one` next to its own."""
 
     model: str
     layout: str
@@ -44,7 +44,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor, *, pin: bool = False) -> None:
-    """Record a step of AdamW on these token ids into the folder. pin: replay the routers' choices that the single process recorded."""
+    """Record a training step with AdamW on these token ids into the folder. pin: replay the routers' choices that the single process
+    recorded."""
     optimizer = adamw(model)
     for step in record(folder, model, optimizer, pin=folder.parent / "one" if pin else None):
         loss = loss_of(logits(tokens[:, :-1]), tokens[:, 1:])

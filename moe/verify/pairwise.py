@@ -3,8 +3,9 @@
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
-Most faults of combinations need only two values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in AETG (Cohen, Dalal, Fredman,
-Patton 1997): a row begins with a pair that no earlier row has, then gets, one by one, the allowed value that adds the most new pairs.
+Most faults that only combinations show need only two of the values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in AETG (Cohen,
+Dalal, Fredman, Patton 1997): a row begins with a pair that no earlier row has; then, one factor after another, it gets the allowed value
+that adds the most new pairs.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def together(pairs: Sequence[Pair]) -> list[str]:
 def cover(
     factors: Factors, *, complete: Callable[[Choice], Choice], refuse: Callable[[Choice], BadInput | None], first_of: Sequence[str] = ()
 ) -> Covering:
-    """Choose rows that contain every pair that is not refused. complete(values): the simplest row with these values. refuse(row): the error
-    with which the row is refused, or None. A pair is refused if the simplest row with it is refused. Among values that add equally many new
-    pairs, a row gets the value that the fewest rows have, or for factors in `first_of` the first value.
+    """Choose rows that contain every pair that is not refused. complete(values): returns the simplest row with these values. refuse(row):
+    returns the error with which the row is refused, or None. A pair is refused if the simplest row with it is refused. If several values
+    add equally many new pairs, a row gets the value that the fewest rows have, but for factors in `first_of` the first value.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 

@@ -1,8 +1,9 @@
-"""`moe verify --peer NAME`: parallel programs of other projects on gloo ranks of a CPU, each compared with the same program on one process.
+"""`moe verify --peer NAME`: runs parallel programs of other projects (peers) on gloo ranks of a CPU, and compares each with the same model
+on one process.
 
     adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py lists its contents
-    pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on ranks (moe/verify/yours)
-    row       result of a pair: the first deviation that `moe verify --compare` finds in forward order, or else in backward order
+    pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on several ranks (moe/verify/yours)
+    row       result of a pair: the first deviation that `moe verify --compare` finds in the forward pass, else in the backward pass
 
 All layouts of a model are compared with the same recording of one process. A pair that cannot run on a CPU gets a row with the reason.
 """
@@ -53,8 +54,8 @@ def main(
     """Run `moe verify --peer`: print a row for each pair. Returns 0 if all are equal, 1 if a pair deviates or could not be compared.
 
     model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports.
-    only: run only pairs with this text in their model and layout. pin: ranks replay the choices of experts that the single process made.
-    timeout_s: time limit for one recording."""
+    only: run only pairs whose row contains this text in model or layout. pin: ranks replay the choices of experts that the single process
+    made. timeout_s: time limit for one recording."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
     for name, degree in known.items():
@@ -127,8 +128,8 @@ def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], Non
 
 
 def _reason(error: str) -> str:
-    """Return the error at the end of a rank's traceback, if possible one that is not a lost connection to another rank. If there is no
-    traceback, returns the line about the first rank that did not end."""
+    """Return the error at the end of a rank's traceback. A rank that only lost the connection to another rank is chosen last. Without a
+    traceback, return the line about the first rank that did not end."""
     tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
     parts = [[" ".join(part.split()) for part in re.split(r"\n +[^\n]*(?=\n)", traceback)] for traceback in tracebacks]
     ends = [next(filter(None, reversed(part)), "no error") for part in parts]

@@ -45,9 +45,9 @@ _TINY: Values = {
         "allow_noncausal": True,
         "group": "sequence",
         "balance_scope": "sequence",
-    },  # values of a preset may depend on the layout by definition
+    },  # a preset's own values may make results depend on the layout by definition
 }
-_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step reads few of the others
+_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step hardly depends on the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
 _NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU, as ranks here are forked on the CPU
 # axis -> key that is drawn if the axis has several ranks
@@ -58,7 +58,8 @@ _ROUNDS = 40  # largest number of refusals of one recipe
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refusal of a drawn recipe. fix: the change that was applied; "" if none of the fixes in the refusal led to a new recipe."""
+    """A refusal of a drawn recipe by the checks of recipes. fix: the change that was applied; "" if none of the fixes in the error led to a
+    new recipe."""
 
     bad: BadInput
     fix: str
@@ -71,7 +72,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted recipe on `world` processes. refusals: refusals of earlier versions of the recipe, in order."""
+    """An accepted recipe for `world` processes. refusals: of its earlier versions, in order."""
 
     values: Values
     world: int
@@ -121,7 +122,7 @@ def _layout(rng: random.Random, most: int) -> tuple[Values, int]:
 
 
 def _set(rng: random.Random, values: Values, key: str) -> None:
-    """Give the key a random value. If other settings make it ineffective, usually nothing is changed; sometimes these settings are changed
+    """Give the key a random value. If other settings make the key ineffective, usually leave it unchanged; sometimes change these settings
     too."""
     for condition in facts(key).of:
         if not_met(_run_or_default(values), (condition,)) is not None:
@@ -195,7 +196,7 @@ def _run_or_default(values: Values) -> Run:
 
 def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
     """Apply a fix of each refusal, until the recipe is accepted. If the fixes of a refusal are only words, or lead back to an earlier
-    recipe, its key or its whole section gets the values in _TINY. Raises AssertionError if the recipe is never accepted."""
+    recipe, give the refused key or its whole section the values in _TINY. Raises AssertionError if the recipe is never accepted."""
     seen = {_as_text(values, world)}
     refusals: list[Refusal] = []
     for _ in range(_ROUNDS):
@@ -245,8 +246,8 @@ def refused(values: Values, world: int) -> BadInput | None:
 
 
 def _completed(values: Values) -> Values:
-    """Replace two values with which runs could hardly be compared. With a dynamic loss scale, the first steps overflow and are skipped.
-    With a sliding window of one token, gradients of queries and keys are only rounding errors."""
+    """Replace two settings in place that would make a comparison useless, and return the values. With a dynamic loss scale, the first steps
+    overflow and are skipped. With a sliding window of one token, gradients of queries and keys are only rounding errors."""
     if values.get("model", {}).get("sliding_window") == 1:
         values["model"]["sliding_window"] = 2
     if values.get("precision", {}).get("loss_scale", "none") != "none":

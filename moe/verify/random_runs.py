@@ -1,9 +1,10 @@
-"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin.
+"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin
+(twin.py).
 
-    drawn and mended -> ranks -> compared with the twin -> a failure is shrunk to the smallest recipe that still fails, printed as YAML
+    draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink and print it
 
-The same --seed and --nproc give the same recipes. The loss, all gradients, their norm, the update and the losses of three steps are
-compared.
+Shrinking searches the smallest recipe that still fails. The same --seed and --nproc give the same recipes. The loss, all gradients, their
+norm, the update and the losses of three steps are compared.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _REASONS = 10  # largest number of reasons in the summary
 def main(
     *, draws: int, seed: str = "0", nproc: int | None = None, json: str | None = None, timeout_s: float | None = None, say: Say = say_now
 ) -> int:
-    """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if a refusal is not one line
-    with what, got, needed and fix."""
+    """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if the checks refuse a draw
+    with an error that is not one line with what, got, needed and fix; else 0."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
     started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()
     for number in range(draws):
         try:
             drawn = draw(f"{seed}/{number}", nproc or 2)
-        except Exception as error:  # a fault of a check or of its fix, which is counted as a failure
+        except Exception as error:  # the fault of a check or of its fix; it is counted as a failure
             rows.append({"passed": False, "lacks": None, "error": f"the draw failed: {type(error).__name__}: {error}"})
             say(f"{number:>4} {rows[-1]['error']} FAIL")
         else:
@@ -58,7 +59,7 @@ def main(
 
 
 def _compared(number: int, drawn: Draw, limit_s: float | None, say: Say) -> dict[str, Any]:
-    """Run a draw, print its line and, if it fails, its smallest recipe. Return its row."""
+    """Run a draw, print its line and, if it fails, the smallest recipe that still fails. Return the draw's row."""
     row = tried(drawn, limit_s)
     cells = " ".join(f"{row[n]:9.1e}" for n in NUMBERS) if "loss" in row else f"not compared: {row['lacks']}"
     verdict = "pass" if row["passed"] else "FAIL" if row["passed"] is False else ""
@@ -102,7 +103,8 @@ def _reported(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> Iterat
 
 
 def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> tuple[Values, Case, dict[str, Any]]:
-    """Reset one key after another, as long as the recipe still fails. Return (values, case, row) of the smallest recipe that fails."""
+    """Reset one key after another to its tiny value, and keep each change with which the recipe still fails. Return (values, case, row) of
+    the smallest recipe that fails."""
     values, left = drawn.values, _TRIES
     again = True
     while again:

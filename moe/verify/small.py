@@ -1,8 +1,8 @@
 """Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
 
 Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, data and degrees come from a case (moe/verify/cases.py). If
-the plain twin does not implement the recipe (`known`), layouts are compared with one process of the trainer's code, which does not find
-faults that all layouts share.
+the plain twin (the second implementation, moe/verify/twin.py) lacks a part of the recipe (`known`), layouts are compared with the trainer
+on one process. Faults that all layouts share are then not found.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from parallel.errors import BadInput
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
-_WINDOW = 4  # largest sliding window; shorter than the sequences of all cases
-# for parameters that begin at 0: Adam's first step makes them lr g / (|g| + eps). With a small eps, an error of a tiny g flips their sign
+_WINDOW = 4  # largest sliding window of a small version; shorter than the sequences of all cases
+# for parameters that begin at 0: Adam's first step makes them -lr g / (|g| + eps). With a small eps, a rounding error of a tiny g flips
+# their sign
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
@@ -83,7 +84,8 @@ def _router(run: Run) -> dict[str, Any]:
 
 
 def not_compared(run: Run) -> list[str]:
-    """Return lines of text for the user: one for each setting of the recipe that the small version leaves out or replaces."""
+    """Return lines of text for the user: one for each setting of the recipe that the comparison of its small version leaves out or
+    replaces."""
     lines, by_definition = [], "which depends on the layout by definition; capacity is counted over a sequence instead"
     if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(f"not compared: router.group rank, {by_definition}")
@@ -105,8 +107,8 @@ def known(run: Run) -> bool:
 
 
 def not_in_the_twin(run: Run) -> str | None:
-    """Return the first setting of an unchanged recipe that makes a comparison with the twin impossible; None if there is none. The update
-    of an optimizer that the twin lacks is compared with one process, but only in fp32."""
+    """Return the first setting of an unchanged recipe that makes a comparison with the twin impossible; None if there is none. An optimizer
+    that the twin lacks is no such setting in fp32: its update is compared with the trainer on one process."""
     sparse, spec, rounded = bool(run.model.layers_with_experts()), run.router, run.precision.compute != "fp32"
     found = {
         "router.group rank": sparse and spec.group == "rank",

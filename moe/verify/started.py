@@ -1,7 +1,7 @@
 """Runs cases of `moe verify --device` on ranks that are started as `moe train` starts them, instead of forked: a fork cannot use a GPU.
 
-    moe verify -> a fork: moe/launch/start.py -> torchrun -> ranks: this file as a program      one process: without torchrun
-    FOLDER/cases.json                       what the ranks run, in this order
+    moe verify -> a fork: moe/launch/start.py -> torchrun -> ranks: this file as a program      with one rank: no torchrun
+    FOLDER/cases.json                       the list of cases that the ranks run
     FOLDER/<case>.<rank>.result             what a rank yields for a case     read as soon as all ranks have written it
     FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; all output
 
@@ -50,8 +50,8 @@ def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_
 
 
 def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iterator[Ran]:
-    """Yield the result of each case. If ranks fail, the last value is the text of their errors. The processes end when the caller stops
-    reading."""
+    """Yield the result of each case. If ranks fail, the last value is the text of their errors. The ranks are ended when the caller stops
+    iterating."""
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps({"cases": [asdict(case) for case in cases], "taped": taped, "limit_s": limit_s}))
@@ -74,12 +74,12 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                     part.unlink()
             parent.join(_LEAVE_S)
         finally:
-            parent.kill()  # its ranks die with it (moe/launch/processes.py)
+            parent.kill()  # its ranks end with it (moe/launch/processes.py)
             parent.join()
 
 
 def _errors(folder: Path, head: str) -> str:
-    """Return the errors of the ranks that failed. If no rank wrote an error, return `head` and the output of all ranks."""
+    """Return the errors of the ranks that failed. If no rank wrote an error, return the line `head` and the output of all ranks."""
     failed = [f"rank {path.stem} failed:\n{path.read_text()}" for path in sorted(folder.glob("*.error"))]
     return "\n".join(failed or [head, (folder / "log").read_text()])
 
@@ -89,15 +89,15 @@ def _results(folder: Path, number: int, world: int) -> list[Path]:
 
 
 def _launch(folder: Path, world: int, parent: int) -> None:
-    """Start the ranks by the functions of `moe train`. This runs in a fork of the parent, which has not used a GPU. One rank needs no
-    launcher."""
+    """Start the ranks as `moe train` does. This runs in a fork of the process `parent`, which has not used a GPU. A single rank is started
+    without torchrun."""
     die_with(parent)
     log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     given, module = Arguments("verify", out=folder), "moe.verify.started"
     if world == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also if a job has set them
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also if a cluster's job has set them
         os.execve(sys.executable, [sys.executable, "-m", module, *given.words()], os.environ | alone)
     start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
 

@@ -1,7 +1,7 @@
-"""Writes the rows of `moe verify` to the file of --json every few seconds, so that --go_on can continue an interrupted run of hours.
+"""Writes the rows of `moe verify` to the file of --json every few seconds, so that --go_on can continue an interrupted run.
 
---go_on keeps the rows of the file that passed, with the commit that each tested, and runs all other rows. If the file does not exist yet,
-it runs all rows, so that scripts can always pass --go_on.
+--go_on keeps the file's rows that passed, each with the git commit that it tested, and runs all other rows. If the file does not exist yet,
+all rows are run, so scripts can always pass --go_on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Table:
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
     def begins(self, now: str | None) -> str:
-        """Return a line for the user: numbers of rows kept and left, and the commits of the kept rows other than `now`, the current one."""
+        """Return a line for the user: the numbers of rows kept and left, and the commits that the kept rows tested, if they differ from
+        `now`, the current commit."""
         if not self.begun:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})

@@ -1,8 +1,9 @@
-"""Records the first steps of a run of `moe verify` on a Tape, so that moe/verify/where.py can find where two runs first differ.
+"""Records tensors of the first steps of a run of `moe verify` in a Tape, so that moe/verify/where.py can find the first that differs in two
+runs.
 
     forward      outputs of the model's modules, with the index of each output's token in the step's batch
-    again        the outputs that activation recomputation produces a second time
-    reports      numbers of each MoE layer: losses, choices with a slot, choices of each expert
+    again        the outputs that activation recomputation computes a second time
+    reports      figures of each MoE layer: losses, number of choices with a slot, number of choices of each expert
     gradients    of every parameter, summed over ranks, before clipping; their norms; moments and weights after the update
 
 All tensors are unsharded and have their names in checkpoints, so that tapes of different layouts can be compared. The hooks that record
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH, Case
 
-TAPED = 3  # number of recorded steps: step 1 is the first with Adam's moments, step 2 the first after a skipped step
+TAPED = 3  # number of recorded steps: step 1 is the first that reads Adam's moments, step 2 the first after a skipped step
 AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 
@@ -56,8 +57,8 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record outputs [..., width] of the tokens with these indices. A second record of the same tokens is stored as recompute. first:
-        index of the outputs' first channel in the module's whole output."""
+        """Record outputs [..., width] of the tokens with these indices. A second record of the same tokens is stored as recomputed outputs.
+        first: index of the outputs' first channel in the module's whole output."""
         self.last = f"{name} of step {step}"
         if step >= TAPED:
             return
@@ -102,13 +103,14 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # .contexts: layer -> context of the tokens that last entered it. Replicas of the engine dp are threads
+    now = threading.local()  # .contexts: layer -> context of the tokens that entered it last. Replicas of the engine dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """The context of the tokens that this rank has between layers. Does not use the model's own slicing, which may be faulty."""
+        """Return the context of the tokens that this rank has between layers. The model's own slicing is not used, because it may be
+        faulty."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size
@@ -166,6 +168,7 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _seen(tape: Tape, name: str, context: Any) -> bool:
-    """Return whether outputs of the module `name` for these tokens are already recorded. If they are, the module runs for recompute."""
+    """Return whether the outputs of the module `name` for these tokens are already recorded, which means that the module runs again for
+    recompute."""
     held = tape.forward.get((context.step, name), ())
     return any(torch.equal(context.position_T, places) for places, *_ in held)

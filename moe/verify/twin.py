@@ -1,11 +1,12 @@
-"""Trains the plain twin, with which `moe verify` compares layouts: ten steps of whole batches, with its own model and its own update.
+"""Trains the plain twin, a second implementation with which `moe verify` compares layouts: ten steps of whole batches on one process, with
+its own model and update.
 
-    moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py   everything around it
-    moe/verify/plain/step.py    weight decay, clipping, optimizers, the biases      moe/verify/plain/encoder_decoder.py   T5's two halves
+    moe/verify/plain/layer.py   the MoE layer, from the papers                moe/verify/plain/model.py             everything around it
+    moe/verify/plain/step.py    weight decay, clipping, optimizers, biases    moe/verify/plain/encoder_decoder.py   encoder-decoders
 
 It shares with the trainer only the recipe and the initial values of parameters. It computes in float64, because in fp32 its own rounding
-could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient into lr d / eps = 300 d. For PipeDream
-and 2BW it computes gradients with older weights, as the pipeline stages do, and updates the newest weights.
+could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient g into lr d / eps = 300 d, with
+learning rate lr. For PipeDream and 2BW it computes gradients with older weights, as the pipeline stages do, and updates the newest weights.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _EXPERT = ("w1", "w2", "w3")  # matrices of an expert
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers of a run: the losses of all steps, and from step 0 the balance loss, gradient norm, gradients, and weights after the
-    update."""
+    """Results of a run that are compared: the losses of all steps; of step 0 the balance loss, gradient norm, gradients, and weights after
+    the update."""
 
     losses: list[float]
     balance: float
@@ -90,8 +91,8 @@ def updated(run: Run, gradients: Weights) -> Weights:
 
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
-    """Return (parameters, selection biases of routers) of a new model, each a dict: name in checkpoints -> tensor. Each expert has its own
-    names."""
+    """Return the initial (parameters, selection biases of routers) of the model, each as a dict: name in checkpoints -> tensor. Stacks of
+    experts are split, so each expert's matrices have their own names."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
@@ -125,7 +126,7 @@ def _gradients(
 
 
 def _frozen(name: str, parts: Sequence[str]) -> bool:
-    """Return whether train.freeze names this parameter."""
+    """Return whether a part in train.freeze contains this parameter."""
     words = name.split(".")
     of_part = {
         "embedding": name == "embedding",
@@ -147,7 +148,8 @@ def _adapters(names: list[str]) -> list[str]:
 
 
 def _with_adapters(weights: Weights, lora: Lora) -> Weights:
-    """Merge LoRA adapters (arXiv 2106.09685): W + alpha / r B A for dense W [out, in]; w + alpha / r w_a w_b for experts' w [in, out]."""
+    """Return the weights with LoRA adapters of rank r merged (arXiv 2106.09685): W + alpha / r B A for dense W [out, in]; w + alpha / r w_a
+    w_b for experts' w [in, out]."""
     found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
     for name in weights:
         if name.endswith(".lora_a"):
@@ -168,13 +170,14 @@ def _report(layer: Layer) -> Tensor:
 
 
 def version_read(step: int, age: int) -> int:
-    """Return the version of the weights that the gradient of `step` uses: the number of updates before it. age: delay, in updates."""
+    """Return the version of the weights with which the gradient of `step` is computed: the number of updates that it contains. age: delay,
+    in updates."""
     return max(min(step, 1), step - age)  # step 1 has the weights after one update, because the pipeline drains after step 0
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return a dict: parameter -> number of updates by which the weights for its gradient are older than the newest. {} if the schedule has
-    no delay."""
+    """Return a dict: parameter -> number of updates by which its gradient's weights are older than the newest. {} if the schedule uses no
+    older weights."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

@@ -1,9 +1,9 @@
-"""The layout oracle `moe verify`: trains the same tiny model on one process and in every legal layout, and compares their numbers.
+"""`moe verify`: trains the same tiny models on one process and in every layout, and compares losses, gradients and weights.
 
-    twin        moe/verify/twin.py: whole batches, its own model and update, written from the papers
+    twin        moe/verify/twin.py: a second implementation, written from the papers; computes whole batches on one process
     layouts     moe/verify/layouts.py: the trainer's own step on forked ranks, for each case of moe/verify/kinds.py
-    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits the measured effect of rounding
-    where       moe/verify/where.py: the first layer or parameter that deviates in a layout that fails
+    tolerance   moe/verify/expected.py: 1e-5 in fp32; in 16 bits twice the measured effect of rounding
+    where       moe/verify/where.py: if a layout fails, the first layer or parameter that deviates
 
 Compared numbers: loss, balance loss, every parameter's gradient, gradient norm, weights after one step, losses of ten steps.
 """
@@ -37,9 +37,9 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels that one process tries
+ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of cases of one process
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
-say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
+say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe
 
 
 def main(
@@ -56,10 +56,10 @@ def main(
 ) -> int:
     """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes (None: 2). Returns 1 if a layout fails.
 
-    kinds: comma-separated names of moe/verify/kinds.py. only: text that a row's layout, kind or precision contains. json: file of the
-    table. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time. go_on: keep rows of the
-    file that passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or "cpu":
-    ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints a line.
+    kinds: comma-separated names of moe/verify/kinds.py. only: run only rows whose layout, kind or precision contains this text. json: file
+    of the table. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time. go_on: keep the
+    file's rows that passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or
+    "cpu": ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints a line.
     """
     nproc = _nproc_on(device, nproc)
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
@@ -120,15 +120,15 @@ def _nproc_on(device: str | None, nproc: int | None) -> int:
 
 
 def _with_kernels(found: list[Case], device: str) -> list[Case]:
-    """Return the cases for ranks on `device`. A case of one process is repeated with each kind of kernels; others get the trainer's
-    kernels."""
+    """Return the cases for ranks on `device`. A case of one process is repeated with each of the kernels in ALONE; the others get the
+    kernels that the trainer would choose."""
     several = "auto" if device == "cuda" else Case.kernels
     return [replace(case, kernels=k) for case in found for k in (ALONE[device] if case.world == 1 else [several])]
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: a dict from names in NUMBERS to deviations, with `passed`, and in 16 bits `of_bound`: largest deviation
-    / limit."""
+    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and in 16 bits `of_bound`: the largest ratio
+    of a deviation to its limit."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row:
         return row
@@ -136,7 +136,8 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
         return row if rounds(case) else _row(case, ran, expected.by_rounding())
     if not (rounds(case) or known(case.run())):
         return row
-    # compare with sums in this layout's order: in 16 bits, they may move a token that is nearly tied between two experts to the other one
+    # compare with sums in this layout's order: in 16 bits, another order may send a token that is nearly tied between two experts to the
+    # other one
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
 
@@ -153,7 +154,7 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], run: Run, say: Say) -> None:
-    """For each (case, table row) that failed, print its ranks' errors, or run it again with a tape and print where it first deviates."""
+    """For each (case, table row) that failed, print its ranks' errors, or run it again with a Tape and print its first deviation."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"
@@ -174,7 +175,7 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
 
 
 def place_of(case: Case, row: dict[str, Any]) -> str:
-    """Run a failed case once more with a record of its steps, and return text on where it first deviates."""
+    """Run a failed case once more with a Tape, and return text about the first value that deviates."""
     if not known(case.run()):
         return "unknown: the twin does not have the optimizer"
     ((_, ran),) = run_world([case], case.world, taped=True)
@@ -182,7 +183,8 @@ def place_of(case: Case, row: dict[str, Any]) -> str:
 
 
 def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any]) -> str:
-    """Return text on where a case first deviates, or after which module its ranks failed. ran: outcome of a second run, with a tape."""
+    """Return text about a case's first deviating value, or about the module after which its ranks failed. ran: outcome of a second run with
+    a Tape."""
     if isinstance(ran, str):
         return f"its ranks failed after {last_module(ran) or 'a module that is not known'}"
     if standard is None or ran[1] is None:
@@ -194,7 +196,7 @@ def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any])
 
 
 def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float) -> Iterator[str]:
-    """Yield the lines of text below the table: how many rows passed, in how many seconds, and the tolerances in 16 bits."""
+    """Yield the lines of text below the table: the number of rows that passed, the seconds, and the tolerances in 16 bits."""
     passed = sum(row["passed"] for row in rows)
     chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
     yield f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s"

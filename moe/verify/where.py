@@ -1,13 +1,14 @@
-"""Finds where a layout first deviates from its reference: the first tensor on their tapes that differs by more than rounding explains.
+"""Finds the first tensor by which a layout deviates from its reference: the first in their recordings (Tapes) that differs by more than
+rounding explains.
 
-A line is one tensor of a tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step, the phases
-are in this order: outputs of modules from embedding to head; numbers of MoE layers; loss; recomputed outputs; gradients from head to
-embedding; gradient norms; moments and weights after the update. The losses of all steps after the TAPED ones are last.
+A line is one tensor of a Tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step, the phases
+are in this order: outputs of modules from embedding to head; losses and loads of MoE layers; loss; recomputed outputs; gradients from head
+to embedding; gradient norms; moments and weights after the update. The losses of all steps after the TAPED ones are last.
 
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
 
-    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); an effect counts as at most 1e-5
+    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); larger effects count as 1e-5
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 
@@ -54,8 +55,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, which is more than `allowed`. place: text on the tokens that deviate. then: if the line is a
-    gradient norm, the first parameter with a wrong update."""
+    """A line that deviates by `found`, which is more than `allowed`. place: text about the tokens that deviate. then: if the line is a
+    gradient norm, the first parameter whose update is wrong."""
 
     name: str
     phase: str
@@ -115,7 +116,7 @@ def _update(number: int, step: Step) -> Iterator[Line]:
 
 
 def _known_values(got: Line, want: Line) -> tuple[Tensor, Tensor]:
-    """Return the values of both lines. They are 0 for tokens that are in neither tape (NaN), such as source tokens in lines of the
+    """Return the values of both lines, with 0 for tokens that neither tape recorded (NaN), such as source tokens in lines of the
     decoder."""
     if got.value.shape != want.value.shape:
         return got.value, want.value
@@ -155,8 +156,8 @@ class Standard:
         return found if rounds(self.twin) else {key: min(FP32_TOLERANCE, away) for key, away in found.items()}
 
     def _rounded(self) -> Iterator[Tape]:
-        """Yield tapes that differ by the effect of rounding: first of the reference, then of runs with random rounding or other orders of
-        sums."""
+        """Yield tapes that differ only by rounding: first the reference's, then those of runs with random rounding or with sums in other
+        orders."""
         yield self.tape
         if rounds(self.twin):
             yield from (self._of_process(case, kernels) for case, kernels in reorderings(self.twin))
@@ -177,7 +178,7 @@ class Standard:
         """Return the first line of the case's tape `got` that deviates too far. If none does, return the first loss in `result` that does,
         or None."""
         for (step, name), parts in got.forward.items():
-            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape keeps one of them
+            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape would keep only one of them
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
@@ -221,8 +222,8 @@ def last_module(errors: str) -> str:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Return text on the tokens of a module's output that deviate: the first micro-batch, its data-parallel rank, and the number of tokens.
-    Return "" for other lines."""
+    """Return text about the tokens of a module's output that deviate: the first micro-batch with such tokens, its data-parallel rank, and
+    their number. Return "" for other lines."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)

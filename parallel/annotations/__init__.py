@@ -1,1 +1,1 @@
-"""Annotated programs: graphs, shardings, and their execution by DTensor."""
+"""GSPMD: graphs of operators annotated with shardings, their SPMD programs, and execution of these with DTensor."""

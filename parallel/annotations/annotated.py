@@ -2,9 +2,9 @@
 
     DTensor --redistribute, to_local--> this rank's shard --compute--> local output --from_local, redistribute--> DTensor
 
-An input's gradient is declared Partial over each mesh axis that shards a factor (a letter of the operator's rule) that the input lacks.
-DTensor derives all collectives from these placements. It can shard a dim by several axes only in the mesh's order; a program with another
-order is refused.
+A factor is a letter of the operator's einsum rule. An input's gradient is declared Partial over each mesh axis that shards a factor which
+the input lacks. DTensor derives all collectives from these placements. It can shard a dim over several axes only in the order of the mesh;
+a program that needs another order is refused.
 Source: GSPMD (arXiv 2105.04663), section 4.
 """
 
@@ -35,8 +35,8 @@ def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Rank:
-    """This rank's place in the mesh and its work: an argument of every Compute function. sizes: mesh axis -> size. work: the operator and
-    its sharding. factors: letter of the operator's rule -> size in the unsharded model."""
+    """An argument of every Compute function: this rank's place in the mesh, and the operator that it computes. sizes: mesh axis -> size.
+    work: the operator with its sharding. factors: letter of the operator's rule -> size in the unsharded model."""
 
     mesh: DeviceMesh
     sizes: Sizes
@@ -53,14 +53,14 @@ class Rank:
         return slice(index * size, (index + 1) * size)
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
-        """All-reduce `local` (sum) over the mesh axes that shard these factors, for example the mean square of a norm.
+        """All-reduce `local` (sum) over the mesh axes that shard the factors `letters`, for example for the mean square of a norm.
         read: how ranks use the sum, which decides the backward pass. "in parts": each rank computes a different part of the output from it
         (a norm), so the sum's gradients are all-reduced too. "in copies": all ranks compute the same result from it (a loss), so the
         gradients are already equal and are not reduced."""
         return self._all_reduce(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
-        """All-reduce `local` (elementwise maximum) over the mesh axes that shard these factors, without gradient."""
+        """All-reduce `local` (elementwise maximum) over the mesh axes that shard the factors `letters`, without gradient."""
         return self._all_reduce(local.detach(), letters, "max", "in copies")
 
     def _all_reduce(self, local: Tensor, letters: str, how: str, read: str) -> Tensor:
@@ -85,7 +85,7 @@ def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
 
 class Annotated:
     """Runs a program on real ranks. mesh: must have the program's axes in the same order. compute: computes an operator on local tensors.
-    Raises BadInput if the program shards a dim by several axes in another order than the mesh's."""
+    Raises BadInput if the program shards a dim over several axes in another order than the mesh's."""
 
     def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
         self.program, self.mesh, self.compute = program, mesh, compute

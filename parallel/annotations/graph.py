@@ -3,15 +3,16 @@
     bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --activation--> blf --ffn.w2 "blf,fd->bld"--> bld
 
 Each operator has a rule in einsum notation, as in GShard (arXiv 2006.16668, section 3.2) and GSPMD (arXiv 2105.04663, section 3.5). A
-letter is a factor: one role and one size in the whole graph (`dims`). Sharding a factor shards every tensor of the operator that has its
-letter: `b` is data parallelism, `f` is Megatron's column-parallel and row-parallel layer. If the output lacks the factor, ranks have
+letter is a factor: it has one role and one size in the whole graph (`dims`). Sharding a factor shards every tensor of the operator that has
+its letter: `b` is data parallelism, `f` is Megatron's column-parallel and row-parallel layer. If the output lacks the factor, ranks have
 partial sums.
 
     b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (query heads for each key head)
     c channels (of a head)  f hidden  e experts  u slots (an expert's capacity for one sequence)  m expert_hidden  n shared_hidden
 
-An operator may read a tensor with other letters: attention reads as `bskc` the keys that a product gives as `blkc`, because positions of
-queries (l) and keys (s) may be sharded differently. Capital letters are for roles with several sizes, such as different numbers of experts.
+An operator may read a tensor under other letters: attention reads as `bskc` the keys that a product gives as `blkc`, because positions of
+queries (l) and keys (s) may be sharded differently. Capital letters are used if a role has several sizes, for example different numbers of
+experts in different layers.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class Dim:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the graph. Its output has the same name.
+    """An operator of the graph. Its output tensor has the operator's name.
 
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
     pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
-    computes one or two numbers a position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block; -1: before
-    the first block; the number of blocks: after the last block."""
+    computes one or two numbers for each position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block; -1:
+    before the first block; the number of blocks: after the last block."""
 
     name: str
     kind: Kind

@@ -4,10 +4,11 @@
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
 A tensor has one sharding between operators and may have another inside an operator. "enter" and "leave" are the collectives (resharding.py)
-that change the first into the second, and back. A sharded factor (letter of the operator's rule) that the output lacks makes the result
-partial sums. A sharded factor that an input lacks makes this input's gradient partial sums: the batch for a weight (data parallelism),
-hidden units for Megatron-LM's f. A tensor that several operators read with the same sharding enters once. Sources: GSPMD (arXiv
-2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
+that change the first into the second and the second back into the first. A sharded factor (letter of the operator's rule) that the output
+lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. Examples: the batch for
+a weight (data parallelism); hidden units for the input of a column-parallel layer (the all-reduce f in Megatron-LM's backward pass). If
+several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow
+(arXiv 1811.02084), section 4.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STATISTIC_BYTES = 8  # statistics of a norm or a loss for one position: two numb
 
 
 class Conflict(NamedTuple):
-    """A decision between two shardings of a tensor or an operator that exclude each other.
+    """A choice between two shardings of one tensor or operator, of which only one is possible.
     where: name of the tensor or operator. kept: the chosen sharding. instead: the rejected one. kept_bytes, instead_bytes: bytes that a
     rank sends in a training step with the chosen and with the rejected sharding."""
 
@@ -43,7 +44,7 @@ class Conflict(NamedTuple):
 @dataclass(frozen=True)
 class Work:
     """Sharding of one operator. cuts: sharding of its factors. needs: for each input, the sharding in which the operator reads it. made:
-    sharding of its result.
+    sharding of its result, perhaps partial sums.
     gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
     operator: Operator
@@ -68,8 +69,8 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a machine. flops: floating-point operations a second of a rank. bandwidth: bytes a second that a rank sends: one number, or
-    mesh axis -> number. latency_s: seconds of each collective in addition to the time of its bytes."""
+    """Rates of a machine. flops: floating-point operations per second of a rank. bandwidth: bytes per second that a rank sends, as one
+    number, or as mesh axis -> number. latency_s: seconds of each collective in addition to the time of its bytes."""
 
     flops: float = 1e14
     bandwidth: Mapping[str, float] | float = 1e11
@@ -85,7 +86,7 @@ class Machine:
 @dataclass(frozen=True)
 class Program:
     """SPMD program of a graph. mesh: axis -> size. shardings: name of each tensor -> its sharding between operators. work: sharding of each
-    operator, in order. conflicts: decisions by which the shardings were found."""
+    operator, in order. conflicts: choices that were made when the shardings were found."""
 
     graph: Graph
     mesh: Sizes
@@ -100,7 +101,7 @@ class Program:
 
     @property
     def collectives(self) -> tuple[Communication, ...]:
-        """Return the steps of communication that send bytes, so all but slices."""
+        """Return the steps of communication that send bytes, which are all but slices."""
         return tuple(one for one in self.communication if one.step.sent)
 
     @property
@@ -109,7 +110,7 @@ class Program:
         return float(sum(one.step.sent for one in self.communication))
 
     def seconds(self, machine: Machine) -> float:
-        """Return the seconds of a training step without overlap of computation and communication."""
+        """Return the predicted seconds of a training step, without overlap of computation and communication."""
         computed = sum(flops(work, self.mesh) for work in self.work) / machine.flops
         return computed + sum(machine.seconds(one.step) for one in self.communication)
 
@@ -183,7 +184,8 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor has partial sums: those that shard factors which are neither in `letters` nor in `but`."""
+    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard factors outside of `letters` and
+    `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
@@ -210,14 +212,15 @@ def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
 
 
 def flops(work: Work, mesh: Sizes) -> float:
-    """Return a rank's floating-point operations of an operator, forward and backward: the gradients of a product are two products."""
+    """Return a rank's floating-point operations of an operator, forward and backward: three products, because the backward pass of a
+    product computes two."""
     return 3 * work.operator.flops / num_parts(tuple(axis for axes in work.cuts.values() for axis in axes), mesh)
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
     """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
-    An activation is freed after the backward pass of its own operator; an input, after that of its first reader. A gradient exists from the
-    backward pass of the last reader until that of its own operator."""
+    An activation is freed after the backward pass of the operator that computed it; an input, after that of its first reader. A gradient
+    exists from the backward pass of the activation's last reader until that of the operator that computed the activation."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
     def add(first: int, last: int, amount: float) -> None:

@@ -4,13 +4,14 @@
     Sharding(((), ()), ("columns",))     both dims are whole, and each rank along `columns` has a partial sum
 
     step             effect for one mesh axis                         bytes that a rank sends; n ranks, S bytes held before the step
-    slice            shards a dim over it, without communication      0
+    slice            shards a dim over the axis                       0
     all_gather       makes a dim whole                                (n - 1) S
-    all_to_all       shards another dim over it                       (n - 1) / n S
-    reduce_scatter   adds partial sums, and shards a dim over it      (n - 1) / n S
+    all_to_all       shards another dim over the axis                 (n - 1) / n S
+    reduce_scatter   adds partial sums, shards a dim over the axis    (n - 1) / n S
     all_reduce       adds partial sums                                2 (n - 1) / n S
 
-Only the last (minor) axis of a dim can be added or removed, because the shards of other axes are not contiguous. Sources: GSPMD
+Of several axes that shard a dim, only the last (minor) one can be added or removed, because the shards of the other axes are not
+contiguous. Sources: GSPMD
 (arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
 """
 
@@ -128,7 +129,8 @@ def _cheapest(
 
 
 def _moves(now: Sharding, shape: tuple[int, ...], mesh: Sizes, keep: frozenset[str], itemsize: int) -> Iterator[tuple[Step, Sharding]]:
-    """Yield (step, sharding after it) for each possible step from the sharding `now`. keep: axes over which a slice may shard a dim."""
+    """Yield (step, sharding after it) for each possible step from the sharding `now`. keep: the only axes over which a slice may shard a
+    dim."""
     bytes_held = prod(now.local(shape, mesh)) * itemsize
 
     def step(kind: Kind, axis: str, source: int | None, target: int | None) -> tuple[Step, Sharding]:

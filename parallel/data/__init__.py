@@ -1,1 +1,1 @@
-"""Data parallelism: one engine for each kind, all with the interface `engine.Engine`."""
+"""Data parallelism: one engine for each kind (DDP, FSDP, ZeRO, ...), all with the interface `engine.Engine`."""

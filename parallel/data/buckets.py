@@ -1,12 +1,12 @@
-"""Sums of gradients over ranks that run during the backward pass, several buckets at a time.
+"""Sums gradients over ranks during the backward pass, in buckets, of which several are summed at the same time.
 
     backward pass     ... w3 complete | w2 complete | w1 complete ...      bucket 0: w3, w2      bucket 1: w1
     sums                                bucket 0 --------------->
                                                       bucket 1 ------------>   the step waits for the rest
 
-Buckets start in a fixed order, that of their last gradients, from the last parameter to the first: a bucket starts when its gradients are
-complete and all buckets before it have started. So all ranks call the same collectives in the same order, whatever the order in which
-gradients become complete.
+Buckets start in a fixed order: the reverse order of the parameters, by the last gradient of each bucket. A bucket starts when its gradients
+are complete and all buckets before it have started. So all ranks call the same collectives in the same order, even if gradients become
+complete in different orders.
 Source: PyTorch Distributed (arXiv 2006.15704), section 3.2.
 """
 
@@ -22,18 +22,18 @@ from parallel.mesh.gradients import Bucket, StartedSum, buckets_of, data_axis, s
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 
-_MOST_STARTED = 8  # sums in flight, so at most 256 MiB of copied gradients; a gradient larger than a bucket is not copied
+_MOST_STARTED = 8  # largest number of unfinished sums: at most 256 MiB of copied gradients; a gradient larger than a bucket is not copied
 
 
 class Buckets:
-    """Sums the gradient of each of `parameters` (name -> parameter) over the ranks of its layout's summed_over()."""
+    """Sums the gradient of each of `parameters` (name -> parameter) over the axes that its layout's summed_over() returns."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
         self.expected: set[str] = set()  # parameters of this step's buckets
         self.coming: deque[Bucket] = deque()  # buckets that have not started
         self.complete: set[str] = set()  # parameters with a complete gradient
-        self.started: deque[StartedSum] = deque()  # sums that have started, the oldest first
+        self.started: deque[StartedSum] = deque()  # started sums whose results are not stored yet, the oldest first
         for name, parameter in parameters.items():
             if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:
                 parameter.register_post_accumulate_grad_hook(partial(self._completed, name))
@@ -48,7 +48,7 @@ class Buckets:
         self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 
     def start(self, names: Iterable[str]) -> None:
-        """Start all sums that have not started, of these parameters and of those expected before. Collective."""
+        """Start all sums that have not started, for these parameters and for the parameters expected before. Collective."""
         self.expect([name for name in names if name not in self.expected])
         while self.coming:
             self._start(self.coming.popleft())
@@ -75,6 +75,6 @@ class Buckets:
             self.started.append(start_sum(grads, bucket.axis, first=bucket.names[0]))
 
     def _store(self, *, most: int) -> None:
-        """Store the sums that have ended; wait until at most `most` are in flight."""
+        """Store the results of finished sums, and wait until at most `most` sums are unfinished."""
         while self.started and (len(self.started) > most or self.started[0].work.is_completed()):
             self.started.popleft().finish()

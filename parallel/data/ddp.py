@@ -1,7 +1,8 @@
-"""DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
+"""DDP: ranks along dp and sp hold equal copies of the dense weights; gradients are summed over them during the backward pass.
 
-torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. Its average is replaced by a sum in fp32. It
-ignores parameters that are summed over other axes (experts: edp), which have buckets of their own (parallel/data/buckets.py).
+torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. A communication hook replaces its average by a
+sum in fp32. It ignores parameters whose gradients are summed over another axis (experts: edp, the ranks with copies of an expert); these
+have buckets of their own (parallel/data/buckets.py).
 """
 
 import math
@@ -58,7 +59,7 @@ class DDP(Stepped):
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
-            if dp.size > 2:  # with more than 2 ranks, the order of additions depends on a gradient's position in its bucket
+            if dp.size > 2:  # with more than 2 ranks, the order of additions over ranks depends on a gradient's position in its bucket
                 _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -78,7 +79,8 @@ class DDP(Stepped):
         self.sums.start(self._summed_here(names))
 
     def _summed_here(self, names: Sequence[str]) -> list[str]:
-        """Return the names without parameters that several pipeline ranks hold: these are first summed over the pipeline."""
+        """Return `names` without the parameters that several pipeline ranks hold, because their gradients are first summed over the
+        pipeline."""
         return [name for name in names if not self.layouts[name].holders]
 
     def reduce(self) -> None:
@@ -109,7 +111,8 @@ class DDP(Stepped):
         self.copy_again()
 
     def drop_gradients(self) -> None:
-        """Zero the gradients that are views of DDP's buckets, which stay allocated. Set all other gradients to None, which is cheaper."""
+        """Zero the gradients that are views of DDP's buckets, because the buckets stay allocated. Set all other gradients to None, which is
+        cheaper."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for master in self.masters.values():
             master.grad = None
@@ -121,8 +124,8 @@ class DDP(Stepped):
 
 
 def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[str, nn.Parameter]:
-    """Cast each trained weight in place to its dtype in `working`, if that differs. Return name of each cast weight -> its master weight, a
-    parameter with the uncast values. Gradients of the cast weights have the master's dtype."""
+    """Cast each trained weight in place to its dtype in `working`, if that differs. Return a dict: name of each cast weight -> its master
+    weight, a parameter with the original values. Gradients of the cast weights have the master's dtype."""
     masters: dict[str, nn.Parameter] = {}
     for name, weight in weights.items():
         if weight.requires_grad and working(name) != weight.dtype:
@@ -133,7 +136,7 @@ def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[st
 
 
 def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
-    """Return the axis over which the gradients of most of the dense parameters' elements are summed."""
+    """Return the axis over which the gradients of dense parameters are summed; if there are several, the one with the most elements."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
     for layout in (layout for layout in layouts.values() if layout.family == "dense"):
@@ -145,7 +148,8 @@ def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False to leave out the sums."""
+    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False for a backward pass that
+    must sum nothing (`_settle_buckets`)."""
 
     axis: Axis
     names: dict[int, str]
@@ -153,8 +157,8 @@ class _Sums:
 
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
-    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing. Otherwise it rebuilds them after a process's
-    first step, and the first step of a resumed run would sum in another order than the same step of an uninterrupted run."""
+    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing. Otherwise torch rebuilds them after the first
+    step of a process. The first step of a resumed run would then sum in another order than the same step of an uninterrupted run."""
 
     class Touch(nn.Module):
         def forward(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Starts DeepSpeed: imports it without output, compiles its ops, and gives it the process groups of this project's layouts.
 
 Layouts define the ranks over which gradients are summed. DeepSpeed gets the axis of dense weights as its data-parallel group, and every
-other axis as a group of experts with the axis's name (`set_groups`). So it makes no groups itself.
+other axis as a group of experts under the axis's name (`set_groups`), so that it makes no groups itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # the first engine would import these; imported before the fork, they cost each rank nothing
+    with suppress(ImportError):  # the first engine would import these; imported before ranks are forked, they cost a rank nothing
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
@@ -55,8 +55,8 @@ def load_deepspeed() -> Any:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Within the context, functions that DeepSpeed decorates for torch's compiler stay as they are. The decorated Muon of DeepSpeed, which
-    this project does not use, would import Inductor: 1.2 s of processor time and 40 MB in each rank."""
+    """Return a context manager in which DeepSpeed's decorator for torch's compiler changes nothing. Decorating DeepSpeed's Muon, which this
+    project does not use, would import Inductor: 1.2 s of processor time and 40 MB in each rank."""
     from deepspeed.runtime import compiler
 
     decorated = compiler.compile
@@ -69,7 +69,7 @@ def _uncompiled() -> Iterator[None]:
 
 def compile_async_io(say: Callable[[str], None]) -> None:
     """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails. Every
-    rank must call it before an engine starts. `say` gets a message before the compilation."""
+    rank must call it before an engine starts. `say` is called with a message before the compilation."""
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -97,8 +97,8 @@ def compile_async_io(say: Callable[[str], None]) -> None:
 
 @contextmanager
 def each_op_as_one_file(folder: Path) -> Iterator[None]:
-    """Return a context in which torch compiles an op's files as one file, without debug information. The twelve files of async_io then take
-    47 CPU seconds, because torch's headers are read only once."""
+    """Return a context manager in which torch compiles the files of an op as one file, without debug information. The twelve files of
+    async_io then take 47 CPU seconds, because torch's headers are read only once."""
     from torch.utils import cpp_extension
 
     extension: Any = cpp_extension
@@ -154,7 +154,8 @@ def start_deepspeed(device: torch.device) -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group; on an axis of size 1 a group of this rank alone, because DeepSpeed reads None as all ranks."""
+    """Return the axis's process group. On an axis of size 1 it is a group of this rank alone, because DeepSpeed takes None for all
+    ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
@@ -165,9 +166,9 @@ def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:
-        mesh.alone()  # on every rank, needed or not, because all ranks must make equally many groups
+        mesh.alone()  # on every rank, even if this rank does not need it, because all ranks must make the same groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
-    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: DeepSpeed exchanges no tokens
+    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # DeepSpeed requires it but does not use it, because this project exchanges the tokens
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
     groups.mpu = _mpu(mesh, dense_axis(mesh))
     return groups.mpu
@@ -193,7 +194,7 @@ def _mpu(mesh: Mesh, axis: Axis) -> SimpleNamespace:
 
 
 def with_mark(model: nn.Module) -> nn.Module:
-    """Return a module around the model and an empty layer of DeepSpeed's MoE class. Because of this layer, DeepSpeed's engine uses the
+    """Return a module that contains the model and an empty layer of DeepSpeed's MoE class. This layer makes DeepSpeed's engine use the
     process groups of experts."""
     from deepspeed.moe.layer import MoE
 

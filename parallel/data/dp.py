@@ -5,7 +5,7 @@
     backward: autograd of the broadcast sums the replicas' gradients on the first device
 
 With P parameters, the first device exchanges 2 (n - 1) P elements in each micro-batch; a DDP rank sends 2 (n - 1) / n P in each step. The
-threads share one Python interpreter.
+threads share one Python interpreter, so their Python code runs one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
     `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is replica i's SumReplicas. `gather(args, outputs, device)`
-    joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> bytes sent so far."""
+    joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> number of bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()
@@ -81,14 +81,14 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # consequences of other errors last
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # broken barriers last: a consequence
         raise error
     return outputs
 
 
 class _Meeting:
-    """Sums tensors by name over the replicas of one forward pass. If the backward pass recomputes the forward pass, it gets the stored
-    sums."""
+    """Sums tensors over the replicas of one forward pass, each sum under a name. If activation recomputation repeats the forward pass, it
+    gets the stored sums."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

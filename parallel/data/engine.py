@@ -3,8 +3,8 @@
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
     owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
 
-Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole ep
-group, needs no correction factor: gradients do not depend on ep.
+Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert gets tokens of its whole ep group. Its
+gradient needs no correction factor, because summed gradients do not depend on ep.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of the tensor) -> its values
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or name of an optimizer state, box of the tensor) -> values in the box
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
 
 
 class Rule(ABC):
-    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether it gets weight decay."""
+    """An optimizer's settings. `build` makes torch's optimizer from them. `decays(name, parameter)`: whether the parameter has weight
+    decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
@@ -41,7 +42,8 @@ class Rule(ABC):
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """Make torch's optimizer. `wholes`: id(parameter) -> how to gather its matrices, if other ranks hold copies or shards of it."""
+        """Make torch's optimizer. `wholes`: id(parameter) -> how to gather its matrices, for parameters of which other ranks hold copies or
+        shards."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups: one with weight decay, one without. Frozen parameters and empty groups are left out."""
@@ -91,19 +93,20 @@ class Engine(Protocol):
         """Declare that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
 
     def start_sums(self, names: Sequence[str]) -> None:
-        """Start now the sums that `reduce` would make of these parameters' complete gradients; some engines do nothing here. Collective."""
+        """Start the sums of these parameters' complete gradients now instead of in `reduce`. Some engines do nothing here. Collective."""
 
     def reduce(self) -> None:
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter family, its summed gradients) that this rank owns, for norms. Exactly one rank owns each element."""
+        """Yield (parameter family, summed gradient) for the gradients that this rank owns, to compute norms. Exactly one rank owns each
+        element."""
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield in the same order."""
+        """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield them in the same order."""
 
     def summed_gradients(self) -> Iterator[Held]:
-        """Yield this rank's summed gradients, which exist until `step`. Ranks with equal copies yield in the same order."""
+        """Yield this rank's summed gradients, which exist until `step`. Ranks with equal copies yield them in the same order."""
 
     def copy_again(self) -> bool:
         """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
@@ -128,7 +131,8 @@ class Engine(Protocol):
 
 
 class OfStages(ABC):
-    """Base of engines, for pipeline stages: no sum starts before `reduce`. Engines that start sums earlier override it."""
+    """Base class of engines, with the methods for pipeline stages: no sum of gradients starts before `reduce`. Engines that start sums
+    earlier override them."""
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)

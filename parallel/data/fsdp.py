@@ -1,11 +1,13 @@
-"""FSDP: every rank keeps 1/N of each parameter, gradient and optimizer state; a unit's parameters are whole only while it runs.
+"""FSDP: every one of N ranks keeps 1/N of each parameter, gradient and optimizer state; a unit's parameters are gathered only while it
+runs.
 
     forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: gathered parameters are freed after use
     backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered again here
     step       each rank updates its 1/N: 16 P / N bytes in fp32 for P parameters; nothing is sent
 
-A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
-Gathers are in the unit's dtype. Gradients are summed in fp32 or wider after each micro-batch; with pipeline stages see stage_sums.py.
+A unit is a module of the model. Each parameter is sharded along one dim over the ranks that sum its gradient (dp and sp; for experts edp,
+the ranks with copies of an expert). Parameters are gathered in the unit's dtype. Gradients are summed in fp32 or wider after each
+micro-batch; with pipeline stages see stage_sums.py.
 Small parameters outside of units are not sharded. Only this file and stage_sums.py use torch's fully_shard.
 Sources: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
@@ -46,9 +48,9 @@ from parallel.watch.audit import Held, copies_of
 class Unit:
     """Parameters that are gathered together, before the module at `path` runs and before its backward pass.
 
-    dtype: dtype of gathered parameters; None: unchanged. backward: whether the backward pass reads them. ahead: whether they may be
+    dtype: dtype of gathered parameters; None: unchanged. backward: whether the backward pass needs them. ahead: whether they may be
     prefetched; False for a tile, which must not be in memory together with another tile, and for a unit that runs twice in a forward pass.
-    stage: index of the pipeline stage that runs it, among this rank's stages; units of another stage are not prefetched."""
+    stage: index of the unit's pipeline stage among this rank's stages; a unit prefetches only units of its own stage."""
 
     path: str
     parameters: tuple[str, ...]
@@ -61,10 +63,11 @@ class Unit:
 def shard(
     model: nn.Module, units: Sequence[Unit], *, layouts: Layouts, mesh: Mesh, device: torch.device, reshard: bool, prefetch: int, fill: Fill
 ) -> None:
-    """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
+    """Shard a model that is on the meta device, then allocate this rank's shards on `device` and set their initial values.
 
     `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
-    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered ahead. `fill`: sets first values."""
+    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered before they are needed. `fill`: sets
+    initial values."""
     # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
@@ -76,11 +79,11 @@ def shard(
             if axis.name not in meshes:
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    if cut:  # makes the model a root unit without parameters, at which torch starts and ends each pass
+    if cut:  # makes the model torch's root unit, which starts and ends each pass; it has no parameters itself
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         for module in cut.values():
-            module.set_modules_to_backward_prefetch([module])  # itself, so that nothing is prefetched; with [] torch chooses
+            module.set_modules_to_backward_prefetch([module])  # only itself, so nothing is prefetched; with [] torch chooses
         for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
             _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut
@@ -114,7 +117,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
         ignored_params={p for p in module.parameters() if p not in mine},
     )
     assert isinstance(module, FSDPModule)
-    # gradients are summed, because losses are shares of the global mean; with the factor alone, torch would use an operation gloo lacks
+    # gradients are summed, because losses are shares of the global mean; with the factor alone, torch would use a reduction that gloo lacks
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_unshard_in_backward(unit.backward)
@@ -125,7 +128,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
 
 
 def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
-    """Make autograd add a weight's gradients from several uses in `dtype`, even if the weight is gathered in 16 bits."""
+    """Make autograd add the gradients of a weight's several uses in `dtype`, even if the weight is gathered in 16 bits."""
 
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
@@ -141,7 +144,7 @@ def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
 
 
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
-    """Set which units each unit prefetches when it has been gathered. torch's default order fails if forward passes are recomputed."""
+    """Set the units that each unit prefetches once it is gathered. torch's default order fails if forward passes are recomputed."""
     groups: list[list[Unit]] = []  # each: an outermost unit, then its nested units
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):
@@ -187,9 +190,8 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; used only with pipeline
-    stages.
-    host: optimizer states and master weights are in host memory; updated weights are copied to the device's shards."""
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; it has an effect only with
+    pipeline stages. host: optimizer states and master weights are in host memory; updated weights are copied to the device's shards."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False, host: bool = False) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)
@@ -210,7 +212,8 @@ class FSDP(Stepped):
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """Return how to gather a parameter's matrices: first undo FSDP's cut, then the layout's cuts. None if nothing is cut."""
+        """Return how to gather a parameter's matrices: first from FSDP's shards, then from the layout's tensor- and expert-parallel shards.
+        None if it is not sharded."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
@@ -253,7 +256,8 @@ class FSDP(Stepped):
                 yield layout.family, grad
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return the tensor with the axes along which ranks hold copies of it. FSDP's shards have no copies along the axes it cuts over."""
+        """Return the tensor with the axes along which ranks hold copies of it. Axes over which FSDP shards the parameter are not among
+        them."""
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
@@ -308,8 +312,8 @@ class FSDP(Stepped):
         return start
 
     def _gathered(self, name: str, part: Tensor, mean: int | None = None) -> Tensor:
-        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from all FSDP shards of it; `part` is this rank's.
-        mean: the dim (negative) of the parameter that `part` lacks, because it is a mean over it. Collective."""
+        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from its FSDP shards, of which `part` is this
+        rank's. mean: if `part` is a mean over a dim, the (negative) index of this dim, which `part` lacks. Collective."""
         if name not in self.cut or (cut := self._cut_of(name)).dim == mean:
             return part
         return Whole((cut if mean is None or cut.dim > mean else replace(cut, dim=cut.dim + 1),)).gathered(part)

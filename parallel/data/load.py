@@ -1,6 +1,7 @@
-"""Loading states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
+"""Loads weights and optimizer states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box) returns a box of this rank's shard of a parameter (kind "weight") or of one of its optimizer states.
+load(name, kind, box) returns the values in a box (a slice for each dim) of this rank's shard of parameter `name` (kind "weight") or of one
+of its optimizer states.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
 
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
-    """Fill `into` from load(box), a few MiB at a time. start: index of the first element in the tensor that `load` reads; (): all zeros."""
+    """Fill `into` from load(box), a few MiB at a time. start: index, in the tensor that `load` reads, of the first element of `into`; ():
+    all zeros."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))
@@ -34,15 +36,15 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with consecutive elements, in row-major order, of a tensor of `shape`. first: flat index of the first of them.
-    load(box) reads a box of that tensor."""
+    """Fill a flat tensor with consecutive elements, in row-major order, of another tensor with this shape. first: flat index there of the
+    first of these elements. load(box) reads a box of the other tensor."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)
 
 
 def held_of(parameter: Tensor, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("weight", parameter), then (name, tensor) of each optimizer state that exists so far, step counters too."""
+    """Yield ("weight", parameter), then (name, tensor) for each optimizer state that already exists, including step counters."""
     yield "weight", parameter.detach()
     for kind, kept in sorted(optimizer.state.get(parameter, {}).items()):
         if isinstance(kept, Tensor):
@@ -52,8 +54,8 @@ def held_of(parameter: Tensor, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 def fill_stepped(
     parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
-    """Fill a parameter of a torch optimizer with load("weight", box), and its states `kept` with load(state, box). `start`: as in `fill`.
-    `steps`: the optimizer's step counter."""
+    """Fill a parameter of a torch optimizer with load("weight", box), and its optimizer states in `kept` with load(state, box). `start`: as
+    in `fill`. `steps`: the optimizer's step counter."""
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states
@@ -66,7 +68,7 @@ def fill_stepped(
 
 
 def kept_of(parameter: nn.Parameter, optimizer: Optimizer, kept: StateDims) -> dict[str, Tensor]:
-    """Return name -> tensor of the parameter's optimizer states named in `kept`; zeros before the first step."""
+    """Return a dict: name -> tensor of the parameter's optimizer states in `kept`; zeros for states that do not exist yet."""
     state = optimizer.state.get(parameter, {})
     return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}
 

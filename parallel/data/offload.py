@@ -1,10 +1,10 @@
 """Offload: model states are kept in host memory (cpu) or on a disk (nvme) instead of the computing device.
 
-    optimizer     master weights and moments; gradients are copied to the host, which makes the step    stages 1 to 3
-    parameters    a rank's shard of the working weights; each is copied in while its module runs        stage 3
+    optimizer     master weights and moments; gradients are copied to the host, which computes the step    stages 1 to 3
+    parameters    a rank's shard of the working weights; each is copied to the device while its module runs     stage 3
 
-The host's step is torch's fused AdamW, so numbers equal a run without offload. DeepSpeed's async_io reads and writes the disk, a group of
-states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
+The host's step is torch's fused AdamW, so results equal those of a run without offload. DeepSpeed's async_io reads and writes the disk, a
+group of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object. While its process lives, a file lock marks it as in use, because processes of other
-    containers cannot check the process id."""
+    """A folder that is deleted with this object. While the object's process runs, a file lock marks the folder as in use. A process id
+    would not do, because other containers cannot check it."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)
@@ -87,6 +87,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # number of elements whose states a step reads from the disk at a time
+        if self.optimizer == "nvme":  # number of elements whose optimizer states a step reads from the disk together
             found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
         return found

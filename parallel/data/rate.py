@@ -1,4 +1,4 @@
-"""Gives an optimizer the learning rate of its next step, and a factor on the gradients that it reads."""
+"""Sets the learning rate of an optimizer's next step, and the factor by which it multiplies gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduce-scatters of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
+"""Starts the reduce-scatters ("scatters") of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
 
     once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        unsharded gradients accumulate; weights stay gathered until then
     each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: unit by unit, during W     gradients are 1/N; I and B gather weights and free them
@@ -41,9 +41,9 @@ class StageSums:
 
     @contextmanager
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
-        """Return a context for a backward pass. pending: gets the deferred weight gradients of I; None for B. If gradients are scattered
-        after each pass, units without deferred gradients, such as the embedding, are scattered after I."""
-        for group in self.groups:  # at the end of a pass torch finishes all units not in this state: it would free other stages' weights
+        """Return a context for a backward pass. pending: receives the weight gradients that I defers; None for B. If gradients are
+        scattered after each pass, units without deferred gradients, such as the embedding, are scattered after I."""
+        for group in self.groups:  # at the end of a pass torch finishes units not in this state; it would free other stages' weights
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)
         yield
@@ -52,8 +52,8 @@ class StageSums:
             self._scatter(group for group in self.groups if not any(id(p._unsharded_param) in later for p in _gathered(group)))
 
     def deferred(self, pending: PendingGradients) -> None:
-        """Compute deferred weight gradients (W). If gradients are scattered after each pass, each unit's scatter starts before the next
-        unit's gradients are computed."""
+        """Compute the deferred weight gradients (W). If gradients are scattered after each pass, a unit's scatter starts before the
+        gradients of the next unit are computed."""
         if self.once:
             pending.compute()
             return

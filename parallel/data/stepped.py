@@ -1,4 +1,5 @@
-"""The common part of engines in which torch's optimizer updates this rank's parameters: unsharded (DDP), or local shards (FSDP)."""
+"""Common base of the engines in which torch's optimizer updates this rank's parameters: unsharded parameters (DDP), or local shards
+(FSDP)."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a chunk of the F hidden units
 
-A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles run
-one after another, last tile first in the backward pass. Checkpoints and first values do not see tiles:
+A tile is a separate module, so engines that gather, free, offload or shard the weights of one module at a time (FSDP, ZeRO-3) do so tile by
+tile. Tiles run one after another, last tile first in the backward pass. Checkpoints and initial values do not depend on tiles:
 `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
-Costs: docs/parallel/tiling.md. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
+docs/parallel/tiling.md has the costs. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return (x for one tile, `wide` for the following tiles). The gradient of `wide` becomes the sum of these tiles' gradients of x."""
+    """Return (x for one tile, `wide` for the following tiles). Backward adds this tile's gradient of x to the gradient of `wide`, the sum
+    of the following tiles' gradients."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,8 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """Set the tile's parameters to chunks of the parameters of `whole`; return the tile. cut: parameter name -> its chunk, as a Tile."""
+    """Set the tile's parameters to chunks of the parameters of the untiled module `whole`; return the tile. cut: parameter name -> its
+    chunk, as a Tile."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
         chunk = cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format)
@@ -98,7 +100,7 @@ def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def without_tiles(name: str) -> str:
-    """Return the name of the whole parameter, given a tile's."""
+    """Return the name of the untiled parameter, given the name of a tile's parameter."""
     return _TILE.sub("", name).lstrip(".")
 
 

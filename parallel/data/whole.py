@@ -1,4 +1,4 @@
-"""How to gather a parameter's whole matrices from ranks, for optimizers that need them (parallel/optim/shared.py).
+"""Describes how to gather a parameter's whole matrices from ranks, for optimizers that need them (parallel/optim/shared.py).
 
     FSDP's shards, over data-parallel ranks            -->  the rank's tensor- or expert-parallel shard
     tensor-parallel shards, over the layout's axes     -->  whole matrices
@@ -22,7 +22,8 @@ from parallel.mesh.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """How dim `dim` (negative: from the end) of `size` elements is cut over an axis: `each` elements a rank, fewer on the last ranks."""
+    """Sharding of one dim over an axis. dim: negative, counted from the end. size: its length. each: length of a rank's shard; the last
+    ranks may have less."""
 
     dim: int
     each: int
@@ -42,8 +43,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Whole:
-    """How to gather whole matrices from shards. cuts: in the order in which they are undone, finest first. copies: the axis of the ranks
-    that hold equal shards and equal summed gradients; None for a single rank."""
+    """Describes how to gather whole matrices from shards. cuts: in the order in which they are undone, the cut with the smallest shards
+    first. copies: the axis of the ranks that hold equal shards and equal summed gradients; None for a single rank."""
 
     cuts: tuple[Cut, ...]
     copies: Axis | None = None

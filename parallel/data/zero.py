@@ -1,14 +1,16 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
     stage 1   every rank keeps all weights and gradients, and optimizer states for 1/N of them
-    stage 2   also shards gradients: each is summed as soon as the backward pass has made it, and only its owner keeps it
+    stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
 A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
-This project does precision, loss scale, gradient norm, clipping, and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
+This project handles precision, loss scale, gradient norm, clipping, and checkpoints, which store tensors under global names. Source: ZeRO
+(arXiv 1910.02054).
 
-16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat groups
-that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and ranks.
+16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then, of the flat groups that the model
+reads, those in 16 bits are replaced by copies in this dtype. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses,
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
 class DeepSpeed(OfStages):
-    """Base class of the engines of all ZeRO stages: the passes and the step, by DeepSpeed's engine."""
+    """Base class of the engines of all ZeRO stages: forward pass, backward pass and step by DeepSpeed's engine."""
 
     module: nn.Module
     engine: Any
@@ -55,7 +57,7 @@ class DeepSpeed(OfStages):
         if not last:
             self.engine.step()  # only counts the micro-batch: DeepSpeed steps at the last one
 
-    def reduce(self) -> None:  # sums nothing earlier: DeepSpeed's sums block the rank, which would delay its other stages
+    def reduce(self) -> None:  # no sums before it: DeepSpeed's sums block the rank, which would delay its other stages
         self.engine.set_gradient_accumulation_boundary(True)
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)
@@ -96,7 +98,7 @@ class Zero(DeepSpeed):
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
-        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, and would cost a collective: clip.py has the norm
+        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, as clip.py has the norm; it would cost a collective
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
@@ -137,7 +139,7 @@ class Zero(DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # the shard of a gradient can be a view, which would keep the whole gradient in memory
+            if parts:  # a gradient's shard can be a view of the whole gradient, which it would keep in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def _add_accumulators(self) -> None:
@@ -167,7 +169,8 @@ class Zero(DeepSpeed):
         return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield weights, with the axes along which ranks hold copies, then partitions, without axes: their content depends on the rank."""
+        """Yield weights, with the axes along which ranks hold copies; then DeepSpeed's partitions, without axes, because no other rank has
+        a copy."""
         for name, parameter in self.parameters.items():
             yield copies_of(name, "weight", parameter, self.layouts[name])
         for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -243,8 +246,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. dtype: in which the model reads them. owned: this rank's shards count in the gradient
-    norm."""
+    """Parameters that DeepSpeed flattens together. dtype: the one in which the model reads them. owned: whether this rank's shards count in
+    the gradient norm."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
@@ -256,8 +259,8 @@ def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
-    `marked`: parameters that are not summed over DeepSpeed's data-parallel group get its marks, `allreduce` False and the axis's name.
-    Shapes are read from layouts, because a sharded parameter has lost its shape."""
+    `marked`: whether parameters that are not summed over DeepSpeed's data-parallel group get its marks: `allreduce` False, and the axis's
+    name as the group's. Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

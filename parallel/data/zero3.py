@@ -35,9 +35,9 @@ from parallel.watch.audit import Held
 
 
 class ShardedInit:
-    """Call it with a model on the meta device to replace the weights by this rank's shards on `device`, module by module. Sends nothing.
+    """Callable that replaces the weights of a model on the meta device by this rank's shards on `device`, module by module. Sends nothing.
 
-    `fill` writes the shard's first values. While DeepSpeed cuts a weight, the rest of the weight is allocated but never written."""
+    `fill` writes the shard's first values. While DeepSpeed shards a weight, the other ranks' part of it is allocated but never written."""
 
     def __init__(self, layouts: Layouts, mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload) -> None:
         self.deepspeed = start_deepspeed(device)
@@ -92,7 +92,7 @@ _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
     "stage3_max_reuse_distance": 0,  # no weight stays gathered until its next use, however soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # most gathered elements, if no single layer has more
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # largest number of gathered elements, unless a single layer has more
 }
 
 
@@ -136,7 +136,8 @@ class Zero3(DeepSpeed):
 
     @contextmanager
     def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
-        """Return a context that reads the optimizer states of group `number` from a disk, if they are there. write: write them back."""
+        """Return a context manager that reads the optimizer states of group `number` from the disk, if they are offloaded to one. write:
+        also write them back."""
         zero = self.zero
         swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
@@ -179,8 +180,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions of master weights with their optimizer states, and of working weights, without those on a disk. No
-        other rank has copies."""
+        """Yield this rank's partitions of master weights with their optimizer states, and of the weights that the model reads, except those
+        on a disk. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

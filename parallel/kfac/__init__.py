@@ -1,1 +1,1 @@
-"""K-FAC: its factors, its optimizer, and its work in a pipeline's bubbles (PipeFisher)."""
+"""The optimizer K-FAC: its factors, its update, and its computation in a pipeline's bubbles (PipeFisher)."""

@@ -5,8 +5,8 @@
     direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
 
 Damping is relative: t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O, which is Martens and Grosse's choice (arXiv 1503.05671,
-section 6.3) for lambda = damping (tr A / I) (tr G / O). So the scale of a factor cancels, and each is stored with a mean eigenvalue of 1.
-All matrices are fp32. A factor is zero until its linear has received a token.
+section 6.3) for lambda = damping (tr A / I) (tr G / O). tr: trace. With this choice the scale of a factor does not matter, so each factor
+is stored with a mean eigenvalue of 1. All matrices are fp32. A factor is zero until its linear layer has received a token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel.numerics.supposed import supposed
 
-# R rows, W width, E matrices of a stack (1 for a single linear), I in, O out
+# R rows, W width, E matrices of a stack (1 for a single linear layer), I input width, O output width
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -41,7 +41,8 @@ def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
     """Return the updated running factor: ema * running + (1 - ema) * new, where `new` is sums_EWW scaled to a mean eigenvalue of 1.
-    sums_EWW: sums of r r^T over the new rows. The first factor has weight 1. An expert without new rows keeps its running factor."""
+    sums_EWW: sums of r r^T over the new rows. If there is no running factor yet, `new` alone is returned. An expert without new rows keeps
+    its running factor."""
     scale_E11 = mean_eigenvalue(sums_EWW)
     has_rows, has_running = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
     new_EWW = sums_EWW / torch.where(has_rows, scale_E11, 1.0)
@@ -51,7 +52,8 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     """Return (F + sqrt(damping) I)^-1 by Cholesky, for factors F with a mean eigenvalue of 1; zero for a factor that is zero.
-    sqrt(damping) is raised to at least fp32's rounding error for this width, and times ten until the sum is positive definite."""
+    sqrt(damping) is raised to at least fp32's rounding error for this width, then multiplied by ten until F + sqrt(damping) I is positive
+    definite."""
     width = factor_EWW.shape[-1]
     least = width * torch.finfo(torch.float32).eps
     eye_WW = torch.eye(width, device=factor_EWW.device)
@@ -66,7 +68,8 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
 
 
 def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (lower triangles, status [E]: 0 for success, positive if a matrix is not positive definite). A rehearsal assumes success."""
+    """Return (lower triangles, status [E]: 0 for success, positive if a matrix is not positive definite). In a rehearsal, which computes no
+    values, the status is success."""
     lower_EWW, failed_E = torch.linalg.cholesky_ex(matrix_EWW)
     return lower_EWW, supposed(failed_E, lambda: torch.zeros(len(failed_E)))
 

@@ -1,7 +1,7 @@
 """PipeFisher (arXiv 2211.14133): runs K-FAC's work in a pipeline's bubbles, by a plan made from measured times.
 
-    rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: passes of micro-batch 0   inv: inversion of a factor
-                                                                        A0, G0: curvature of its factors A and G
+    rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: forward and backward pass of micro-batch 0
+                                                                        A0, G0: its terms of factors A and G   inv: inversion
 
 Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
@@ -19,17 +19,19 @@ from parallel.pipeline.schedule import Action, Op, Schedule, Span, Watcher
 from parallel.pipeline.simulator.bubbles import BubbleWork, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Timeline
 
-_MARGIN = 1.05  # a bubble must be at least this multiple of the time of a unit that is planned in it
+_MARGIN = 1.05  # a unit is planned into a bubble only if the bubble is at least this multiple of the unit's time
 
 
 @dataclass
 class BubbleFiller(Watcher):
     """Watcher of the pipeline's runtime that runs a rank's K-FAC units while the rank would wait.
 
-    In the first `measured` refreshes, units run at the ends of steps and are timed. The actions of the last of these steps are timed too.
+    A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes, units run at the ends of steps and are timed. The
+    actions (passes) of the last of these steps are timed too.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
-    slots: the plan: (steps since the last refresh, index of an action in the rank's order) -> the units to run after this action. Index
+    slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action.
+    Index
         -1: before the first action. None: not planned yet.
     placed_share: planned units' time as a fraction of all units' time.
     waits: (idle time of this rank without K-FAC, idle time with the plan), as fractions of a step.
@@ -43,7 +45,7 @@ class BubbleFiller(Watcher):
     slots: dict[tuple[int, int], list[KfacUnit]] | None = None
     placed_share: float = 0.0
     waits: tuple[float, float] = (0.0, 0.0)
-    _record: list[Span] | None = None  # times of the rank's actions; None: not measured now
+    _record: list[Span] | None = None  # times of the rank's actions; None: they are not measured now
 
     def __post_init__(self) -> None:
         self.kfac.defer(timed=True)
@@ -82,7 +84,7 @@ class BubbleFiller(Watcher):
         first = -largest(-record[0].start, self.axis)
         last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # a timeline of this rank alone; a final update of negligible length extends it to the time at which the slowest rank ends
+        # a timeline of this rank alone. A final update action of negligible length extends it to the time at which the slowest rank ends
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)
@@ -110,7 +112,8 @@ class BubbleFiller(Watcher):
         return [KfacUnit(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
 
     def _after(self, unit: KfacUnit) -> tuple[Action, ...]:
-        """Return the action after which a unit can run, as a tuple of one: F for curvature A, B or I for G. Empty for an inversion."""
+        """Return a tuple with the action after which a unit can run: the forward pass (F) for curvature of A, the backward pass (B or I)
+        for curvature of G. Empty for an inversion."""
         if unit.kind == "inversion":
             return ()
         stage = self.stages[unit.name]
@@ -119,6 +122,6 @@ class BubbleFiller(Watcher):
         return (next(a for a in self._order if a.op in ops and a[1:3] == (stage, microbatch)),)
 
     def _last_ended(self, timeline: Timeline, placed: Placed) -> int:
-        """Return the index of the step's last action that has ended when the work starts; -1 if none has."""
+        """Return the index of the step's last action that has ended when the planned unit starts; -1 if none has."""
         at = placed.start - placed.step * timeline.makespan
         return sum(span.end <= at + 1e-9 for span in timeline.spans[0][:-1]) - 1

@@ -1,11 +1,11 @@
 """Optimizer with K-FAC's direction and the length of AdamW's step: grafting (Agarwal et al., arXiv 2002.11803).
 
-    M   mean of the gradients (AdamW's first moment)          S = M^ / (sqrt(V^) + eps)      AdamW's step, with bias corrections
+    M, V   AdamW's moments of the gradients                   S = M^ / (sqrt(V^) + eps)      AdamW's step; M^, V^: with bias corrections
     D = G^-1 M A^-1                                           K-FAC's direction
     W  <-  W - lr (|S| / |D|) D - lr decay W                  for each matrix, with Frobenius norms; each expert is a matrix
 
-So AdamW's learning rates and schedules can be used, and the optimizer states are AdamW's two moments. Parameters outside of K-FAC, and
-linears that have no inverses yet, take AdamW's step.
+G and A are K-FAC's factors (factors.py). AdamW's learning rates and schedules can be used, and the optimizer states are AdamW's two
+moments. Parameters outside of K-FAC, and linear layers whose factors have no inverses yet, take AdamW's step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Group = dict[str, Any]
 
 
 class Grafted(AdamWExcept):
-    """AdamW, except that the weights of K-FAC's linears take the grafted step."""
+    """AdamW, except that the weights of K-FAC's linear layers take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -60,15 +60,15 @@ class Grafted(AdamWExcept):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. Zero matrices are replaced by the matrices
-    of `length`."""
+    """Return `direction` [..., rows, columns] scaled to the norm of `length`, matrix by matrix. If a matrix of `direction` is zero, the
+    matrix of `length` is returned."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 
 
 class KfacEngine:
-    """Wrapper of an engine that has a `Grafted` optimizer: it also records forward passes, and finishes K-FAC's work before each update.
-    Other methods and attributes are forwarded to `engine`."""
+    """Wrapper of an engine whose optimizer is `Grafted`. It also lets K-FAC record forward passes, and finishes K-FAC's work before each
+    update. Other methods and attributes are forwarded to `engine`."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac

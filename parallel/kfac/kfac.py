@@ -1,14 +1,16 @@
-"""K-FAC as units of work that can run at any time before a deadline: PipeFisher (arXiv 2211.14133) puts them into a pipeline's bubbles.
+"""K-FAC as units of work, each of which can run at any time before its deadline. PipeFisher (arXiv 2211.14133) runs them in a pipeline's
+bubbles.
 
-A refresh computes all factors and inverses anew. It begins every n steps (`refresh_every`) and takes d further steps (`delay`):
+A refresh recomputes all factors and their inverses. One begins every n steps (`refresh_every`) and takes d further steps (`delay`):
 
     step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T     a: input rows of a linear
                                     backward   G of micro-batch i may start: sum of g g^T     g: gradients of its output rows
     the end of step t + d // 2      all-reduce over the ranks that hold copies, then the running mean
-    from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
-    the end of step t + d           the inverses go to the other ranks, and all new inverses replace the old ones
+    from then to the end of t + d   each A and G is inverted, on one of the ranks that hold it
+    the end of step t + d           the inverses are sent to the other ranks that hold them, and replace the old ones
 
-Results do not depend on the time at which a unit runs. The Fisher information is the empirical one, from the gradients of the step.
+Results do not depend on the time at which a unit runs. The Fisher information is the empirical one: it is computed from the gradients of
+the step.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from parallel.mesh.layout import Layout
 class Settings:
     """Settings of K-FAC.
 
-    damping: number added to all eigenvalues of G (x) A, relative to their mean. ema: weight of the old factor in the running mean.
-    refresh_every: updates from one refresh to the next. delay: updates from the start of a refresh until its inverses are used."""
+    damping: number added to all eigenvalues of the Kronecker product G (x) A, relative to their mean. ema: weight of the old factor in the
+    running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the start of a refresh until
+    its inverses are used."""
 
     damping: float
     ema: float
@@ -46,7 +49,8 @@ class Settings:
 @dataclass(frozen=True)
 class Linear:
     """A linear layer with a weight [O, I], or a stack of experts' linears with a weight [E, I, O].
-    name: name of the weight. inputs: name of the linear whose factor A is used; linears that read the same input rows share one A."""
+    name: name of the weight. inputs: name of the linear layer whose factor A is used, because layers that read the same input rows share
+    one A."""
 
     name: str
     weight: nn.Parameter
@@ -60,15 +64,16 @@ class Linear:
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """Return the layout of factor "A" or "G": sharded over ranks like the experts for a stack, otherwise whole on all ranks."""
+        """Return the layout of factor "A" or "G": for a stack sharded over ranks as the experts are, otherwise whole on all ranks."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
 
 
 class KfacUnit(NamedTuple):
-    """One unit of K-FAC's work: kind "curvature" or "inversion", for factor "A" or "G" of the linear `name`.
-    microbatch: index of the linear's forward pass in the step; -1 for an inversion."""
+    """One unit of K-FAC's work for factor "A" or "G" of the linear layer `name`. kind: "curvature" (add a micro-batch's r r^T to the sum)
+    or "inversion".
+    microbatch: index of the layer's forward pass in the step; -1 for an inversion."""
 
     kind: str
     factor: str
@@ -101,9 +106,9 @@ class Kfac:
     """K-FAC for all linears of a rank. The caller runs forward passes within `recording`, and calls `finish` before each update, or
     `discard_step` if there is no update.
 
-    linears: name -> linear. total: (name -> tensor, name -> layout) -> None: all-reduces the tensors in place over the ranks with copies.
-    place: layout -> (this rank's index among the ranks with copies, number of these ranks).
-    at_once: True: units run as soon as they are ready; False: they wait for `run`, `do_next` or the end of the step.
+    linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
+    copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: units run as soon as
+    they are ready; False: they wait for `run`, `do_next` or the end of the step.
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]
@@ -116,9 +121,9 @@ class Kfac:
 
     def __post_init__(self) -> None:
         self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # (kind, factor, linear) -> times; None: not measured
-        self._open = False  # True within `recording`, in a step that begins a refresh
+        self._open = False  # True within `recording`, if the step begins a refresh
         self._passes: Counter[str] = Counter()  # name of a linear -> number of its forward passes in this step
-        self._sums_due = False  # True if a step was recorded but its sums are not yet all-reduced
+        self._sums_due = False  # True if a step was recorded, and its sums are not all-reduced yet
         self._inverses_due = False  # True if new inverses are only on the ranks that computed them
         self._rows: dict[KfacUnit, tuple[Tensor, Sequence[int] | None]] = {}  # unit -> its (rows [R, W], number of rows of each expert)
         self._queue: deque[KfacUnit] = deque()  # units that can run
@@ -180,7 +185,7 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Let units wait, from now on, for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
+        """Make units wait, from now on, for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -226,7 +231,7 @@ class Kfac:
     # --- work at the end of a step ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Do the work that is due at the end of this step. Must be called before each update. Collective."""
+        """Do the part of a refresh that is due at the end of this step. Must be called before each update. Collective."""
         s = self.settings
         steps = self.updates % s.refresh_every  # since the refresh began
         if steps == s.delay // 2:
@@ -275,7 +280,8 @@ class Kfac:
 
     @torch.no_grad()
     def _share_inverses(self) -> None:
-        """Run all waiting units, then send each new inverse to all ranks with copies, by an all-reduce in which the others have zeros."""
+        """Run all waiting units, then send each new inverse to all ranks with copies: an all-reduce in which the other ranks contribute
+        zeros."""
         self._run_all()
         if not self._inverses_due:
             return
@@ -297,14 +303,14 @@ class Kfac:
 
     @property
     def has_inverses(self) -> bool:
-        """Return True if the first refresh is complete, so that the inverses can be used. Valid after `finish`."""
+        """Return True if the first refresh is complete, so that the inverses can be used. Ask after `finish`."""
         return self.updates > self.settings.delay
 
     # --- saving and loading of checkpoints ----------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
         """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.
-        kind: the factor with a suffix: "A" (running), "A_inverse" or "A_next"; the same for G."""
+        kind: "A" (running factor), "A_inverse" (used now) or "A_next" (inverse not used yet); the same for G."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():

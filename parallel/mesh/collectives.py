@@ -5,12 +5,12 @@
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
-    join_copies      own shard         for results that all ranks use alike (Megatron-LM's gather); runs.py has the inverse
+    join_copies      own shard         all_gather of a result that all ranks then use in the same way (Megatron-LM's gather)
     all_to_all       all_to_all with send and receive exchanged    (start and finish can be separate calls)
     shift            shift in the other direction
 
-On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other
-sums are in the tensor's dtype. parallel/mesh/traffic.py counts calls and bytes.
+On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other sums are
+in the tensor's dtype. parallel/mesh/runs.py has the inverse of join_copies, parallel/mesh/traffic.py counts calls and bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def device_of(axis: Axis) -> str:
-    """Return the type of device on which the axis's process group needs tensors: "cuda" for NCCL, else "cpu"."""
+    """Return the device type of tensors that the axis's process group can send: "cuda" for NCCL, else "cpu"."""
     return "cuda" if axis.size > 1 and dist.get_backend(axis.group) == "nccl" else "cpu"
 
 
@@ -60,7 +60,7 @@ def largest(value: float, axis: Axis) -> float:
 def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         axis.count("all_reduce", tensor)
-        dense = tensor.contiguous()  # gloo sums in storage order: with other strides on another rank, sums would be wrong
+        dense = tensor.contiguous()  # gloo sums in the order of storage: with different strides on two ranks, sums would be wrong
         with region(f"all_reduce over {axis.name}"):
             dist.all_reduce(dense, op=op, group=axis.group)
         if dense is not tensor:
@@ -77,7 +77,8 @@ def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> 
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Write this rank's shard, along dim 0, of the sum of all ranks' contiguous `parts` into `out`. `wait=False`: return torch's Work."""
+    """Sum all ranks' contiguous `parts`, and write this rank's shard of the sum, along dim 0, into `out`. With `wait=False`, return the
+    unfinished Work."""
     axis.count("reduce_scatter", parts)
     with region(f"reduce_scatter over {axis.name}"):
         work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
@@ -85,7 +86,8 @@ def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = Tru
 
 
 class Started:
-    """A started collective. Before `wait`, which returns its result, change neither the result nor `given`, the input of the collective."""
+    """A started collective. `wait` returns its result. Before `wait`, change neither the result nor `given`, the input of the
+    collective."""
 
     def __init__(self, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
         self._result, self._work, self._given = result, work, given  # `given` only keeps the input in memory
@@ -99,7 +101,8 @@ class Started:
 
 
 def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
-    """Start to broadcast the tensor of the rank with index `root`. On other ranks, `mine` only gives shape and dtype of the result."""
+    """Start to broadcast the tensor `mine` of the rank with index `root`. On other ranks, `mine` only gives the shape and dtype of the
+    result."""
     if axis.size == 1:
         return Started(mine, None)
     tensor = mine.contiguous() if axis.index == root else torch.empty_like(mine, memory_format=torch.contiguous_format)
@@ -108,7 +111,8 @@ def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
 
 
 def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
-    """Start to sum the ranks' contiguous tensors, in place, on the rank with index `root`. On other ranks `tensor` becomes undefined."""
+    """Start to sum the ranks' contiguous tensors, in place, on the rank with index `root`. On other ranks the content of `tensor` becomes
+    undefined."""
     if axis.size == 1:
         return Started(tensor, None)
     axis.count("reduce", tensor)
@@ -148,7 +152,7 @@ def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # otherwise each matrix product with this tensor would copy it
+    return out.movedim(0, dim).contiguous()  # without it, each matrix product with this tensor would copy it
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -162,7 +166,7 @@ def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 class Messages:
-    """Started messages between ranks of an axis. Before `wait`, do not change sent tensors and do not read received ones."""
+    """Started sends and receives between ranks of an axis. Before `wait`, do not change sent tensors and do not read received ones."""
 
     def __init__(
         self, axis: Axis, *, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], name: str = "send"
@@ -170,7 +174,7 @@ class Messages:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
         each with its source's index. `name`: the name under which sent messages are counted.
 
-        Messages between two ranks keep their order. Every sender and receiver must call this."""
+        Messages between two ranks arrive in the order in which they were started. Every sender and receiver must call this."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
             axis.count(name, tensor)
@@ -195,7 +199,8 @@ class Messages:
 
 
 def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    """Start to send tensors `steps` ranks further on the ring, and to receive tensors of the same shapes from `steps` ranks before."""
+    """Start to send tensors to the rank `steps` further on the ring, and to receive tensors of the same shapes from the rank `steps`
+    before."""
     if steps % axis.size == 0:
         return Messages.none(axis, received=tensors)
     send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]
@@ -294,15 +299,15 @@ def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Forward: concatenate the ranks' shards along dim. Backward: keep this rank's shard of the gradient, which all ranks have."""
+    """Forward: concatenate the ranks' shards along dim. Backward: keep this rank's shard of the gradient, which is equal on all ranks."""
     return tensor if axis.size == 1 else paired(tensor, axis, gathered, _own_shard, dim=dim)
 
 
 def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
     """Send rows [sum(send), ...] to the ranks of the axis in order, return rows [sum(receive), ...]. Backward sends gradients back.
 
-    `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. Both sides must agree, so exchange
-    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`."""
+    `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. `send` of the sender and `receive` of the
+    receiver must agree, so exchange counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`."""
     return rows if axis.size == 1 else paired(rows, axis, _exchange, _exchange_back, send=send, receive=receive)
 
 
@@ -314,7 +319,7 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
 class StartedRows:
     """A started all_to_all of rows or, in the backward pass, of their gradients. NCCL sends on a CUDA stream of its own, so until `wait` no
-    kernel may read or write `buffer`, which is being received, or write `given`, which is being sent; both stay in memory."""
+    kernel may read or write `buffer`, which is being received, or write `given`, which is being sent. This object keeps both in memory."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
@@ -363,15 +368,15 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. In the backward pass, this is the place that waits for the rows' gradients. All ranks must start and finish
-    the same exchanges in the same order."""
+    """Start an `all_to_all`. In the backward pass, the gradient of this function waits for the rows' gradients. All ranks must start and
+    finish the same exchanges in the same order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
     return started
 
 
 def finish_all_to_all(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place that starts to send their
+    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, the gradient of this function starts to send the rows'
     gradients."""
     buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
     assert buffer is not None

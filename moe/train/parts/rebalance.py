@@ -1,10 +1,10 @@
 """Live rebalancing: between steps, experts and their optimizer states move to other ranks, to even out the load since the last move.
 
-    every n steps, for each layer: load of its experts -> balanced placement -> if it lowers the largest load of a rank: move experts
+    every n steps, for each layer: load of its experts -> balanced placement -> if this lowers the largest load of any rank: move experts
 
-All ranks know each step's choices, summed over ranks, so they decide alike without communication. Weights and optimizer states are
-exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards (docs/moe/dispatch.md). A
-checkpoint stores placement and load, so a run that is resumed with the same ep continues with equal bits.
+All ranks have each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
+optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
+(docs/moe/dispatch.md). A checkpoint stores placement and load, so a run that is resumed with the same ep continues with equal bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from parallel.mesh.mesh import Axis, Mesh
 
 
 def nothing_to_move(run: Run) -> str | None:
-    """Return the reason if `experts.rebalance_every` is set but has no effect on `run`; else None. Degrees in `run` must be numbers."""
+    """Return the reason why `experts.rebalance_every` has no effect on `run`; None if it is not set or has an effect. Degrees in `run` must
+    be numbers, not "auto"."""
     if not run.experts.rebalance_every:
         return None
     if not run.model.layers_with_experts():
@@ -54,14 +55,14 @@ class Rebalancer:
         self.placements: dict[int, Placement] = {}
 
     def state(self) -> dict[str, Any] | None:
-        """Return {"ranks": size of ep, "placements", "load"} for a checkpoint; None if no expert can move."""
+        """Return {"ranks": size of ep, "placements", "load"} for a checkpoint; None if rebalancing is off or ep is 1."""
         if not self.every:
             return None
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore the load and, if ep is the same, the placement from a checkpoint's `state` (None: nothing). Call it before the engine's
-        tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint."""
+        """Restore the load and, if ep is the same, the placement from a checkpoint's `state`. None changes nothing. Call it before the
+        engine's tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint in the error."""
         if state is None or not self.every:
             return
         experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
@@ -76,8 +77,8 @@ class Rebalancer:
                 self._place(held[number], placement)
 
     def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
-        """Count a step's load and, every n steps, move experts. updates: optimizer steps made so far. record: called with a line for
-        metrics.jsonl if experts of a layer have moved. Collective."""
+        """Count a step's load and, every n steps, move experts. updates: optimizer steps made so far. record: called with the fields of one
+        metrics.jsonl line if experts of any layer have moved. Collective."""
         if not self.every:
             return
         for layer in numbers.layers:
@@ -119,7 +120,7 @@ class Rebalancer:
         return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
 
     def _place(self, layer: MoELayer, then: Placement) -> None:
-        """Set the placement `then` of the layer's experts in the engine's layouts, the layer and its dispatcher."""
+        """Give the engine's layouts, the layer and its dispatcher the new placement `then` of the layer's experts."""
         ep = self.mesh.axis("ep")
         for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
@@ -150,13 +151,13 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Exchange tensors of experts between ranks. stack: [E / P, ...], this rank's experts in placement `now`. Return the same stack for
-    placement `then`. Collective."""
+    """Exchange tensors of experts between ranks. stack: [E / P, ...], a tensor of this rank's experts, stacked in the order of placement
+    `now`. Return the stack of its experts in placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}
     source = {expert: place for place, expert in enumerate(now)}
-    out = sorted(mine, key=lambda place: goal[now[place]])  # by new rank, then by new position on that rank
+    out = sorted(mine, key=lambda place: goal[now[place]])  # sorted by new rank, then by position on that rank
     come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
     send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
     receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]

@@ -34,7 +34,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Training:
     """The model in its engine, and the state that steps change. auditor: None in `moe rehearse`. schedules: number of batches between two
-    drains of the pipeline -> schedule; stored, because the runtime caches its analysis of each schedule object."""
+    drains of the pipeline -> schedule. Schedule objects are kept, because the pipeline runtime caches its analysis of each object."""
 
     executor: Executor
     scale: LossScale
@@ -46,17 +46,17 @@ class Training:
 
 @dataclass
 class Saves:
-    """A run's checkpoints. described: keyword arguments of `state.parts` that all its checkpoints share (recipe, tokenizer, ...)."""
+    """Saving of a run's checkpoints. described: arguments of `state.parts` that are equal for all checkpoints (recipe, tokenizer, ...)."""
 
     saver: Saver
     described: dict[str, Any] = field(default_factory=dict)
-    begun: int | None = None  # step of the newest checkpoint, also if it is still being written
+    begun: int | None = None  # step of the newest checkpoint, even if it is still being written
     told: int | None = None  # step of the checkpoint for which on_save was last called
 
 
 @dataclass
 class Figures:
-    """Measured and predicted figures of a run."""
+    """Figures of a run, measured or predicted, for its summary."""
 
     seconds: float = 0.0  # training time of this process
     evaluated: dict[str, float] = field(default_factory=dict)  # "validation_loss", "bits_per_byte" of the last evaluation
@@ -68,8 +68,9 @@ class Figures:
 
 @dataclass(frozen=True)
 class Job:
-    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: this rank's part of a training batch.
-    callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, so that reading may fail on one."""
+    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
+    rank reads. callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading may then
+    fail on one rank; else None."""
 
     run: Run
     name: str
@@ -100,12 +101,13 @@ class Job:
         return None if self.callbacks is None else self.callbacks.stopped
 
     def read(self, samples: Callable[[], T]) -> T:
-        """Call samples() and return its result. If `agree` is set, this is collective: if it fails on one rank, all ranks raise
-        BadInput."""
+        """Call samples() and return its result. If `agree` is set, this is collective, and all ranks raise BadInput if reading fails on
+        one."""
         return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the method `event` of all callbacks; `record` becomes now.record. Collective if there are callbacks."""
+        """Call the method `event` of all callbacks with the state `now` of the run, in which now.record is `record`. Collective if there
+        are callbacks."""
         if self.callbacks is not None:
             w = self.world
             self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

@@ -65,8 +65,8 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key with a plug-in -> hash of the plug-in's
-    file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key whose value is a plug-in -> hash of the
+    plug-in's file."""
 
     name: str
     out: Path
@@ -124,7 +124,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    # if the last steps were skipped, older checkpoints are kept too
+    # after skipped steps, older checkpoints are kept too
     if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note
@@ -139,8 +139,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
 
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
-    """Return the run with the steps that train.epochs asks for; the last one ends in the next epoch. Raises BadInput for data without
-    epochs."""
+    """Return the run with train.steps set to the steps of train.epochs, rounded up, so the last step may read samples of the next epoch.
+    Raises BadInput for data without epochs."""
     epochs, batch = run.train.epochs, run.train.global_batch
     if epochs is None:
         return run
@@ -154,7 +154,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
-    """Make the run's folder, find the checkpoints that the run starts from, and check that its model fits them. Collective."""
+    """Make the run's folder, find the checkpoints that the run starts from, and check that the recipe's model fits them. Collective."""
     check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
     done = _is_done(run, found, arguments.out, mesh)
@@ -173,8 +173,8 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
 def read_data(
     run: Run, source: Data, *, tokenizer: Any, log: Callable[[str], None], listing: Path | None = None, given: Any = None
 ) -> Dataset:
-    """Open the data `source` for a run's model, and log remarks on its files. tokenizer: stored description of a tokenizer; None: one is
-    made from the text. listing: path of the file with all remarks, for the log. given: samples from a user's program."""
+    """Open the data `source` for a run's model, and log remarks about its files. tokenizer: stored description of a tokenizer; None: one is
+    made from the text. listing: path of the file with all remarks, which the log names. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
     if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
@@ -201,8 +201,8 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
-    """Write the recipe, remarks on data, files of an imported model and the table of experts into the run's folder. Raises BadInput if the
-    folder was renamed or removed since `make_writable`."""
+    """Write the recipe, remarks about data, files of an imported model and the hash router's table of experts into the run's folder. Raises
+    BadInput if the folder was renamed or removed since `make_writable`."""
     try:
         (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
     except OSError as error:
@@ -237,7 +237,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> 
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
-    """Yield lines for the user about keys without effect, changed plug-ins, and combinations that are not recommended."""
+    """Yield lines for the user about recipe keys without effect, changed plug-ins, and combinations of keys that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
@@ -256,7 +256,8 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which later checkpoints were moved."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were moved
+    (--from_step)."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
@@ -268,7 +269,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
 
 
 def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
-    """Return whether the checkpoint `found` is of the last step and summary.json too, so that nothing is left to do. Collective."""
+    """Return whether nothing is left to do, because the checkpoint `found` and summary.json are both of the last step. Collective."""
     world = mesh.axis("world")
 
     def look() -> bool:
@@ -281,7 +282,8 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. In a resumed run with adapters it is the new folder of their base."""
+    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes it as the new folder of their base
+    model."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 
@@ -325,7 +327,8 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def trained_parameters(run: Run) -> int:
-    """Return the number of parameters that are trained: only adapters, if there are any; without the ones in train.freeze."""
+    """Return the number of trained parameters: of the adapters if there are any, else of all weights. Parts in train.freeze are not
+    counted."""
     layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
     return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
 

@@ -1,11 +1,11 @@
 """Turns an out-of-memory error into one line that says what did not fit and which key to set.
 
-    with during("the optimizer's step"): ...      adds that name to an exception from the block
+    with during("the optimizer's step"): ...      adds this name to an exception that the block raises
     did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
-The line advises the first measure that the recipe does not use yet (order of ZeRO-Infinity, arXiv 2104.07857, section 3): less memory for
-activations (recompute, smaller micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then to a disk),
-then tiles of the largest layer.
+The line advises the first measure that the recipe does not use yet, in the order of ZeRO-Infinity (arXiv 2104.07857, section 3): less
+memory for activations (recompute, smaller micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then
+to a disk), then tiles of the largest layer.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 
 def _is_long(run: Run) -> bool:
-    """Return whether the inputs of all layers for one sequence (fp32) take more bytes than weights, gradients and moments of the model."""
+    """Return whether one sequence's inputs of all layers, in fp32 and divided by sp, take more bytes than the model's weights, gradients
+    and moments."""
     m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

@@ -42,7 +42,8 @@ class Own:
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """Return `run` with the value "given" for the key of each object. Raises BadInput if the recipe contradicts the objects."""
+        """Return `run` with data.source and optimizer.kind set to "given" if their object is given. Raises BadInput if the recipe names
+        another source or optimizer, or says "given" without an object."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
@@ -61,8 +62,8 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names, and call a learning-rate schedule for three updates, as a test. Return recipe key ->
-        SHA-256 of the plug-in's file. Raises BadInput."""
+        """Import the plug-ins that the recipe names, and test a learning-rate schedule by calling it for three updates. Return a dict:
+        recipe key -> SHA-256 of the plug-in's file. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps
@@ -71,8 +72,8 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """Return the user's optimizer, after a test on small parameters with the model's names; None if the recipe uses none. Raises
-        BadInput on all ranks."""
+        """Return the user's optimizer, tested on small parameters that have the model's names; None if the recipe uses no own optimizer.
+        Raises BadInput on all ranks."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
@@ -87,7 +88,7 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        # data.key is a hash of the samples if they are in memory. For a stream it is not, so a stream's first sample is compared too
+        # data.key is a hash of the samples only if they are in memory, so of a stream the first sample is compared too
         first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 

@@ -1,4 +1,4 @@
-"""Checks of the machine before a run (writable folder, dtypes that every rank supports), measured memory, and signals."""
+"""Checks the machine before a run (writable folder, dtypes that every rank supports), measures memory, and catches stop signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import numbered
 
-_PROBE_BYTES = 64 << 10  # size of a test file that shows whether the disk is full: enough for the recipe and the first metrics
+_PROBE_BYTES = 64 << 10  # size of the test file of `make_writable`: as large as the recipe and the first metrics need
 
 
 def settle_precision(run: Run, world: World) -> Run:
@@ -36,7 +36,8 @@ def settle_precision(run: Run, world: World) -> Run:
 
 
 def check_precision(run: Run, world: World) -> str | None:
-    """Raise BadInput for fp16, and return a warning for bf16, if the processor of any rank would emulate it. Collective."""
+    """If any rank's processor would emulate precision.compute, raise BadInput for fp16 and return a warning for bf16. Otherwise return
+    None. Collective."""
     compute = run.precision.compute
     if compute == "fp32" or _everywhere(DTYPES[compute], world):
         return None
@@ -115,7 +116,7 @@ def own_peak_bytes(device: torch.device) -> float:
 
 
 def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[float]:
-    """Return the maximum of each value over all ranks. device: where the tensor that is sent is made. Collective."""
+    """Return the maximum of each value over all ranks. device: of the tensor that is sent. Collective."""
     return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
 
 
@@ -151,7 +152,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            # the handler of moe/launch/launch.py would print that training had not begun
+            # the handler of moe/launch/launch.py would report a signal before training, which is wrong after it
             if getattr(old, "before_training", False):
                 old = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set from C, which cannot be restored

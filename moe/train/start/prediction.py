@@ -1,10 +1,10 @@
 """Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary.
 
 On a GPU, memory is torch's allocations. On a CPU, for which torch counts no allocations, it is the peak of the process, so the process's
-memory other than tensors is added to the prediction. If the prediction fails, the error is printed in a line, and the run starts anyway.
+memory other than tensors is added to the prediction. If the prediction raises an error, the run prints it in one line and starts anyway.
 
 Model states are counted from the engine's live tensors, each storage once. `parameters`: the weights that the model reads. `gradients`:
-between backward pass and update. `optimizer`: its states, with the master weights unless the model reads these.
+between backward pass and update. `optimizer`: the optimizer's states, and the master weights if the model reads other copies.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from parallel.mesh.mesh import Mesh
 from parallel.process import process
 from parallel.process.process import World
 
-STEPS_OF_MEMORY = 2  # number of first steps in which memory is measured: all optimizer states exist in the second
+STEPS_OF_MEMORY = 2  # memory is measured in the first two steps, because all optimizer states exist only from the second on
 PARTS = ("parameters", "gradients", "optimizer")
 
 
 def here(world: World) -> Place:
-    """Return this rank's device: its memory (the GPU's, or a share of the host's) and this machine's measured cluster, if there is one."""
+    """Return this rank's device, its memory (the GPU's, or a share of the host's) and the stored measurements of this machine, if there are
+    any."""
     if world.device.type == "cuda":
         made = torch.cuda.get_device_properties(world.device)
         return Place("cuda", float(made.total_memory), measured_cluster(made.name))
@@ -48,9 +49,9 @@ def here(world: World) -> Place:
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
-    """Predict memory and time, print and return them; None if the prediction fails. Collective: all ranks decide alike. run: the checked
-    run. asked: the run before `auto` was replaced, for the error's fix. cluster: a cluster file, or None for this machine. Raises BadInput
-    if the run is predicted not to fit, unless `force`."""
+    """Predict memory and time, print and return them; return None if the prediction raises an error. Collective: all ranks decide alike.
+    run: the checked run. asked: the run before values `auto` were replaced, from which the error's fix is made. cluster: a cluster file, or
+    None for this machine. Raises BadInput if the run is predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -84,7 +85,8 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
 
 
 def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
-    """Return an error if an evaluation's token ids, 64 bits each, would take more than half of `host_bytes`, a rank's share of memory."""
+    """Return an error if the token ids of an evaluation, 64 bits each, would take more than half of `host_bytes`, a rank's share of host
+    memory."""
     assert isinstance(run.degrees.dp, int)
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
     if needed_bytes <= host_bytes / 2:
@@ -100,7 +102,7 @@ class Measured:
 
     def __init__(self, world: World) -> None:
         self.device = world.device
-        # bytes of a CPU process other than tensors; 0 on a GPU, where torch counts tensors alone
+        # on a CPU: bytes of this process other than tensors. On a GPU 0, because torch counts only tensors
         self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
         self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step
@@ -137,7 +139,7 @@ class Measured:
         return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
-        """Return prediction and measurements (maxima over ranks) for the summary; None if either is missing. Collective."""
+        """Return the prediction with the measurements (maxima over ranks), for summary.json; None if either is missing. Collective."""
         measured = [self.peak_bytes, self.beside, median(self.seconds or [0.0])]
         memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh, self.device)
         if found is None or not self.seconds:
@@ -146,7 +148,7 @@ class Measured:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return address -> bytes of the tensors' storages. Of a DTensor, this rank's shard counts."""
+    """Return a dict: address -> bytes of each storage of these tensors. For a DTensor, the storage is this rank's shard's."""
     found: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError):  # a sparse tensor has no storage

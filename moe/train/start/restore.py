@@ -2,7 +2,7 @@
 
 Adapters (LoRA, moe/nn/lora.py) are merged into the base model that their checkpoint names:
 
-    checkpoints/step-40   adapters alone: layers.0.attention.q.lora_a, ...; in its state, "base": folder and hash of the base's checkpoint
+    checkpoints/step-40   only adapters: layers.0.attention.q.lora_a, ...; its JSON has "base": folder and hash of the base's checkpoint
     whole(path)           reader of the weights W + s B A under the base's parameter names, with a recipe without adapters
 """
 
@@ -33,7 +33,7 @@ from parallel.process.process import World
 from parallel.store import checkpoint
 from parallel.store.stored import Reader, check_same_parameters
 
-WHERE = "base"  # key in the state of a checkpoint of adapters; its value (`described`) names their base model
+WHERE = "base"  # key in the JSON of a checkpoint of adapters; its value, made by `described`, names their base model
 _TRAINS = "moe train also accepts --init_from WHERE_IT_IS"
 
 
@@ -68,7 +68,8 @@ def restore(path: Path) -> Transformer:
 
 
 def described(base: Reader) -> dict[str, str]:
-    """Return the value that a checkpoint of adapters stores about its base: {"path": folder, "manifest": hash of its manifest}."""
+    """Return the value that a checkpoint of adapters stores about its base model: {"path": folder, "manifest": hash of its
+    manifest.json}."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
@@ -124,8 +125,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Raise BadInput for adapters without a base, or if only one of recipe and own checkpoint has adapters. rank: lora.rank. source: the
-    checkpoint of --init_from. found: the run's own checkpoint."""
+    """Raise BadInput if the recipe has adapters but there is no checkpoint to start from, or if of recipe and own checkpoint only one has
+    adapters. rank: lora.rank. source: the checkpoint of --init_from. found: the run's own checkpoint."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

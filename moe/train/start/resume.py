@@ -1,7 +1,7 @@
 """Values other than tensors that a run takes from the checkpoint that it resumes or begins with, and a check that the model is the same.
 
 recipe                                    compared with this run's: changes are refused, or allowed and recorded (moe/recipe/changes.py)
-tokenizer                                 used, even if one made from today's text would differ: other ids would scramble the model
+tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids
 table of experts by token id              used; if the recipe's file has a different one, it is refused (moe/recipe/hash_table.py)
 files of an imported transformers model   copied from the RUN/huggingface/ of --init_from; moe convert exports them again
 """
@@ -33,13 +33,13 @@ class Resumed:
     tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
     changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
     function: tuple[Change, ...] = ()  # the changes that alter what the model computes
-    world: int | None = None  # number of ranks of the earlier steps; None if there are none
+    world: int | None = None  # number of ranks that made the earlier steps; None without earlier steps or if it is not known
     table: Table | None = None  # token id -> experts, for hash routers
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Check the recipe against the run's own checkpoint, if there is one. Raises BadInput if a changed key alters what the model
-        computes, unless it is in `allowed`."""
+        """Return the values from the run's own checkpoint `found`, which may be None. Raises BadInput if a changed key alters what the
+        model computes, unless it is in `allowed`."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
@@ -68,14 +68,15 @@ class Resumed:
         return {key: text for key, text in about.items() if text}
 
     def unused(self, allowed: Sequence[str]) -> list[str]:
-        """Return a line for every key in `allowed` that needed no permission."""
+        """Return a warning line for every key in `allowed` that needed no permission."""
         used = {change.key for change in self.function}
         return [f"--allow-change {key} has no effect: it has not changed, or nothing reads it" for key in allowed if key not in used]
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (token id -> experts for hash routers, or None; its change, in a list). The table is the checkpoint's, or the recipe's if the
-    checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the key; else BadInput is raised."""
+    """Return (table token id -> experts for hash routers, or None; list of its change, if it changed). The table is the checkpoint's, or
+    the recipe's if the checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the key; else BadInput
+    is raised."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)

@@ -33,16 +33,16 @@ from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
 
-# A checkpoint names a tensor by its kind and its parameter. Kinds: "weight", names of optimizer states such as "exp_avg", and these:
+# A checkpoint names a tensor by its kind and its parameter's name. Kinds: "weight", names of optimizer states such as "exp_avg", and these:
 FACTOR = "kfac.{}"  # K-FAC's factors and inverses, whose layouts differ from the parameters' layouts
 EXTRA = "buffer"  # routers' selection biases, which are buffers: they have no layout and no optimizer states
 SQUARES = "exp_avg_sq"  # prefix of kinds that are means of squares, which are never negative
-PLACED = "rebalancing"  # key in a checkpoint's state, for the placement of experts (moe/train/parts/rebalance.py)
+PLACED = "rebalancing"  # key in a checkpoint's JSON, for the placement of experts (moe/train/parts/rebalance.py)
 
 
 @dataclass
 class Counters:
-    """Numbers of steps in a run so far."""
+    """Counts of the steps of a run so far."""
 
     step: int = 0  # all steps, with or without an update of the weights
     updates: int = 0
@@ -51,8 +51,8 @@ class Counters:
 
 
 def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
-    """Write a checkpoint of this step into `folder` and remove all but the newest `keep`. Return the new checkpoint's folder. Collective.
-    described: the keyword arguments of `parts`."""
+    """Write a checkpoint of this step into `folder`, and remove all checkpoints but the newest `keep`. Return the new checkpoint's folder.
+    Collective. described: the keyword arguments of `parts`."""
     return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
 
 
@@ -71,9 +71,9 @@ def parts(
     placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
-    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: from
-    `restore.described`, for adapters. table: token id -> experts, for hash routers. placed: from `Rebalancer.state`. Iterating `held` is
-    collective."""
+    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: result of
+    `restore.described`, for adapters. table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. Iterating over
+    `held` is collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
     optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
     state |= {key: value for key, value in optional.items() if value is not None}
@@ -106,14 +106,14 @@ def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Ite
 
 
 def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
-    """Return the layout of a parameter's weight or optimizer state. layout: the weight's. A state that is a mean over a dim has no such
-    dim."""
+    """Return the layout of a parameter's weight or optimizer state. layout: the weight's. An optimizer state that is a mean over one dim
+    (Adafactor) lacks this dim."""
     dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
     return layout if dim is None else layout.without(dim)
 
 
 def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
-    """Return kind -> parameter -> layout, for all optimizer states. layouts: parameter -> the weight's layout."""
+    """Return a dict for all optimizer states: kind -> parameter -> layout. layouts: parameter -> the weight's layout."""
     found: dict[str, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         for kind in engine.rule.kept(name, len(layout.shape)):
@@ -142,7 +142,8 @@ def resume(
 ) -> bool:
     """Load the checkpoint `found` into the engine, `counters` and `scale`. Return False if `found` is None. Collective. data: key of the
     tokenized text. whole: layouts of the whole model's parameters, if this rank has only some pipeline stages. Raises BadInput, which names
-    the parameter, for a checkpoint of another model. Logs changed keys; resume.py has refused changes of what the model computes."""
+    the parameter, for a checkpoint of another model. Logs changed recipe keys. Changes that alter what the model computes were already
+    refused (resume.py)."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -168,7 +169,8 @@ def resume(
 
 
 def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool) -> Callable[[str, str, Box], Tensor]:
-    """Return a function that loads the region `box` of a parameter's weight or optimizer state; with weights_only, states are zeros."""
+    """Return a function that loads the region `box` of a parameter's weight or optimizer state. With weights_only, it returns zeros for
+    optimizer states."""
 
     def load(name: str, kind: str, box: Box) -> Tensor:
         if weights_only and kind != "weight":
@@ -216,7 +218,7 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters that a base model has: the frozen parameters if there are adapters, else all."""
+    """Return the layouts of the parameters of the base model: all but the adapters' parameters."""
     trained, frozen = adapters_of(layouts)
     return frozen or trained
 
@@ -226,8 +228,8 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 
 def opened(path: Path) -> Reader:
     """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
-    what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
-    if not (path / "manifest.json").is_file():  # rank 0 has found and verified it, so it is on another machine
+    what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these values as moe convert does"
+    if not (path / "manifest.json").is_file():  # rank 0 has found and verified the checkpoint, so it is on another machine's disk
         needed, said = "the folder that rank 0 reads, on every machine", "name it in full, on a disk that all machines share"
         raise BadInput(what, got=f"no manifest in {path.absolute()}", needed=needed, fix=said)
     reader = Reader(path)
@@ -281,8 +283,8 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases. Log the biases that only the checkpoint or only the model has, because a resumed run may add or remove biases.
-    staged: this rank has only some pipeline stages, so biases of other stages are not logged."""
+    """Load routers' biases. Biases that only the checkpoint or only the model has are logged, not refused, because a resumed run may add or
+    remove biases. staged: whether this rank has only some pipeline stages; biases of other stages are then not logged."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
     saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, a missing bias is 0
@@ -308,5 +310,5 @@ def _layer(name: str) -> int:
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts by the parameters' names in checkpoints."""
+    """Return a dict: a parameter's name in checkpoints -> its layout."""
     return {global_name(name): layout for name, layout in layouts.items()}

@@ -1,1 +1,1 @@
-"""Trained models in use: generation and evaluation."""
+"""Generates with trained models, evaluates them, and opens them in Python."""

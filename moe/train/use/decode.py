@@ -31,8 +31,8 @@ from parallel.errors import BadInput
 
 
 class Reads(Protocol):
-    """Function that returns the logits of the next token, fp32 [B, V]. context_BS: int64; its first column is token `start` of each
-    text."""
+    """Function that runs the model and returns the logits of the next token, fp32 [B, V]. context_BS: int64; its first column is token
+    number `start` of each text."""
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
 
@@ -44,7 +44,8 @@ def start_of(length: int, max_length: int) -> int:
 
 
 class Recomputed:
-    """`Reads` that computes the entire context for each token. It is padded to `max_length`, so that compiled code sees a single length."""
+    """`Reads` that computes the entire context for each token. The context is padded to `max_length`, so that compiled code gets a single
+    length."""
 
     def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
         self.model, self.max_length = model, max_length
@@ -58,8 +59,9 @@ class Recomputed:
 
 class Cached:
     """`Reads` with a key-value cache for contexts of at most `max_length` tokens. The model is unsharded, on one device. source: number of
-    leading tokens that an encoder reads; max_length then counts only the other tokens. at_once: tokens of a prompt computed together.
-    record: receives the experts of each token. Raises BadInput for a record of an encoder-decoder, or of texts longer than a context."""
+    leading tokens that an encoder reads; max_length then counts only the decoder's tokens. at_once: number of a prompt's tokens computed
+    together. record: stores the experts of each token. Raises BadInput for a record of an encoder-decoder, or of texts longer than a
+    context."""
 
     def __init__(
         self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
@@ -88,7 +90,7 @@ class Cached:
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
         rope = self.model.config.rope
-        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # each further token changes the rotation of all cached keys
+        if rope.scaling == "dynamic" and context_BS.shape[1] > rope.length:  # a longer text changes the rotation of all cached keys
             self.cache = KeyValueCache(len(context_BS), self.max_length)
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
@@ -100,7 +102,7 @@ class Cached:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Make attention layers read and extend the cache, until the context exits."""
+        """Return a context manager in which attention layers read and extend the cache."""
         with ExitStack() as stack:
 
             def replace(owner: nn.Module, name: str, value: Any) -> None:
@@ -119,7 +121,7 @@ class Cached:
 
 class Written:
     """`Reads` for an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens again for each new
-    one. It is the reference for `Cached`, and needed if experts choose their tokens."""
+    one. It is the reference for `Cached`, and is used if experts choose their tokens, for which there is no cache."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source
@@ -159,7 +161,8 @@ def continued(
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
     """Yield `num_tokens` lists, each with the next token of every text. prompts: lists of token ids of equal length; the last `max_length`
-    ids are read. seeds: one for each text, so that texts do not depend on one another. Only ids below `vocab_size` are chosen."""
+    ids are read. seeds: one for each text, so that a text does not depend on the others of its batch. Only ids below `vocab_size` are
+    chosen."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):
@@ -173,9 +176,9 @@ def continued(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws the next token by softmax(logits / temperature) from the `top_k` likeliest tokens (None: all), and of these from the smallest
-    set of likeliest tokens with total probability `top_p` (None: all). temperature 0: the likeliest token. Raises BadInput for impossible
-    values."""
+    """Draws the next token from softmax(logits / temperature). Only the `top_k` likeliest tokens are kept (None: all), then the smallest
+    set of the likeliest of these with total probability `top_p` (None: all). temperature 0: takes the likeliest token. Raises BadInput for
+    impossible values."""
 
     temperature: float = 0.8
     top_k: int | None = None
@@ -205,7 +208,7 @@ class Sampling:
         return [int(torch.multinomial(row, 1, generator=g)) for row, g in zip(probs_BV, generators, strict=True)]
 
     def _likely(self, logits_BV: Tensor) -> Tensor:
-        """Return the logits with -inf for excluded tokens. Tokens as likely as the last of the top_k are not excluded."""
+        """Return the logits with -inf for excluded tokens. All tokens as likely as the top_k-th are kept."""
         if self.top_k is not None and self.top_k < logits_BV.shape[1]:
             least_B1 = logits_BV.topk(self.top_k, dim=-1).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -math.inf)

@@ -1,7 +1,7 @@
 """`moe eval`: a trained model's loss on held-out text, or on any other text.
 
 For the recipe's text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
-(data.sources) it differs, because training draws from a source by its weight, and `moe eval` by its length.
+(data.sources) it differs: in training a source has sequences in proportion to its weight, in `moe eval` to its length.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
 
 
 def whole_groups(model: Transformer) -> int:
-    """Return the number of sequences that share an expert's capacity: a micro-batch must hold a multiple of this number."""
+    """Return the number of sequences over which an expert's capacity is counted. The number of sequences in a micro-batch must be a
+    multiple of it."""
     group = model.router_spec.group
     return group if isinstance(group, int) else 1
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
-    """Yield parts of `sequences_NL` on `device`, of about TOKENS_AT_ONCE tokens each. `multiple` divides the number of sequences in every
-    part but the last."""
+    """Yield chunks of `sequences_NL` on `device`, of about TOKENS_AT_ONCE tokens each. Every chunk but the last has a multiple of
+    `multiple` sequences."""
     at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
     whole = len(sequences_NL) // multiple * multiple
     parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
@@ -125,7 +126,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
 
 
 def _texts(data: Dataset, *, whole: bool) -> list[Text]:
-    """Return the held-out part of each source; with `whole` also its training part. With span corruption if the data has it."""
+    """Return the held-out part of each source; with `whole` also its training part. Span corruption is applied if the data has it."""
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
     texts: list[ValidationSet] = []

@@ -28,8 +28,8 @@ from parallel.store.files import read_text
 
 @dataclass(frozen=True)
 class Continued:
-    """Continuation number `sample` of `prompt`. ids, text: the new tokens before the first id that ends a text. ended: whether such an id
-    was generated."""
+    """Continuation number `sample` of `prompt`. ids, text: the new tokens up to, but without, the first id that ends a text. ended: whether
+    such an id was generated."""
 
     prompt: str
     sample: int
@@ -49,8 +49,8 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """Return the prompt and `num_tokens` more tokens as text. If the model is sharded, all ranks must call it. model: maps tokens
-    [1, max_length] to an Output with logits."""
+    """Return the prompt and `num_tokens` more tokens as text. model: maps tokens [1, max_length] to an Output with logits. If it is
+    sharded, all ranks must call `sample`."""
     ids = tokenizer.beginning(prompt)
     steps = continued(
         Recomputed(model, max_length),
@@ -77,9 +77,10 @@ def generate(
     max_batch: int = 64,
     heard: Callable[[str], None] | None = None,
 ) -> list[Continued]:
-    """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, whatever the other arguments are. Prompts
-    of equal length are continued together, at most `max_batch` texts at once. heard: called with each piece of new text, in whole
-    characters, if there is only one text. In an encoder-decoder the encoder reads the prompt; sentinels are written <extra_id_0>, ..."""
+    """Return `samples` continuations of each prompt, in order. Sample n is drawn with seed + n, so it does not depend on the number of
+    samples or prompts. Prompts of equal length are continued together, at most `max_batch` texts at once. heard: if there is only one text,
+    called with each new piece of it; a piece never ends inside a character. In an encoder-decoder the encoder reads the prompt; sentinels
+    are written <extra_id_0>, ..."""
     for_continuing(model)
     m, halves = model.config, model.config.kind == "encoder_decoder"
     if halves:
@@ -105,8 +106,8 @@ def generate(
 
 
 def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
-    """Return the tokens that the model reads for the first new token: the prompt's, and in an encoder-decoder then START for the
-    decoder."""
+    """Return the tokens that the model reads to predict the first new token: the prompt's last tokens, and in an encoder-decoder also
+    START, which the decoder reads."""
     m = model.config
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
@@ -130,8 +131,8 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _until_separators(
     steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
 ) -> list[tuple[list[int], bool]]:
-    """Return (tokens before the first id in `tokenizer.ends`, whether such an id came) for each of `count` texts. steps: yields lists with
-    the next token of every text. heard: called with pieces of the text, if there is only one text."""
+    """Return (tokens before the first id in `tokenizer.ends`, whether such an id was generated) for each of `count` texts. steps: yields
+    lists with the next token of every text. heard: called with pieces of the text, if there is only one text."""
     texts: list[list[int]] = [[] for _ in range(count)]
     ended = [False] * count
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -164,7 +165,8 @@ def main(
     step: int | None = None,
     json: str | None = None,
 ) -> None:
-    """Run `moe generate`: print continuations (a single one piece by piece), then tokens a second on stderr."""
+    """Run `moe generate`: print the continuations (a single one piece by piece, as it is generated), then the tokens per second on
+    stderr."""
     for what, value in (("--tokens", tokens), ("--samples", samples)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
@@ -205,7 +207,7 @@ def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
     """Return the text of a chat for each prompt: the prompt as the user's message, up to the beginning of the assistant's answer."""
     template = template_of(tokenizer)
     if template is None:
-        raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt as the model knows it, without --chat")
+        raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt in the form of the training text, without --chat")
     return [template.render([{"role": "user", "content": prompt}], prompt=True) for prompt in prompts]
 
 

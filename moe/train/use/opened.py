@@ -1,4 +1,4 @@
-"""A trained run as objects: `moe.open("runs/NAME")`.
+"""Opens a trained run in Python, as a model and its tokenizer: `moe.open("runs/NAME")`.
 
 run = moe.open("runs/NAME")                          the newest checkpoint, with adapters merged, in evaluation mode
 tokens_BL = torch.tensor([run.tokenizer.beginning("def main(")])
@@ -26,7 +26,7 @@ from parallel.errors import BadInput
 
 
 class Weight(NamedTuple):
-    """A matrix or bias of one expert, and its gradient after a backward pass (None before)."""
+    """A weight matrix or bias of one expert, and its gradient (None before a backward pass)."""
 
     value: Tensor
     gradient: Tensor | None
@@ -42,7 +42,8 @@ class Opened:
     step: int
 
     def expert(self, *, layer: int, number: int) -> dict[str, Weight]:
-        """Return the weights of one expert, views of the model's: w1 [D, F], w2 [F, D], w3 [D, F] for gated activations, and biases.
+        """Return the weights of one expert, as views of the model's parameters: w1 [D, F], w2 [F, D], w3 [D, F] for gated activations, and
+        biases.
         Raises BadInput for a layer without experts, and for an expert that it lacks."""
         experts = {moe.layer: moe.experts for moe in moe_layers(self.model)}
         if layer not in experts:

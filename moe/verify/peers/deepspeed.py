@@ -1,4 +1,5 @@
-"""deepspeed: ZeRO 1 to 3, its MoE layer with experts on different ranks, and AutoEP, which spreads the experts of transformers' Mixtral.
+"""Adapter of DeepSpeed: ZeRO 1 to 3, its MoE layer with experts on different ranks, and AutoEP, which spreads the experts of transformers'
+Mixtral.
 
 The single process runs plain torch with AdamW. Each rank has different samples. With ZeRO, DeepSpeed's API gathers the gradients.
 """
@@ -48,7 +49,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 class Layer(nn.Module):
-    """A feed-forward network, or DeepSpeed's MoE layer with two choices per token, in which each expert has capacity for all tokens."""
+    """A feed-forward network, or DeepSpeed's MoE layer with top-2 routing, in which each expert has capacity for all tokens."""
 
     def __init__(self, ep: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Model(nn.Module):
 
 
 def _model(kind: str, ranks: int, rank: int) -> Any:
-    """Return the model. Its initial values do not depend on the number of ranks, because the seed of each expert is its global index."""
+    """Return the model. Its initial values do not depend on the number of ranks, because each expert is seeded with its global index."""
     torch.manual_seed(0)
     if kind == "autoep":
         import transformers

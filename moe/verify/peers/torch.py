@@ -1,7 +1,7 @@
-"""torch: a small Transformer in torch's own parallel forms.
+"""Adapter of torch: a small Transformer with torch's own kinds of parallelism.
 
 ddp, fsdp2            each rank has different samples
-tensor, sequence      DTensor styles; with `sequence`, activations between the styled modules are sharded along the tokens
+tensor, sequence      torch's tensor-parallel styles; with `sequence`, activations between the styled modules are sharded along the tokens
 gpipe, 1f1b, interleaved, zbv   schedules of torch.distributed.pipelining on two ranks, with micro-batches of one sample
 """
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A decoder, or its pipeline stage `index` of `stages`. Parameters of a stage have the names that they have in the whole decoder."""
+    """A decoder, or its pipeline stage `index` of `stages`. A stage's parameters have the same names as in the whole decoder."""
 
     def __init__(self, index: int = 0, stages: int = 1) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ def _many(kind: str, folder: Path) -> None:
 
 
 def cut(model: Model, mesh: Any, *, sequence: bool) -> None:
-    """Apply DTensor styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes norms of its own
-    tokens."""
+    """Apply torch's tensor-parallel styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes the
+    norms of its own tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -138,7 +138,7 @@ def _pipeline(kind: str, folder: Path) -> None:
     tokens, made = batch(), list[Any]()
     for model, index in zip(models, own, strict=True):
         given = tokens[:1, :-1] if index == 0 else torch.zeros(1, tokens.shape[1] - 1, _WIDTH, requires_grad=True)
-        shapes = {"input_args": given, "output_args": model(given)}  # otherwise torch runs the stage once more to find them
+        shapes = {"input_args": given, "output_args": model(given)}  # without these, torch would run the stage once more
         made.append(PipelineStage(model, index, stages, torch.device("cpu"), **shapes))
     schedule = chosen(made if len(own) > 1 else made[0], n_microbatches=len(tokens), loss_fn=loss_of)
     parts = nn.ModuleDict({name: part for m in models for name, part in m.named_children()})

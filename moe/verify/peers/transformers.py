@@ -1,7 +1,8 @@
-"""transformers: a tiny random model of a family, in one process and by transformers' own tensor, expert and FSDP2 parallelism.
+"""Adapter of transformers: a tiny random model of a family, on one process and with transformers' own tensor, expert and FSDP2 parallelism.
 
 ep alone: ranks compute the same batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens are sent to
-the ranks that hold their experts. Releases differ in their arguments: see `_asked`. `python -m tests.peers.releases` compares them.
+the ranks that hold their experts. Releases of transformers differ in their arguments: see `_asked`. `python -m tests.peers.releases`
+compares them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
-_SIZES: dict[str, Any] = {  # keys of all families; `config_of` takes those that a configuration has
+_SIZES: dict[str, Any] = {  # `config_of` sets those that the family's configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
@@ -47,8 +48,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model and each subset of `degrees`. Subsets of ep and one other axis (of ep alone, in releases that take
-    it) also have a pair for each implementation of the experts' products."""
+    """Yield a pair for each model and each subset of the axes in `degrees`. The subset of ep and one other axis (or of ep alone, in
+    releases that allow it) also has a pair for each implementation of the experts' matrix products."""
     alone = "ep_size" not in _keys()  # later releases spread experts over the ranks of tp or fsdp only
     heads = max(2, degrees.get("tp", 1))
     for model in models:
@@ -95,7 +96,7 @@ def _many(model: str, degrees: dict[str, int], pin: bool, products: str | None, 
 
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    # transformers wants accelerate to be installed, but does not use it without a device map
+    # transformers checks that accelerate is installed, but does not use it without a device map
     vars(accelerate)["is_accelerate_available"] = lambda *_: True
     own = {} if products is None else {"experts_implementation": products}
     net = transformers.AutoModelForCausalLM.from_pretrained(
@@ -109,7 +110,8 @@ def _many(model: str, degrees: dict[str, int], pin: bool, products: str | None, 
 
 
 def _asked(degrees: dict[str, int]) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for these degrees, in the installed release. Raises ValueError if it has no such form."""
+    """Return the arguments of from_pretrained for these degrees, in the installed release. Raises ValueError if this release does not
+    support them."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     given: dict[str, Any] = {f"{name}_size": degree for name, degree in degrees.items()}

@@ -1,1 +1,2 @@
-"""The plain twin of `moe verify`: a second implementation, which shares no code with the one that it checks."""
+"""The plain twin of `moe verify`: a second, simple implementation of model and optimizer. It shares no code with the trainer, which it
+checks."""

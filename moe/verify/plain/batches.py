@@ -1,4 +1,4 @@
-"""Makes the batches that every layout of `moe verify` trains on."""
+"""Makes the batches on which every layout and the plain twin are trained in `moe verify`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ BEGIN = 2**32  # subtracted from the first token of a chat
 
 
 def batch(step: int, *, padded: bool = False, packed: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
-    """Return the sequences of one step, int64 [size, length + 1]. Some token ids are more frequent, so that experts get unequal loads.
+    """Return the sequences of one step, int64 [size, length + 1]. Low token ids are more frequent, so that experts get unequal loads.
 
-    padded: two of three sequences end early, each earlier than the one before, and the last one is empty, so that ranks and micro-batches
-    have unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
-    packed: the same, with several chats in each sequence. The first token of each chat is not a target; it is stored as -101 - id - BEGIN.
+    padded: two of every three sequences end early, by different lengths, and the last one is empty, so that ranks and micro-batches have
+    unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
+    packed: as padded, with several chats in each sequence. The first token of each chat is not a target; it is stored as -101 - id - BEGIN.
     """
     generator = torch.Generator().manual_seed(step)
     tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
-    # two equal first tokens would have equal hidden states, which a router that sorts tokens would order by rounding errors
+    # two equal first tokens would have equal hidden states, and a router that sorts tokens would order them by rounding errors
     tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
     for number in range(size) if padded or packed else ():
         unpredicted = slice(1 + number % 4, None, 4)
@@ -35,7 +35,7 @@ def batch(step: int, *, padded: bool = False, packed: bool = False, length: int 
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """Return the input ids of a batch from `batch`: -101 - id becomes id, with BEGIN or without, and PADDING becomes 0."""
+    """Return the input ids of a batch from `batch`: stored values -101 - id and -101 - id - BEGIN become id, and PADDING becomes 0."""
     return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else (-101 - token) % BEGIN)
 
 

@@ -1,11 +1,12 @@
-"""Computes the twin's encoder-decoder: T5 (arXiv 1910.10683) with the experts of Switch (arXiv 2101.03961).
+"""Computes the encoder-decoder of the plain twin (the second implementation, twin.py): T5 (arXiv 1910.10683) with Switch's experts
+(2101.03961).
 
     s = embedding[source tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
     y = embedding[target tokens] ; y = y + attention(norm y) ; y = y + cross(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
     logits = embedding (norm y) / sqrt(D), or head (norm y)
 
-All layers of the encoder use the position bias of its first layer, and likewise in the decoder. Scores are not divided by sqrt(C). The
-other modules are in moe/verify/plain/model.py.
+D is the width of the model, C the number of channels of a head. All layers of the encoder use the position bias of its first layer, and
+likewise in the decoder. Attention scores are not divided by sqrt(C). The other modules are in moe/verify/plain/model.py.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def stack(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """Run the encoder, or if the encoder's output `source` is given, the decoder. columns: its columns of the batch. numbers: indices
-        of its layers. Return (output [T, D], its tokens)."""
+        """Run the encoder; or the decoder, if `source`, the encoder's output, is given. columns: the columns of the batch that it reads.
+        numbers: indices of its layers. Return (output [T, D], its tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
@@ -83,7 +84,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the document number of each token that the encoder reads, and of each token that the decoder reads, as [row][position]."""
+    """Return (document numbers of the tokens that the encoder reads, of the tokens that the decoder reads), each as
+    [sequence][position]."""
     model, first_sentinel = run.model, run.vocab_size - run.model.spans.num_spans
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
@@ -121,7 +123,7 @@ def attention(
     same: Tensor | None = None,
 ) -> Tensor:
     """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: see `buckets`.
-    same: bool [B, L, S], whether a query sees a key; None: it sees all."""
+    same: bool [B, L, S], whether a query may attend to a key; None: to all keys."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

@@ -1,10 +1,10 @@
-"""Computes the twin's Mixture-of-Experts layer, written from the papers as plain loops.
+"""Computes the Mixture-of-Experts layer of the plain twin (the second implementation, twin.py), written from the papers as plain loops.
 
     logits = W x ; probabilities ; chosen experts ; their slots ; gates ; y = sum of gate * expert(x) ; losses
 
 This code shares nothing with moe/router, moe/experts and moe/kernels except the recipe's settings, so that a fault there is not repeated
 here. Experts and slots are chosen token by token with Python lists.
-Gates and other tensors with gradients have an entry for every expert, which is 0 if the token was not sent to it.
+Gates have an entry for every token and expert, which is 0 if the token was not sent to the expert.
 Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (2106.05974), Expert Choice (2202.09368), Shazeer et al.
 (1701.06538), ST-MoE (2202.08906), DeepSeek-V3 (2412.19437), BASE (2103.16716), Hash layers (2106.04426), PR-MoE (2201.05596).
 """
@@ -33,7 +33,7 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 @dataclass(frozen=True)
 class Layer:
     """Results of an MoE layer. y [T, D]: output. gates [T, E]: 0 for a choice without a slot. counts: number of choices of each expert.
-    kept: number of choices with a slot. balance, importance, z, load: losses before their weights."""
+    kept: number of choices with a slot. balance, importance, z, load: losses, not yet multiplied by their weights in the recipe."""
 
     y: Tensor
     gates: Tensor
@@ -142,8 +142,8 @@ def network(
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
     """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out]. biases: added to x w1
-    and x w3; scale: multiplies hidden units (dropout); swiglu: (h sigmoid(alpha h) (g + offset)) w2 with h = x w1 <= limit, |g = x w3| <=
-    limit.
+    and x w3; scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant (h sigmoid(alpha h) (g + offset)) w2, with h =
+    x w1 clamped from above to `limit`, and g = x w3 clamped to [-limit, limit].
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))
@@ -162,7 +162,7 @@ def network(
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """Return for each token the experts that the balance loss counts (the recipe's router.balance_counts); none for padding."""
+    """Return for each token the experts that the balance loss counts as its choices (router.balance_counts); none for padding."""
     if spec.balance_counts == "unbiased":
         chosen = [best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
@@ -170,7 +170,8 @@ def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: Rout
 
 
 def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int) -> Tensor:
-    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability)."""
+    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability). counted: as
+    from `_counted`."""
     total = sum(len(counted[t]) for t in rows)
     mean = probs[rows].mean(0)
     terms = [sum(expert in counted[t] for t in rows) / max(1, total) * mean[expert] for expert in range(num_experts)]
@@ -184,7 +185,8 @@ def _uneven(loads: Tensor) -> Tensor:
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """For one token, the probability [E] of choosing each expert if only its noise is drawn again. sizes [E]: std of the noise."""
+    """For one token, the probability [E] that it chooses each expert if only this expert's noise is drawn again. sizes [E]: std of the
+    noise."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]
@@ -194,7 +196,7 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """Mean of loss(indices of a group's tokens) over groups, weighted by their numbers of tokens. Padding is left out."""
+    """Mean of loss(indices of a group's tokens) over groups, weighted by their numbers of tokens without padding."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())

@@ -1,5 +1,6 @@
-"""Computes the twin's Transformer around the MoE layers, as plain functions of whole tensors: embedding, norms, attention, feed-forward
-networks, shared experts, loss. Weights have their names in checkpoints. No module, kernel or autograd function of the model is used.
+"""Computes the Transformer of the plain twin (the second implementation, twin.py) around its MoE layers: embedding, norms, attention,
+feed-forward networks, shared experts, loss. All are plain functions of unsharded tensors. Weights have their names in checkpoints. Nothing
+of moe/nn is used.
 
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
@@ -67,8 +68,8 @@ class _Disturb(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """Results of a forward pass. loss: summed over tokens. layers: MoE layers' results by name. ahead: loss of multi-token prediction,
-    summed over tokens; None without it."""
+    """Results of a forward pass. loss: summed over tokens. layers: name of an MoE layer -> its results. ahead: loss of multi-token
+    prediction, summed over tokens; None if the model has none."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -114,7 +115,8 @@ def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> T
 def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
-    """Loss of multi-token prediction (Passed.ahead). Depth k adds the embedding of token i+1+k at position i and predicts token i+2+k."""
+    """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) adds the embedding of token i+1+k at position i and predicts token
+    i+2+k."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):
@@ -136,12 +138,12 @@ def _ahead_loss(
 
 
 def _after(row: list[int], count: int) -> int:
-    """Return the last of `count` successive targets; PADDING if there are fewer, or if a packed chat begins among them."""
+    """Return the last target in `row`; PADDING if `row` has fewer than `count` targets, or if a packed chat begins in it."""
     return row[-1] if len(row) == count and min(row) >= -BEGIN else PADDING
 
 
 def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
-    """x times factor. A factor of 1 adds no rounding."""
+    """x times factor, rounded by `cast` unless the factor is 1."""
     return x if factor == 1 else cast(x * factor)
 
 
@@ -170,7 +172,7 @@ def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> T
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: Begins, cast: Rounding) -> Tensor:
-    """Output [T, D] of block `name`'s self-attention. x [T, D]: sequences of `length` tokens each."""
+    """Output [T, D] of the self-attention of block `name`, such as layers.3. x [T, D]: sequences of `length` tokens each."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
@@ -291,7 +293,7 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     most = rope.high or (4 if rope.scaling == "llama3" else 32)
     if rope.scaling == "llama3":
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
-    else:  # yarn (arXiv 2309.00071): `share`, the weight of the unscaled rate, falls linearly from 1 at pair `fast` to 0 at pair `slow`
+    else:  # yarn (arXiv 2309.00071): `share`, the weight of the unscaled rate, falls linearly from 1 at channel pair `fast` to 0 at `slow`
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
         if rope.whole_pairs:
             fast, slow = math.floor(fast), math.ceil(slow)
@@ -302,8 +304,8 @@ def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
 
 
 def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
-    """T5's relative-position bucket (0 to 31) of each query and key, int64 [queries, keys]. Short distances have a bucket each, longer ones
-    share buckets of logarithmic width. both_ways: in an encoder, 16 of the buckets are for later keys.
+    """T5's relative-position bucket (0 to 31) of each query and key, int64 [queries, keys]. Short distances have a bucket each; longer ones
+    share buckets of logarithmic width. both_ways: True for an encoder, in which 16 of the buckets are for keys after the query.
     """
 
     def bucket(ahead: int) -> int:
@@ -323,7 +325,7 @@ def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """Add to the experts' output y the output of shared experts or the residual network (PR-MoE), which compute every token."""
+    """Return the experts' output y plus the output of the shared experts or of the residual network (PR-MoE), which process every token."""
     ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))

@@ -1,4 +1,4 @@
-"""Computes the routing of the twin's MoE layer: scores, chosen experts, slots and gates, written from the papers as plain loops."""
+"""Computes the routing of the plain twin (the second implementation, twin.py): scores, chosen experts, slots and gates, as plain loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Lists = list[list[int]]  # for each token, a list of experts
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of an MoE layer. places [T]: indices in the step's batch; valid: False for padding; sequence_tokens: tokens of a sequence."""
+    """The tokens that an MoE layer gets. places [T]: their indices in the step's batch; valid: False for padding; sequence_tokens: number
+    of tokens in a sequence."""
 
     ids: list[int]
     places: Tensor
@@ -58,7 +59,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
-    """Choose experts. Return (for each token its chosen experts, for each token those of them that have a slot for it, gates [T, E])."""
+    """Choose experts. Return (chosen experts of each token, of these the experts that have a slot for the token, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -67,8 +68,8 @@ def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens
 
 
 def _gates(scores: Tensor, logits: Tensor, chosen: Lists, kept: Lists, spec: RouterSpec) -> Tensor:
-    """Gates [T, E], 0 for experts not chosen. By spec.gates, they are unchanged, or normalized to the sum 1 over a token's choices, or over
-    its choices with a slot."""
+    """Gates [T, E], 0 for experts not chosen. spec.gates says whether they are unchanged, or normalized so that they sum to 1 over a
+    token's choices, or over its choices with a slot."""
     experts = scores.shape[1]
     gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
@@ -178,7 +179,8 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores, with -inf for experts outside the best groups. A group's rank depends on its best score, or its two best."""
+    """A token's scores, with -inf for experts outside the best groups. Groups are compared by their best score, or by the sum of their two
+    best."""
     size = len(row) // spec.expert_groups
     groups = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -188,7 +190,8 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: a group's logits [T, E] plus a constant for each expert, found by 20 rounds of scaling rows and columns to equal sums."""
+    """Sinkhorn: the logits [T, E] of a group of tokens plus a constant for each expert, found by scaling rows and columns to equal sums 20
+    times."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):
@@ -198,7 +201,8 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Return [token][choice]: whether the choice needs a slot. Padding needs none, GShard's second choice with probability 2 g_2."""
+    """Return [token][choice]: whether the choice asks for a slot. Padding asks for none. GShard's second choice asks with probability 2
+    g_2, g_2 being its gate."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()
@@ -221,7 +225,8 @@ def slots_of(spec: RouterSpec, group_tokens: int, num_experts: int) -> int | Non
 
 
 def _admit(chosen: Lists, asks: list[list[bool]], scores: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """Return for each token its chosen experts with a slot for it. Slots are given in the order of `_queue`. asks: result of `_ask`."""
+    """Return for each token those of its chosen experts that have a slot for it. Slots are given in the order of `_queue`. asks: result of
+    `_ask`."""
     kept: Lists = [[] for _ in chosen]
     num_experts = scores.shape[1]
     for group in groups_of(tokens, spec):
@@ -250,7 +255,7 @@ def _queue(
     else:
         gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
-        if spec.queue == "choices_first":  # a token's choices all get the priority of its highest gate
+        if spec.queue == "choices_first":  # all choices of a token get the priority of its highest gate
             first = [[max(row)] * len(row) for row in first]
     return sorted(order, key=lambda choice: (choice[1] if spec.queue == "choices_first" else 0, -first[choice[0]][choice[1]]))
 

@@ -1,4 +1,5 @@
-"""Computes the twin's update in plain code: weight decay, gradient norm, clipping, AdamW, Muon, Adafactor, and selection biases of routers.
+"""Computes the update of the plain twin (the second implementation, twin.py): weight decay, gradient norm, clipping, AdamW, Muon,
+Adafactor, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
@@ -22,7 +23,7 @@ _NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_do
 _NO_DECAY = {
     *_NORMS.split(),
     *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
-}  # words between the dots of a parameter's name
+}  # parts of parameter names, as separated by dots
 
 _GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that Muon leaves to AdamW
 

@@ -20,8 +20,8 @@ def data_cases() -> list[Case]:
 
 
 def engine_cases() -> list[Case]:
-    """Return cases of DDP and ZeRO stage 1. Recompute is combined only with DDP in fp32, because all engines and precisions share its
-    code."""
+    """Return cases of the engines that shard at most optimizer states (DDP, ZeRO stage 1). Recompute is combined only with DDP in fp32,
+    because its code is the same for all engines and precisions."""
     return _with_engines([name for name in planned() if ENGINES[name].stage < 2], WORLDS, models=MODELS, recomputed=(PLAIN,))
 
 
@@ -53,8 +53,8 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 
 def tiled_cases() -> list[Case]:
-    """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits networks are not tiled, because the measured tolerance
-    does not include the rounding of their tiles (see tests/parallel/data/test_tiling.py).
+    """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits feed-forward networks are not tiled, because the
+    measured tolerance does not include the rounding of their tiles; tests/parallel/data/test_tiling.py tests these.
     """
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
@@ -138,8 +138,8 @@ def _halves_cases() -> list[Case]:
 
 
 def _options_cases() -> list[Case]:
-    """Cases of models with options of published models, each with two engines. `mixer`, which draws experts at random, is also run in bf16,
-    and multi-token prediction in fp16, because its loss needs the loss scale."""
+    """Cases of models with options of published models, each with two engines. `mixer`, which draws experts at random, is also run in bf16.
+    `ahead` (multi-token prediction) is also run in fp16, to test its second loss with a loss scale."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
     engines["t5_packed"] = ("ddp", "zero3")
     found = [

@@ -13,7 +13,8 @@ from parallel.mesh.mesh import divisors
 
 def expert_cases() -> list[Case]:
     """Return cases of every router with every dispatcher that ep allows, then of options of published models with one dispatcher each. To
-    save cases, every second router has full recompute only with 1 micro-batch and selective only with 3; for the others it is the reverse.
+    save cases, each router has each kind of recompute with only one number of micro-batches: every second router full with 1 and selective
+    with 3, the others the reverse.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)
@@ -30,5 +31,5 @@ def expert_cases() -> list[Case]:
     options = zip(OPTIONS, cycle(rows_for(2)[1:]), strict=False)
     found += [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in options]
     found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=EXPERTS)]  # biases of experts that are divided over ranks
-    padded = [name for name, method in METHODS.items() if method.example]  # methods whose choices padding could change
+    padded = [name for name, method in METHODS.items() if method.example]  # router methods whose choices padding tokens could change
     return found + [Case(name, "ddp", 1, 1, 3, "fp32", experts=EXPERTS, padded=True) for name in padded]

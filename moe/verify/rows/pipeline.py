@@ -42,8 +42,8 @@ def pipeline_cases() -> list[Case]:
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of schedules that split the backward pass, with sharded weights. Their gradients are summed after each backward pass, or once a
-    step (`fsdp+kept`)."""
+    """Cases of schedules that split the backward pass, with sharded weights. Gradients are summed after each backward pass or, with
+    `fsdp+kept`, once a step."""
     split = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
     kinds = ("fsdp", "fsdp+kept", "zero2", "zero3")
     found = [
@@ -95,9 +95,10 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a case of a pipeline, with ep = dp if the model has experts, and the fewest micro-batches >= 4 that its schedule allows."""
+    """Return a case of a pipeline, with ep = dp if the model has experts, and with the smallest number of micro-batches from 4 that its
+    schedule allows."""
     dp, kind = world // pp, SCHEDULES[schedule]
-    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # zb_h2 needs more, or it moves no weight gradient into a bubble
+    least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 computes no weight gradient in a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)
     ep, microbatches = dp if model != "dense" else 1, kind.update_every or next(fit, least)
     layers = LAYERS[pp][int(kind.chunks != 1)]

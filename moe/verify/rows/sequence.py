@@ -13,7 +13,8 @@ from parallel.sequence.kinds import SEQUENCES
 
 
 def sequence_cases() -> list[Case]:
-    """Return cases of every method with rotary and T5 positions, of every router, and of some methods with other kinds of parallelism."""
+    """Return cases of every method of sequence parallelism with rotary and T5 positions, of every router, and of some methods with other
+    kinds of parallelism."""
     found = []
     for sp in divisors(BATCH)[1:]:
         for attention, form in attentions().items():
@@ -53,7 +54,7 @@ def sequence_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders with every method. It is used in the encoder, the decoder and cross attention, with different lengths."""
+    """Cases of encoder-decoders with every method. Encoder, decoder and cross attention use it, with different lengths."""
     found = [
         Case(model, kind, 2, ep, 1, "fp32", recompute, sp=2, attention=attention, length=12)
         for attention in attentions()

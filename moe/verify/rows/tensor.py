@@ -12,7 +12,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
-SOURCE = 31  # length of an encoder's sequence with which the decoder's length is 8, a token for each rank of the largest grid
+SOURCE = 31  # encoder length for grids: the decoder's length is then 8, one token for each rank of the largest grid
 TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
@@ -23,8 +23,8 @@ def tensor_cases() -> list[Case]:
 
 
 def _line_cases() -> list[Case]:
-    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. The tp ranks are also ep ranks, in some cases
-    etp."""
+    """Cases of tensor.kind 1d, which splits heads, hidden units and vocabulary over tp. MoE layers use the same ranks for ep, in some cases
+    for etp."""
     found = []
     for world, tp in ((2, 2), (4, 2), (4, 4)):
         one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
@@ -50,8 +50,8 @@ def _line_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders in all kinds of tensor parallelism. Cross attention's keys come from the encoder. All layers of the
-    encoder, and all of the decoder, share a position bias, which is split by heads."""
+    """Cases of encoder-decoders in all kinds of tensor parallelism. They test cross attention, whose keys come from the encoder, and the
+    position bias, which all layers of the encoder (or of the decoder) share and which is split by heads."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
@@ -118,7 +118,7 @@ def _sliced_cases() -> list[Case]:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [plain("dense", ep=1, **TILED), plain("deepseek", ep=2, padded=True)]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
-    # latent attention: with sequence_parallel, each rank computes only the latents of its slice, and ranks exchange them
+    # latent attention with sequence_parallel: each rank computes only the latents of its slice, and ranks exchange them
     two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
     found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
     found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
@@ -133,8 +133,8 @@ def _sliced_cases() -> list[Case]:
 
 
 def _few_sequences_cases() -> list[Case]:
-    """Cases of micro-batches of 1 or 3 sequences, which tp does not divide. Each tp rank routes a chunk of all tokens, whose length differs
-    between ranks, or a slice of each sequence."""
+    """Cases of micro-batches of 1 or 3 sequences, a number that tp does not divide. Each tp rank then routes a chunk of the micro-batch's
+    tokens, which has different lengths on different ranks, or a slice of each sequence."""
     one = partial(Case, kind="ddp", microbatches=3, precision="fp32", batch=3)
     found = []
     together = [name for name in ROUTERS if name in METHODS and METHODS[name].needs_whole_groups]
@@ -193,8 +193,8 @@ def _dtensor_cases() -> list[Case]:
 
 
 def _staged_cases() -> list[Case]:
-    """Cases of tensor parallelism in pipelines, in which stages send unsharded activations. A tied embedding is on two pipeline ranks, or
-    on one."""
+    """Cases of tensor parallelism in pipelines, in which stages send unsharded activations. A tied embedding is on two pipeline ranks or,
+    in some schedules, on one."""
     schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
     return [
         replace(staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")

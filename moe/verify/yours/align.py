@@ -1,11 +1,12 @@
-"""Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds.
+"""Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds. Both are from recordings of one
+step.
 
-samples     the sequences (and tokens of them) that a rank reads are found by searching its first input in that of the single process
-parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, also in each
-            of 2 or 3 blocks (fused q, k, v)
-names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift is the one with
-            which weights fit
-rows        inputs of an expert are rows of all ranks in any order; each is paired with the nearest row
+samples     which sequences (and which of their tokens) a rank reads is found by searching the rank's first input in the single process's
+parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this
+            chunk of each of 2 or 3 blocks (fused q, k, v)
+names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
+            weights differ least is taken
+rows        an expert's input has rows of all ranks in any order; each row is paired with the nearest row of the single process
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[Tensor]  # for each dim: index in the single process's tensor of each index of the rank's tensor (a DTensor: of the global one)
+Maps = list[Tensor]  # for each dim: index in the single process's tensor for each index of the rank's (a DTensor: of the global one)
 _NEAREST = 4096  # largest number of rows that are paired by distance
 
 
@@ -39,8 +40,8 @@ class Samples:
 
 @dataclass(frozen=True)
 class Part:
-    """A possible alignment of a rank's tensor with the single process's. cut: (dim, number of chunks, the rank's chunk, blocks); None if no
-    dim is cut, or only into samples. by_samples: True if a dim has the rank's samples."""
+    """A possible alignment of a rank's tensor with the single process's. cut: (dim, number of chunks, index of the rank's chunk, number of
+    blocks); None if no dim is cut other than into samples. by_samples: whether a dim contains the rank's samples."""
 
     maps: Maps
     cut: tuple[int, int, int, int] | None = None
@@ -49,8 +50,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Seen:
-    """Elements that a rank (`here`) and the single process (`one`) both have of a value. part: how they were aligned; None: as rows of all
-    ranks, by distance."""
+    """The elements of a value that a rank and the single process both have: `here` from the rank, `one` from the single process. part: how
+    they were aligned; None: rows of all ranks were paired by distance."""
 
     rank: int
     one: Tensor
@@ -60,8 +61,8 @@ class Seen:
 
 
 def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
-    """Join the calls of one module, for example micro-batches, along dim 0. Return None if their shapes do not allow it. For a rank's
-    value, kind: the kind of value; whole: the single process's calls of the module."""
+    """Join the calls of one module, for example micro-batches, along dim 0. Return None if their shapes do not allow it. For the calls of a
+    rank, kind: kind of value (Key.kind); whole: the single process's calls of the module."""
     pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:
@@ -75,8 +76,8 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """Reduce a rank's calls of a module without samples, if they are more than the single process's: keep one of several equal outputs, and
-    add up output gradients, of which each micro-batch gives a part."""
+    """If a rank calls a module without samples more often than the single process, once for each micro-batch, reduce its calls to one: keep
+    one of several equal outputs; add up output gradients."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
@@ -86,7 +87,7 @@ def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
-    """Find the part of the single process's first input that is the rank's first input."""
+    """Find the part of the single process's first input that equals the rank's first input."""
     if (one.sampled or here.sampled) and one.rows and one.shape[1:] == here.shape[1:] and (known := _by_hash(one.rows, here.rows)):
         length = one.shape[1] if len(one.shape) > 1 else 1
         return Samples(torch.tensor(known), torch.arange(length), len(one.rows), length)
@@ -131,7 +132,8 @@ def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
 
 
 def _columns(length: int, width: int) -> Iterator[Tensor]:
-    """Yield the columns that a rank may hold: all, a contiguous chunk, every n-th, or two chunks as in zigzag."""
+    """Yield possible sets of token positions that a rank holds: all, a contiguous chunk, every n-th, or two chunks as in zigzag ring
+    attention."""
     if width == length:
         yield torch.arange(length)
     elif width and length % width == 0:
@@ -144,7 +146,8 @@ def _columns(length: int, width: int) -> Iterator[Tensor]:
 
 
 def parts(one: tuple[int, ...], here: tuple[int, ...], of: Samples | None) -> Iterator[Part]:
-    """Yield the possible alignments of a rank's tensor of shape `here` with one of shape `one`. of: for activations, the rank's samples."""
+    """Yield the possible alignments of a rank's tensor of shape `here` with the single process's of shape `one`. of: for activations, the
+    rank's samples; None for others."""
     if len(one) != len(here):
         return
     for fixed in _by_samples(one, here, of) if of is not None else ({},):
@@ -170,8 +173,9 @@ def _chunks(whole: int, own: int) -> Iterator[tuple[Tensor, tuple[int, int, int]
 
 
 def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Iterator[dict[int, Tensor]]:
-    """Yield the possible positions of samples or tokens, as dim -> indices into the single process's tensor that this rank holds. one,
-    here: shapes of the tensor in the single process and on this rank. The last possibility is {}: no dim has samples or tokens."""
+    """Yield the possible dims of samples and tokens, each possibility as a dict: dim -> indices of the single process's tensor that this
+    rank holds. one, here: shapes of the tensor in the single process and on this rank. The last possibility is {}: no dim has samples or
+    tokens."""
     rows, cols, b, width = of.rows, of.cols, len(of.rows), len(of.cols)
     tokens = (rows[:, None] * of.length + cols).flatten()
     for batch_dim, token_dim in ((0, 1), (1, 0)):
@@ -201,9 +205,9 @@ def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
 
 
 def nearest(one: Tensor, here: Tensor, *, spare: bool = False) -> Tensor | None:
-    """Pair each row of `one` [rows, width] with a row of `here`, with the smallest sum of distances. Returns the index of the row in `here`
-    for each row of `one`. Remaining rows of `here` must equal each other, because they are padding, unless `spare`. Returns None if they
-    differ, or if there are too few or too many rows."""
+    """Pair each row of `one` [rows, width] with a different row of `here`, so that the sum of distances is smallest. Return for each row of
+    `one` the index in `here`. Rows of `here` that are left over must be equal to each other (padding), unless `spare` allows any. Return
+    None if they differ, or if there are too few or too many rows."""
     if not 0 < len(one) <= len(here) <= _NEAREST or one.shape[1:] != here.shape[1:]:
         return None
     from scipy.optimize import linear_sum_assignment
@@ -215,7 +219,7 @@ def nearest(one: Tensor, here: Tensor, *, spare: bool = False) -> Tensor | None:
 
 
 def renamed(one: Recorded, here: Recorded) -> dict[str, int]:
-    """Return a dict: prefix -> shift. `PREFIX.0` of this rank is `PREFIX.<shift>` of the single process."""
+    """Return a dict: prefix of module names -> shift. `PREFIX.0` of this rank is `PREFIX.<shift>` of the single process."""
     all_names, own_names = ({key.name for key in of.pieces if key.kind == "weight"} for of in (one, here))
     shifts = {}
     for prefix in sorted({".".join(words[:n]) for name in all_names for words in [name.split(".")] for n in range(len(words))}):
@@ -253,8 +257,8 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Join the chunks of the last dim that tensor parallelism has given to ranks with the same samples. The first of these ranks gets the
-    joined tensor, the others None. readers: groups of ranks with the same samples."""
+    """Return the pieces (one for each rank) with chunks of the last dim joined, if tensor parallelism has spread them over ranks with the
+    same samples. The first of these ranks gets the joined tensor, the others None. readers: groups of ranks with the same samples."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
@@ -270,7 +274,7 @@ def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
     """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if the pieces are sampled or their
-    widths differ. whole, readers: if given, parts of the width that ranks with the same samples hold are joined (`_full_width`)."""
+    widths differ. whole, readers: if given, chunks of the width on ranks with the same samples are joined first (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [
@@ -282,7 +286,7 @@ def stacked(
 
 
 def factor_of(one: Tensor, here: Tensor) -> float | None:
-    """Return the factor f with the least |here - f one|; None if `one` is 0."""
+    """Return the factor f for which |here - f one| is smallest; None if `one` is 0."""
     square = float((one * one).sum())
     return float((one * here).sum()) / square if square else None
 

@@ -1,4 +1,4 @@
-"""Describes a deviation in words: the factor by which a value is wrong, if it is a factor, and the likely cause."""
+"""Explains a deviation: the factor by which a value is wrong, if one factor explains it, and the likely cause in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from moe.verify.yours.values import Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
-    """Return (factor, cause) of a deviation. factor: the f with here = f x one on all ranks that deviate; None if no factor explains it."""
+    """Return (factor, cause) of a deviation. factor: f, if the rank's value is f times the single process's on all ranks that deviate; None
+    if no factor explains the deviation."""
     bad = [s for s in seen if s.deviation > bound]
     if key.kind in OF_PARAMETERS and any(s.part for s in seen):
         bad = [s for s in bad if s.part]
@@ -155,7 +156,7 @@ def _proportional(of: Comparison, one: Tensor, here: Tensor, bound: float) -> bo
 
 
 def _rows(bad: list[Seen], bound: float, noun: str) -> str:
-    """Return text on the rows along dim 0 that deviate; "" if all rows deviate or none."""
+    """Return text about the rows along dim 0 that deviate; "" if all deviate or none."""
     if not all(s.one.dim() for s in bad):
         return ""
     one, here = (torch.cat([getattr(s, side).reshape(len(s.one), -1) for s in bad]) for side in ("one", "here"))
@@ -243,12 +244,12 @@ def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
 
 
 def _same(rows: Tensor, limit: float) -> bool:
-    """Return whether all rows are equal."""
+    """Return whether all rows are equal, up to 10 x `limit`."""
     return len(rows) > 1 and float((rows - rows[:1]).abs().max()) <= 10 * limit
 
 
 def _bias(of: Comparison, key: Key, seen: Seen) -> str:
-    """Return the likely cause if all rows differ by the same vector."""
+    """Return the likely cause if all rows differ by the same vector, such as a bias that is added several times."""
     bias = of.one.pieces.get(Key("weight", f"{key.name}.bias"))
     if bias and seen.part:
         own = bias[0].values.double()[seen.part.maps[-1]]

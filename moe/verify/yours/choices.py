@@ -1,10 +1,12 @@
-"""Replays the routers' choices of the single process, so that a tie between two experts neither hides nor fakes an error (`record(pin=)`).
+"""Replays the single process's routing choices on ranks, so that a tie between two experts neither hides nor fakes an error
+(`record(pin=)`).
 
     one process     the indices that each topk or argmax over a token's scores returns are stored, by module and number of the call in it
     several ranks   topk and argmax return these indices for the rank's tokens; values are the rank's scores there, with their gradients
 
-The scores that the rank would have chosen are recorded as outputs of the router. They are equal at a tie, and differ if a choice is
-wrong. A router whose choices cannot be replayed is refused: other token counts, other functions than topk and argmax, recomputation.
+The scores of the experts that the rank itself would have chosen are recorded as outputs of the router. At a tie they equal the single
+process's; they differ if a choice is wrong. A router is refused if its choices cannot be replayed: it gets another number of tokens,
+chooses by another function than topk or argmax, or runs again in recomputation.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ Given = dict[str, Tensor]  # "tokens": the single process's first input [B, L]; 
 
 
 class Choices(TorchFunctionMode):
-    """Stores the choices of a step, or replays the choices `given`. keep: called with (module, number of its choice, the scores that the
-    rank itself would choose)."""
+    """Stores the choices of a step, or replays the choices `given`. keep: called with (module, number of its call of topk or argmax, scores
+    of the rank's own choices)."""
 
     def __init__(self, given: Given | None, keep: Callable[[str, int, Tensor], None]) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ class Choices(TorchFunctionMode):
         self.at: Tensor | None = None  # index [b l] of each of them among the single process's tokens
 
     def enter(self, module: str, tensors: list[Tensor]) -> None:
-        """Must be called when a module is entered. The first integer input of the model itself has the ids of this rank's tokens."""
+        """Must be called when a module is entered. The model's own first integer input is taken as the ids of this rank's tokens."""
         self.inside.append(module)
         self.entered.add(module)
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
@@ -68,13 +70,13 @@ class Choices(TorchFunctionMode):
         self.inside.pop()
 
     def check_recomputed(self, module: str) -> None:
-        """Refuse to compute a router a second time in the backward pass, in which nothing is replayed."""
+        """Raise BadInput if a router runs a second time in the backward pass (activation checkpointing), in which nothing is replayed."""
         if any(_module_of(key) == module for key in self.given or self.kept):
             got, fix = f"{module} inside activation checkpointing", "record without activation checkpointing, or without pin"
             raise BadInput("pin", got=got, needed="routers that run once", fix=fix)
 
     def check_replayed(self) -> None:
-        """Refuse a micro-batch in which one of the routers on this rank made its own choices."""
+        """Raise BadInput for a micro-batch in which a router on this rank made its own choices."""
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
                 got = f"{module or 'the model'}, which chose for other tokens than the run on one process, or not by topk or argmax"
@@ -94,7 +96,8 @@ class Choices(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen), chosen)) if name == "topk" else chosen
 
     def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
-        """Return the choices to use instead of the rank's own. Choices that are not made for the rank's tokens are returned unchanged."""
+        """Return the choices to use instead of the rank's own. Calls of topk or argmax that choose nothing for the rank's tokens get their
+        own result."""
         if self.tokens is None:
             fix = "record without pin"
             raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)

@@ -1,4 +1,5 @@
-"""`moe verify --compare ONE MANY`: names the first value that differs between two recorded steps, in forward and in backward order."""
+"""`moe verify --compare ONE MANY`: names the first value of the forward pass and the first of the backward pass that differ between two
+recorded steps."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from parallel.errors import BadInput, counted
 Say = Callable[[str], None]
 _NAMES = {"weight": "weight before", "note": "noted value"}
 _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradient", "output gradient": "gradient"}
-_SHOWN = 5  # largest number of names that are printed; --json has all
+_SHOWN = 5  # largest number of names in a printed line; the file of --json has all
 
 
 def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
-    """Compare two folders of `record`. Return (comparison, reason why gradients could not be compared, or "")."""
+    """Compare two folders of `record`. Return (comparison, reason why gradients could not be compared or "" if they were)."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
@@ -31,7 +32,8 @@ def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
 
 
 def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record` and print a table. Return 0 if gradients could be compared and all values are equal within bounds."""
+    """Compare two folders of `record` and print a table. Return 0 if gradients could be compared and all values are equal within their
+    bounds, else 1."""
     comparison, lacking = judged(one, many)
     deviations = [deviation for deviation, _ in comparison.found]
     wrong = [deviation for deviation in deviations if not deviation.passed]
@@ -50,7 +52,8 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> i
 
 
 def first_deviations(comparison: Comparison) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Return the cells of the first deviation in forward and in backward order: name, value, deviation, bound, factor, cause."""
+    """Return (first deviation of the forward pass, first deviation of the backward pass and update), each as cells of the table (name,
+    value, deviation, bound, factor, cause), or None if nothing deviates."""
     wrong = [deviation for deviation, _ in comparison.found if not deviation.passed]
     forward, backward = (next((d for d in wrong if (d.kind in FORWARD) == way), None) for way in (True, False))
     follows = "may follow from forward: " if forward is not None else ""

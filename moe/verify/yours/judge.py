@@ -1,13 +1,15 @@
-"""Compares a recording of several ranks with the recording of the same step in one process (`one`), value by value, in its order.
+"""Compares a recording of several ranks (`many`) with the recording of the same step in one process (`one`), value by value, in the order
+in which `one` recorded them.
 
-    deviation   max |one - many| / max |one|; of gradients, the divisor is at least a thousandth of the largest gradient
-    bound       2 x the largest deviation that other orders of sums caused in the single process (Recording.rounded), in this value or an
-                earlier one, plus one rounding on each side. Weights before the step are only allowed these roundings. For a weight after
-                the step, only its own deviation counts. The difference that its gradient's bound allows is subtracted first, because Adam
-                turns the sign of a tiny gradient into a step. A rank's part of a gradient is also judged relative to the part's own size
+    deviation   max |one - many| / max |one|; for gradients, the divisor is at least a thousandth of the largest element of all gradients
+    bound       2 x the effect of rounding: the largest deviation that other orders of sums cause in the single process (Recording.rounded),
+                in this value or an earlier one; plus the roundoff of the dtype. For weights before the step, only the roundoff counts. For
+                a weight after the step, the effect is taken in this weight alone, and the difference that the bound of its gradient allows
+                is subtracted first, because Adam turns the sign of a tiny gradient into a full step. For gradients of which ranks hold
+                parts, the effect is also measured relative to each part's own largest element
 
-A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. That multiple is
-measured at the first gradient of backward. Reduced gradients must be equal without it.
+A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. This multiple is
+measured at the first gradient of the backward pass. Gradients of parameters, after their reduction, must be equal without it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Comparison:
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
-    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order_of_rows`
+    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:
@@ -83,8 +85,8 @@ class Comparison:
 
     @cached_property
     def order(self) -> list[Key]:
-        """Keys of the single process in the order in which their values were computed: forward, then backward. A parameter's gradient is
-        placed where it was accumulated."""
+        """Keys of the single process in the order in which their values were computed: forward, then backward. A parameter's gradient has
+        the position at which autograd accumulated it."""
         keys, gradients = [], [k for k in self.one.pieces if k.kind == "gradient"]
         for key in self.one.pieces:
             if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
@@ -117,7 +119,7 @@ class Comparison:
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
-        """Return `seen`, the weights after the step, without the differences that the bounds of their gradients explain."""
+        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled = []
         for s in seen:
@@ -162,7 +164,7 @@ class Comparison:
 
     @cached_property
     def _first(self) -> Key | None:
-        """Key of the first integer input that all ranks have; without one, of the first input that all ranks have."""
+        """Key of the first integer input that all ranks have; if there is none, of the first input that all ranks have."""
         shared = [k for k in self.order if k.kind == "input" and all(k in r.pieces for r in self.ranks) and self._whole(k)[0].shape]
         return next((k for k in shared if "int" in self._whole(k)[0].dtype), shared[0] if shared else None)
 
@@ -186,7 +188,7 @@ class Comparison:
 
     @cached_property
     def scales(self) -> list[float]:
-        """For each rank, its activation gradients / those of the single process."""
+        """For each rank, the factor by which its activation gradients differ from the single process's."""
         shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
         for key in shared:
             seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self.pieces(key)) if piece is not None]
@@ -195,7 +197,7 @@ class Comparison:
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
 
     def _scale_of(self, rank: int) -> float:
-        """Return this multiple for a rank that has no module in common with all other ranks, such as a pipeline stage."""
+        """Return a rank's factor (see `scales`) from its own modules, if no module is on all ranks, as with pipeline stages."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
             piece = self.pieces(key)[rank]
             if piece is not None and (best := self._best(key, rank, piece, 0.0, scale=False)) is not None:
@@ -203,7 +205,8 @@ class Comparison:
         return 1.0
 
     def pieces(self, key: Key) -> list[Piece | None]:
-        """Return each rank's calls joined to one tensor. If ranks hold the terms of a sum (a DTensor with Partial), they are added up."""
+        """Return for each rank the value of all its calls, joined to one tensor. Terms of a sum on several ranks (a DTensor with Partial)
+        are added."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
@@ -237,7 +240,7 @@ class Comparison:
         return seen
 
     def _lacking(self, key: Key, seen: list[Seen]) -> str:
-        """Return text on the part of a parameter, or of the batch, that no rank has; "" if there is none."""
+        """Return text about elements of a parameter, or samples of the batch, that no rank has; "" if none are missing."""
         unread = set(range(self.samples[0].batch)) - {row for of in self.samples for row in of.rows.tolist()}
         if unread and key == self._first:
             return f"samples {sorted(unread)[:8]} of the batch are read by no rank"
@@ -253,7 +256,8 @@ class Comparison:
         return None
 
     def _best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
-        """Return the alignment with the least deviation. If none is within the bound, one that follows the rank's samples is preferred."""
+        """Return the rank's elements by the alignment with the least deviation. If none is within the bound, an alignment by the rank's
+        samples is preferred."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:
@@ -262,8 +266,8 @@ class Comparison:
         return min(found, key=lambda s: (s.deviation > bound, not (s.part and s.part.by_samples), s.deviation), default=None)
 
     def _numbers(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Compare values of the same shape on all sides, such as numbers: their mean or sum over ranks if it is equal, otherwise each
-        rank's."""
+        """Compare values that have the same shape on the ranks and in the single process, such as losses: their mean or sum over ranks if
+        one of these is equal, otherwise each rank's value."""
         values = {rank: piece.values.double().squeeze() for rank, piece in enumerate(own) if piece is not None}
         if not values:
             return self._refuse(key, "no rank has such a value")
@@ -274,8 +278,8 @@ class Comparison:
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Align sums of the ranks' values: over ranks with the same samples, or over all ranks, for gradients of tensors without samples.
-        Return None if the sums deviate."""
+        """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks.
+        Return None if these sums deviate."""
         for together in (groups := self.readers, [list(range(len(own)))]):
             seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
             apart = len(groups) > 1 and len(together) == 1  # a sum over all samples is not cut into samples
@@ -324,7 +328,7 @@ class Comparison:
         return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def _before_reduction(self, key: Key) -> list[Seen] | None:
-        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) does not show reduced gradients."""
+        """Compare the sum of all ranks' own gradients, if the engine (ZeRO) does not expose reduced gradients."""
         whole, local = self._whole(key)[0], [r.pieces.get(key._replace(kind="local gradient")) for r in self.ranks]
         reads = [(*of.rows.tolist(), -1, *of.cols.tolist()) for of in self.samples]
         terms = [p[0].values.double() / self.scales[r] / reads.count(reads[r]) for r, p in enumerate(local) if p]
@@ -335,7 +339,8 @@ class Comparison:
         return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 
     def layout(self, name: str, rank: int) -> Part | None:
-        """Return the part of a parameter that the rank holds. Of several chunks, prefers the number that it holds of most parameters."""
+        """Return the part of a parameter that the rank holds. If several chunks fit, prefer the chunk index that the rank has for most
+        other parameters."""
         tried = self.tried(name, rank)
         if not tried:
             return None

@@ -8,11 +8,11 @@
         optimizer.step()
 
 In one process the body runs four times from the same weights, optimizer states and random numbers: three times with sums in other orders
-(reordered.py), which measures rounding, then unchanged. In several processes it runs once. Hooks are removed after the loop.
+(reordered.py) to measure rounding, then once unchanged. In several processes it runs once. Hooks are removed after the loop.
 
-These values are recorded, in the order of events: weights and buffers before the step; inputs and outputs of every call of every module;
-gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of optimizer.step or
-torch.nn.utils.clip_grad_norm_ ("gradient"); that function's norm; weights after the step.
+These values are recorded, in the order in which they occur: weights and buffers before the step; inputs and outputs of every call of every
+module; gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of
+optimizer.step or torch.nn.utils.clip_grad_norm_ ("gradient"); that function's norm; weights after the step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moe.verify.yours.values import MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
 
 _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
-_ORDERS = (2, 3, 4)  # numbers of parts into which sums are cut, in the runs that measure rounding
+_ORDERS = (2, 3, 4)  # numbers of partial sums into which sums are split, in the runs that measure rounding
 
 
 def record(
@@ -49,10 +49,10 @@ def record(
 ) -> Iterator[Step]:
     """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
 
-    model: the object that the step calls, wrapped or not. others: the optimizers, and all other objects with a state_dict that the body
-    changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: tensors with more elements are sampled. pin:
-    folder into which one process writes its routers' choices; all runs replay them (choices.py). One process runs the body once more to
-    find them. Raises BadInput if a gradient is not finite with sums in other orders.
+    model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
+    that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: of tensors with more elements,
+    only a sample is recorded. pin: folder for routing choices (choices.py). A single process runs the body once more, to write its routers'
+    choices there; all other runs replay them. Raises BadInput if a gradient is not finite with sums in other orders.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -100,7 +100,8 @@ def _refuse_infinite(record: Recorded) -> None:
 
 
 class Step:
-    """Records one run of the loop's body. most: tensors with more elements are sampled. given: choices of routers to replay."""
+    """Records one run of the loop's body. most: of tensors with more elements, only a sample is recorded. given: routing choices to
+    replay."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int, given: Given | None = None
@@ -117,8 +118,8 @@ class Step:
         self._keep(Key("note", name), torch.as_tensor(value).detach())
 
     def gradients(self) -> None:
-        """Record the gradients now. Call it before your own code clips them. Otherwise they are recorded by clip_grad_norm_ or the
-        optimizer's step."""
+        """Record the gradients now. Call it before your own code clips them. Without this call they are recorded at the start of torch's
+        clip_grad_norm_ or of the optimizer's step."""
         if not self._read:
             self._read = True
             for name, parameter in self._parameters():
@@ -182,7 +183,7 @@ class Step:
 
     def _entered(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for own, parameter in module.named_parameters(name, recurse=False):
-            self._hook(_name(own), parameter)  # FSDP2 accumulates in gathered parameters, which exist from here on
+            self._hook(_name(own), parameter)  # FSDP2 accumulates gradients in gathered parameters, which exist from here on
         if _in_backward():
             if self.choices is not None:
                 self.choices.check_recomputed(name)
@@ -194,7 +195,7 @@ class Step:
                 self._keep(Key("input", name, slot), tensor)
 
     def _left(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not _in_backward():  # activation checkpointing computes a second time
+        if not _in_backward():  # in the backward pass, activation checkpointing runs modules again
             if self.choices is not None:
                 self.choices.leave()
             for slot, tensor in _tensors(output):
@@ -219,7 +220,8 @@ class Step:
 
 
 class _State:
-    """A copy of all that a step changes: parameters, buffers, gradients, states of optimizers and other objects, random number states."""
+    """A copy of everything that a step changes: parameters, buffers, gradients, states of optimizers and other objects, random number
+    generators."""
 
     def __init__(self, model: nn.Module, others: tuple[Any, ...]) -> None:
         self.tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
@@ -248,8 +250,8 @@ class _State:
 
 
 def _of_engine(parameter: Tensor, function: str, own: Tensor | None) -> Tensor | None:
-    """Return the gradient or value of a ZeRO parameter, which DeepSpeed's `function` gathers, because ZeRO hides it. For other parameters,
-    return `own`."""
+    """Return the gradient or value of a parameter in DeepSpeed's ZeRO, gathered by DeepSpeed's `function`. For other parameters, return
+    `own`."""
     if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
         return own
     import deepspeed.utils

@@ -1,8 +1,8 @@
 """Runs a step with its sums in other orders, to measure the effect of rounding.
 
-A layout computes the same sums as one process, in another order. Under `Reordered`, each matrix product adds its terms in a random order
-and in several parts. The results of other sums (softmax, norms, losses, attention, their gradients) change at random by up to one unit
-roundoff of their dtype. Elementwise operations are not changed. (Monte Carlo arithmetic: Parker 1997.)
+A parallel layout computes the same sums as one process, but in another order. Under `Reordered`, each matrix product adds its terms in a
+random order and as several partial sums. The results of other sums (softmax, norms, losses, attention, their gradients) are changed at
+random by up to one unit roundoff of their dtype. Elementwise operations are not changed. (Monte Carlo arithmetic: Parker 1997.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 _SUMS = re.compile("sum|mean|var|norm|softmax|attention|convolution|loss|index_add|scatter_add|embedding_dense_backward|grouped_mm")
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # -> position of the first factor
+_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # operator -> position of its first factor
 
 
 class Reordered(TorchDispatchMode):
-    """Computes matrix products as sums of `parts` parts, in random order, and disturbs the results of other sums at random."""
+    """Computes matrix products as sums of `parts` partial sums, in random order, and changes the results of other sums at random."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()

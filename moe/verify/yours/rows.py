@@ -15,7 +15,7 @@ Comparison = Any  # of judge.py, which imports this file
 
 
 def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align rows that are spread over the ranks in any order, such as an expert's inputs."""
+    """Align rows that are spread over the ranks in any order, such as an expert's inputs. None if they cannot be aligned."""
     one, here = stacked([whole], [1.0]), stacked(own, of.scales if key.kind == "output gradient" else [], whole, of.readers)
     order = None if one is None or here is None else _order(of, key.name, bound)
     if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):
@@ -24,9 +24,9 @@ def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bou
 
 
 def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
-    """Return for each row of the single process the index of the ranks' row with the nearest input. Outputs decide between equal rows,
-    which exist because a token with two choices occurs twice. In experts, gradients decide too: rows of other ranks' experts have none.
-    None if inputs deviate."""
+    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate. Equal inputs
+    exist, because a token with two choices occurs twice; outputs decide between them. In stacked experts, output gradients decide too,
+    because rows for other ranks' experts have none."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
         weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
@@ -45,7 +45,8 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
 
 
 def of_experts(of: Comparison, module: str) -> bool:
-    """Return whether the module has stacked experts of which each rank holds some. Rows of other experts' tokens then have no effect."""
+    """Return whether the module is a stack of experts of which each rank holds some. Rows of a rank's input that are for other experts then
+    have no effect."""
     weights = [(k, p[0].shape) for k, p in of.one.pieces.items() if k.kind == "weight" and k.name.rpartition(".")[0] == module]
     return any(k in of.ranks[0].pieces and of.ranks[0].pieces[k][0].shape[0] < shape[0] for k, shape in weights if len(shape) == 3)
 
@@ -62,8 +63,8 @@ def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
 
 
 def _global(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return the ranks' choices [ranks, ...] in the single process's numbering. Each rank numbers its own experts from 0, and has
-    one further number for all other experts. None unless each choice is an expert of exactly one rank."""
+    """Return the ranks' chosen experts `here` [ranks, ...] in the single process's numbering, as one tensor. Each rank numbers its own
+    experts from 0, and uses one further number for all other experts. None unless each choice is an expert of exactly one rank."""
     for rest in (here.max(), here.min()):
         own = here != rest
         shifts = [(one - rank)[held].unique() for rank, held in zip(here, own, strict=True)]

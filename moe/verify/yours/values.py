@@ -2,11 +2,11 @@
 
     Piece        one tensor of one rank: elements, shape, and, if it is a DTensor, its position in the global tensor
     Recorded     record of one rank: pieces by Key, in the order of their events
-    Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with other orders of sums
+    Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with sums in other orders
 
-A tensor of more than `most` elements is sampled: along each dim, of each 64 indices the first k of a hashed order are kept. k is halved
-along the longest dim until the sample is small enough. Ranks that hold parts of one tensor therefore keep the same elements of it, if a
-part begins at a multiple of 64 or its position is known. The norm of all elements is stored with a sample.
+Of a tensor with more than `most` elements, a sample is stored: along each dim, k of every 64 indices are kept, chosen by a hash. k begins
+at 64 and is halved along the longest dim until the sample is small enough. Ranks that hold parts of one tensor therefore keep the same
+elements of it, if a part begins at a multiple of 64 or its position is known. The norm of all elements is stored with a sample.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor, if it is a DTensor. offset: first
-    index in the global tensor, by dim. index: all indices in it, by dim, if they are not contiguous. summed_over: ranks that hold the terms
-    of a sum (Partial). kept: number of indices kept of each PERIOD, by dim."""
+    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; without a DTensor equal to shape.
+    offset: for each dim, the rank's first index in the global tensor. index: for each dim, all its indices there, if they are not
+    contiguous. summed_over: ranks that hold the terms of a sum (Partial). kept: for each dim, the number of indices kept of each PERIOD."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Piece:
     summed_over: tuple[int, ...] = ()
     norm: float | None = None  # of all elements, if this is a sample
     name: str = ""
-    rows: tuple[str, ...] = ()  # of the first input: a hash of each sample
+    rows: tuple[str, ...] = ()  # only for the first input: a hash of each sample
     index: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
@@ -81,18 +81,19 @@ class Piece:
 
     @property
     def at(self) -> list[Tensor]:
-        """Indices of the kept elements in the DTensor, for each dim."""
+        """Indices of the stored elements in the global tensor, for each dim."""
         return [_sampled(at, self.name, dim, kept) for dim, (at, kept) in enumerate(zip(self.places, self.kept, strict=True))]
 
     @property
     def places(self) -> list[Tensor]:
-        """Indices of all elements in the DTensor, ascending, for each dim."""
+        """Indices of all elements of the rank's tensor in the global tensor, ascending, for each dim."""
         if self.index:
             return [torch.tensor(at) for at in self.index]
         return [torch.arange(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)]
 
     def cut(self, gradient: Tensor) -> Tensor:
-        """Return the elements of a gradient for this part of the weight. (DTensor styles may leave the unsharded gradient on each rank.)"""
+        """Return the elements of a gradient that belong to this part of the weight. (torch's tensor-parallel styles may leave the unsharded
+        gradient on each rank.)"""
         for dim, at in enumerate(self.places if gradient.shape == self.whole and not self.sampled else ()):
             gradient = gradient.index_select(dim, at)
         return gradient
@@ -103,14 +104,14 @@ class Piece:
 
 
 def _place(tensor: Any) -> tuple[tuple[int, ...], list[Tensor], tuple[int, ...], Tensor]:
-    """Return (global shape, indices of the local tensor in the global one by dim, ranks that hold terms of a sum, local tensor). Without a
-    DTensor, the second and third are empty."""
+    """Return (global shape, for each dim the indices of the local tensor in the global one, ranks that hold terms of a sum, local tensor).
+    For a tensor that is no DTensor, the second and third are empty."""
     if not hasattr(tensor, "placements"):
         return tuple(tensor.shape), [], (), tensor
     mesh, placements, here = tensor.device_mesh, tensor.placements, tensor.device_mesh.get_coordinate() or []
     index = [torch.arange(size).reshape([-1 if d == dim else 1 for d in range(tensor.dim())]) for dim, size in enumerate(tensor.shape)]
     for number, placement in enumerate(placements):
-        if (dim := getattr(placement, "dim", None)) is not None:  # Shard, or a strided one: fused weights, FSDP2 with tensor parallelism
+        if (dim := getattr(placement, "dim", None)) is not None:  # Shard, also strided (fused weights, FSDP2 with tensor parallelism)
             index[dim] = placement._split_tensor(index[dim], mesh.size(number), with_padding=False, contiguous=False)[0][here[number]]
     partial = [p.is_partial() for p in placements]
     ranks = mesh.mesh[tuple(slice(None) if p else c for p, c in zip(partial, here, strict=True))]
@@ -146,15 +147,15 @@ def roundoff(of: list[list[Piece]]) -> float:
 
 @dataclass
 class Recorded:
-    """Record of one rank. pieces: each Key's tensors, one for each call; keys are in the order of their first calls. modules: name -> name
-    of its class."""
+    """Record of one rank. pieces: Key -> its tensors, one for each call of the module; keys are in the order of their first calls. modules:
+    module's name -> name of its class."""
 
     rank: int
     world: int
     modules: dict[str, str] = field(default_factory=dict)
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
     seconds: float = 0.0
-    step: str = ""  # id that all ranks' records of one step share
+    step: str = ""  # random id of the step, equal on all ranks
 
     @property
     def bytes(self) -> int:
@@ -193,8 +194,8 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Recording:
-    """A folder's records. ranks: one record of each rank. rounded: records of the same steps with sums in other orders, which show the size
-    of rounding errors; only one process makes them."""
+    """The records in a folder. ranks: one record for each rank. rounded: records of the step with sums in other orders, one for each order;
+    only a single process makes them."""
 
     folder: Path
     ranks: list[Recorded]
@@ -220,7 +221,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Result of comparing one value. order: its position in the order of events. deviation, bound: relative to the largest element. factor:
+    """Result of comparing one value. order: its position in `Comparison.order`. deviation, bound: relative to the largest element. factor:
     found / expected value, if a factor explains the deviation. cause: likely cause in words."""
 
     name: str

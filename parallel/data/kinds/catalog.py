@@ -1,4 +1,4 @@
-"""The data-parallel engines by name. A new engine is its file, its facts in this folder, and its row here."""
+"""Lists the data-parallel engines by name. A new engine needs its own file, a file of facts in this folder, and a row here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def engine_named(kind: str, stage: int) -> EngineKind:
 
 
 def planned() -> tuple[str, ...]:
-    """Return the names of the engines that the planner models; every other engine names one of these in `planned_as`."""
+    """Return the names of the engines whose memory and time the planner predicts; every other engine names one of these in `planned_as`."""
     return tuple(name for name, kind in ENGINES.items() if kind.planned_as is None)
 
 

@@ -1,5 +1,5 @@
-"""DDP: every rank holds all weights, gradients and optimizer states (parallel/data/ddp.py). DP: DDP's engine around replicas in threads
-of one process (parallel/data/dp.py)."""
+"""DDP: every rank holds all weights, gradients and optimizer states (parallel/data/ddp.py). DP: DDP's engine with replicas of the model in
+threads of one process (parallel/data/dp.py)."""
 
 from __future__ import annotations
 

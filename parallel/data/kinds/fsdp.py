@@ -37,7 +37,7 @@ def gathered(at: At, w: Whole) -> float:
     c, r = w.compute_bytes, w.sum_bytes
     if w.once:
         return c * w.held + r * w.trained
-    left = w.held - w.behind  # a layer is freed after its backward pass
+    left = w.held - w.behind  # a layer's weights are freed after its backward pass
     if w.on_stages:
         return _each_pass(at, w)
     match at:
@@ -45,7 +45,7 @@ def gathered(at: At, w: Whole) -> float:
             return c * (w.held if w.stays else w.table if w.loss_chunks > 1 else 0.0)
         case "work":
             return c * (left if w.stays else 2 * w.layer) + r * w.trained_behind
-        case "head":  # here `behind` is the last layer, gathered already because its backward pass comes next
+        case "head":  # here `behind` is the last layer, which is already gathered for its backward pass
             of_table = w.trained_table
             return max(
                 c * (w.held if w.stays else w.table + w.behind) + r * of_table,

@@ -1,5 +1,5 @@
 """Facts about data-parallel engines for checks, planner, trainer, rehearsal and verify: one EngineKind for each engine, listed in
-catalog.py. Its functions import the engine's file when they are called, so that checks and planner need no torch."""
+catalog.py. An EngineKind's functions import the engine's file when they are called, so that checks and planner need no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 @dataclass(frozen=True)
 class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
-    working: parameter name -> the dtype in which the model reads it; None: the dtype of the parameters. casts: when weights are cast to it.
-    units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in parallel/data/dp.py."""
+    working: parameter name -> the dtype in which the model reads it; None: the parameter's own dtype. casts: when weights are cast to it
+    (precision.casts). units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in
+    parallel/data/dp.py."""
 
     layouts: Layouts
     mesh: Mesh
@@ -42,10 +43,11 @@ class Setup:
 
 
 class Whole(NamedTuple):
-    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. In elements of sharded weights:
+    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These count elements of sharded weights:
 
     held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
-    layer whose backward pass ended just before. trained_*: likewise, without frozen weights. bucket: a bucket of gradients.
+    layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer, trained_behind
+    likewise. bucket: a bucket of gradients.
 
     copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
     once: unsharded gradients add up until a stage's last backward pass."""
@@ -70,7 +72,8 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine that a rehearsal uses instead. sharding: key -> other value of the recipe's section `sharding`. why: the reason."""
+    """The engine that `moe rehearse` uses instead of one that it cannot run. sharding: changed keys of the recipe's section `sharding`.
+    why: the reason."""
 
     sharding: Mapping[str, Any]
     why: str
@@ -95,8 +98,8 @@ class EngineKind:
     casts: the values of precision.casts that it can carry out.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages, unless_flat, stands_in, planned_as: the engine used instead of this one: with pipeline stages; if the optimizer cannot step
-    flat ranges of fp32 elements; in a rehearsal; in the planner. None: this one.
+    The engine used instead of this one (None: this one), with_stages: with pipeline stages; unless_flat: if the optimizer cannot step flat
+    ranges of fp32 elements; stands_in: in a rehearsal; planned_as: in the planner.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: stages 1 and 2 (parallel/data/zero.py), and stage 3, which gathers weight by weight (parallel/data/zero3.py)."""
+"""ZeRO by DeepSpeed: stages 1 and 2 (parallel/data/zero.py), and stage 3, which gathers each weight separately (parallel/data/zero3.py)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gathered(at: At, w: Whole) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
-    if at == "bucket":  # weights of the layers whose gradients are in the bucket were freed before
+    if at == "bucket":  # weights of the layers whose gradients are in the bucket are already freed
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
 
