@@ -1,8 +1,8 @@
-"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
+"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: runs the measurements listed in `parts`, and prints one page.
 
-The JSON file is written after each part, and `--resume` continues from it, so the parts may be measured in several short calls. A part that
-fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the kernels. This
-only tests the command; its numbers mean nothing.
+The JSON file is written after each measurement (part), and `--resume` continues from it, so several short calls can share the work. A part
+that fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the kernels.
+This only tests the command; the times mean nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(minutes: float, file: Path) -> int:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        replace_file(file, json.dumps(done := fresh | done))  # fails now if the file cannot be written
+        replace_file(file, json.dumps(done := fresh | done))  # before measuring: raises OSError if the file cannot be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def measure(minutes: float, file: Path) -> int:
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:
-    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it has none."""
+    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it was left out or failed."""
     if lacking := [name for name in part.packages if find_spec(name) is None]:
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:
