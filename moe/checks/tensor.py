@@ -101,8 +101,8 @@ def _check_grid(run: Run) -> None:
 
 
 def _check_sequences(run: Run) -> None:
-    """Raise BadInput unless the sequences of training and evaluation batches divide equally, in entire capacity groups, among the rows of a
-    tp grid. In a MoE model, also raise it if a sequence has fewer tokens than tp ranks, each of which routes some."""
+    """Raise BadInput unless the rows of a tp grid can read equal numbers of sequences, and of entire capacity groups, in training and
+    evaluation. In a MoE model each tp rank routes a part of a sequence, so a sequence needs at least as many tokens as tp ranks."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():
@@ -142,7 +142,8 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """Return the words with which messages divide a dense size by tp: "" (tp 1), " / degrees.tp=2" or " / 2, the side of tp's grid"."""
+    """Return the ending of a size's name in messages, which says how tp divides the size: "" (tp 1), " / degrees.tp=2" or " / 2, the side
+    of tp's grid"."""
     parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 

@@ -192,8 +192,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Raise BadInput for keys that need plain text, if chats are read, or if a user's program or plug-in gives samples, which are token
-    ids. A plug-in may read data.path; with samples from a program, data.path is refused."""
+    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. data.path is
+    also refused with samples from a program; a plug-in may read it."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":

@@ -2,7 +2,8 @@
 
     torch holds    bytes of tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
                    1 gradients count at their peak, because an engine may free other ranks' gradients before the backward pass returns
-    resident       the process's memory at the same time, as the system reports it, minus its memory before the model was built, minus buckets
+    resident       the process's memory at the same time, as the system reports it, without buckets and without its memory before the
+                   model was built
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
 Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.

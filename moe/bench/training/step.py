@@ -2,8 +2,8 @@
 
 The same Transformer is trained three times, with different MoE layers and engines: this project's; DeepSpeed's MoE with expert parallelism
 in DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
-optimizer and clipping are the same. In each round every system takes one step. A ratio compares two times of the same round; the median over
-rounds is printed.
+optimizer and clipping are the same. In each round every system takes one step. A ratio compares two times of the same round; the median
+over rounds is printed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def recipe(precision: str, *, ep: int) -> dict[str, Any]:
 
 
 def tokens_of(step: int, rank: int) -> Tensor:
-    """Return token ids, int64 [B, L + 1]. In each sequence, ids rise by a constant (modulo the vocabulary), which a small model soon learns."""
+    """Return token ids, int64 [B, L + 1]. Ids of a sequence rise by a constant (modulo the vocabulary), which a small model soon learns."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start_B1 = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride_B1 = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -104,7 +104,7 @@ def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[flo
 
 
 def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(step number): returns the step's loss."""
+    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(step number): returns the loss."""
 
     def step(number: int) -> float:
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: fl
 
 
 def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step of DeepSpeed's engine. loss_of(step number): returns the step's loss."""
+    """Return a training step of DeepSpeed's engine. loss_of(step number): returns the loss."""
 
     def step(number: int) -> float:
         loss = loss_of(number)

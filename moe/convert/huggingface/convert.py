@@ -279,14 +279,15 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return name -> dtype in which a tensor is written: for weights `asked`, if it is not None; else the original dtype; else the
-    checkpoint's. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for biases. `came`: folder with the files that
-    came with the model from transformers. `trained`: whether the run has trained the model."""
+    """Return name -> dtype in which a tensor is written: the first that exists of `asked` (only for weights), the tensor's dtype in the
+    imported model's files, and its dtype in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for
+    biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None  # earlier versions wrote no dtypes.json
+    # for runs of earlier versions, which have no dtypes.json
+    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None
     most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})
@@ -298,8 +299,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes the run's model: `kept`, the imported one, if it does; else one of the first family for which it
-    does. Raises BadInput if no family fits. `ends`: id of the token that ends a text."""
+    """Return a config.json that describes the run's model: `kept`, the imported one, if it still does; otherwise a new one of the first
+    family that can describe the model. Raises BadInput if no family can. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]

@@ -39,8 +39,8 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a parameter in the files. `key`: of the tensor that contains it. `expert`: its index if that tensor is a stack of
-    experts. `row`: says whether it is transposed, and whether it is one half of the tensor."""
+    """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the expert, if
+    that tensor is a stack of experts. `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
 
     row: Row
     key: str
@@ -54,7 +54,7 @@ class Location:
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """Return the region of the file's tensor that contains a parameter of this shape. Of an interleaved tensor, it has both halves."""
+        """Return the region of the file's tensor that contains a parameter of this shape. If halves are interleaved, it contains both."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
