@@ -80,7 +80,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
     times = dict(lines)
     if len(times) < len(lines) or len({group for group, _ in ranks}) > 1:
         got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
-        raise BadInput(what, got=got, needed="one table of one group", fix=fix)
+        raise BadInput(what, got=got, needed="one table, measured on one group of ranks", fix=fix)
     if len(times) < LEAST_SIZES:
         raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
     return Measured(what, kind, sum(hosts.values()), len(hosts), times)
@@ -92,7 +92,7 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="run it with no flags for columns")
+            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="run it without flags for columns")
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:

@@ -108,7 +108,7 @@ def _check_networks(run: Run) -> None:
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
         got, fix_shared = f"true with experts.shared={x.shared}", Set("experts.shared", 0) | Set("experts.residual", False)
-        raise BadInput("experts.residual", got=got, needed="only one kind of network that every token passes", fix=fix_shared)
+        raise BadInput("experts.residual", got=got, needed="a residual network or shared experts, not both", fix=fix_shared)
 
 
 def _check_dispatch(run: Run) -> None:

@@ -88,7 +88,7 @@ def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="the flags of search")
     check_least(flags, memory=1)
     if placement != "loop":
-        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, which has a choice")
+        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, the only one with chunks")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
     # durations depend on a schedule's stages, not on its actions, so a schedule without actions suffices
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)

@@ -111,7 +111,8 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("router.bias_rate", got="null", needed=needed, fix="--router.bias_rate 0")
     grown, shrunk = layers_that("grow", before, run), layers_that("shrink", before, run)
     if not grown and not shrunk:
-        raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
+        fix = "to only train the source further: moe train RECIPE"
+        raise BadInput("--to", got="a model with the source's layers", needed="another number of experts in some layers", fix=fix)
     if grown and shrunk:
         got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all these layers, or fewer"
         raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
@@ -214,7 +215,8 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="only experts: the weight of this network depends on the token", fix="keep the experts")
+        needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot give the same output"
+        raise BadInput("--to", got=got, needed=needed, fix="keep the experts")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

@@ -1,11 +1,9 @@
-"""From text on disk to the token sequences of one step. `open_data` is the only entry. NumPy only; nothing here imports torch.
+"""Turns text on disk into the token sequences of each step; other packages call `open_data`. It uses NumPy, and nothing here imports torch.
 
-corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
-tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
-chat.py    chats to ids, with predicted parts     ->  chats.py      ids in files; several chats packed into a sequence
-given.py   samples from a user's program
-ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
-                                                      span_corruption.py  for an encoder-decoder: sequences with spans hidden
+text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
+chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence
+token ids       ids.py: files of other programs, read in place; given.py: samples from a user's program
+every step      order.py: its sequences; mixture.py: from several sources with weights; span_corruption.py: with spans hidden
 """
 
 from __future__ import annotations

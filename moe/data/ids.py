@@ -38,8 +38,8 @@ Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files and their ids. `train`: all ids, or only the training ids if `validation` is not None. `ends`: indices at which documents
-    end."""
+    """Opened files of ids. `validation`: the ids of val.bin; None if all ids are in `train`, which is cut later. `ends`: indices at which
+    documents end."""
 
     files: tuple[Path, ...]
     train: Stream

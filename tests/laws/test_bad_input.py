@@ -579,10 +579,10 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--dispatch.kind alltoall", "dispatch.kind: got 'alltoall', needed auto, all_to_all", "did you mean all_to_all?"),
     (
         T + "--nproc 2 --dispatch.kind padded --dispatch.overlap_chunks 2",
-        "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all can be cut",
+        "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all sends chunks",
         "set dispatch.kind to all_to_all",
     ),
-    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "needed 1: only all_to_all can be cut", "dispatch.overlap_chunks to 1"),
+    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "1: only all_to_all sends chunks", "dispatch.overlap_chunks to 1"),
     (
         T + "--nproc 2 --dispatch.overlap_chunks 3",
         "dispatch.overlap_chunks: got 3, needed a divisor of the 4 experts that a rank holds",

@@ -107,14 +107,14 @@ def page(done: dict[str, Any]) -> list[str]:
 
 def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return lines of advice that follow from the numbers, the most urgent first."""
-    wrong = [f"mend first: {name} found something wrong" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
+    wrong = [f"first mend the wrong results of {name}" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)
     gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]
     races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
     slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
     waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
-    return [*wrong, *gain, *slower, *waits] or ["nothing was measured that asks for a change"]
+    return [*wrong, *gain, *slower, *waits] or ["no measurement suggests a change"]
 
 
 if __name__ == "__main__":

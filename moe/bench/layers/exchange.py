@@ -185,7 +185,7 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
         raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {fits[0]} or {fits[1]}")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = run_on_ranks(measure, nproc, nproc, rounds, s, timeout_s=600)[0]
-    print(f"{nproc} ranks; of each {s.tokens} tokens of width {s.width}, top-{s.k} of {s.experts} experts; one layer, forward + backward")
+    print(f"{nproc} ranks, each with {s.tokens} tokens of width {s.width}; top-{s.k} of {s.experts} experts; one layer, forward + backward")
     print(f"{'dispatcher':<14}{'dtype':<7}{'bytes sent':>14}{'theory':>14}{'seconds':>10}{'over plain':>12}")
     for r in rows:
         cells = f"{r['kind']:<14}{r['dtype']:<7}{r['measured_bytes']:>14,}{r['expected_bytes']:>14,}"

@@ -99,8 +99,8 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
 
 
 def _replace(base: Path, part: Path) -> None:
-    """Replace the folder `base` by `part`. The old folder is removed. If its weights differ and the run has checkpoints, it is only
-    renamed, because the checkpoints may be adapters that need these weights."""
+    """Replace the folder `base` by `part`, and remove the old folder. If its weights differ and the run has checkpoints, rename it instead,
+    because the checkpoints may be adapters that need the old weights."""
     aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
     needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
         (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
@@ -319,8 +319,8 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the largest max_position_embeddings of `config`, `kept` and the run (max_length), unless it would change what
-    the model computes."""
+    """Return `config` with max_position_embeddings raised to the largest of its value in `config`, its value in `kept` and the run's
+    max_length. Return it unchanged if that would change what the model computes."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}

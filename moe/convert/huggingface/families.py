@@ -55,7 +55,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as transformers has in memory and in some files
+# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as in transformers' modules and in some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -298,11 +298,11 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-_SAME = {"kimi_k2": "deepseek_v3"}  # model_type of a model with its own code -> the family whose code it copies
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type with published code that copies a family's code -> that family
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type; for a model that copies the code of a family, that family's model_type."""
+    """Return the config's model_type; for a model with a copy of a family's code (_SAME), that family's model_type."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 

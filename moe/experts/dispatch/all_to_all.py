@@ -21,7 +21,7 @@ from parallel.mesh.traffic import Load, Message, Traffic
 class AllToAll(Dispatcher):
     name = "all_to_all"
     about = "the usual choice"
-    reads = {"overlap_chunks": "only all_to_all can be cut"}
+    reads = {"overlap_chunks": "only all_to_all sends chunks"}
     examples = {"all_to_all": {}, "overlapped": {"overlap_chunks": 2}}
 
     @property

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Hierarchical(Dispatcher):
     name = "hierarchical"
     about = "many nodes"
-    reads = {"node_size": "only hierarchical knows nodes"}
+    reads = {"node_size": "only hierarchical sends between nodes and within nodes separately"}
     examples = {"hierarchical": {"node_size": 2}}
     least_ranks = 4
     returns_rows = False
@@ -207,7 +207,7 @@ class OncePerNode(Exchange):
 
 
 def _even(total: int, parts: int) -> Tensor:
-    """Return `total` as a sum of `parts` numbers that differ by 1 at most, int64 [parts]."""
+    """Divide `total` into `parts` integers that differ by at most 1, int64 [parts]."""
     import torch
 
     return torch.tensor([total // parts + (part < total % parts) for part in range(parts)])

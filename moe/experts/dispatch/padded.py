@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 class Padded(Dispatcher):
     name = "padded"
-    about = "links, compilers or CUDA graphs that want static blocks"
+    about = "links, compilers or CUDA graphs that need blocks of fixed size"
 
     def traffic(self, load: Load) -> Traffic:
         slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest

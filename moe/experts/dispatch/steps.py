@@ -115,8 +115,8 @@ class Steps(Exchange):
         return plan, steps
 
     def _permuted(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Plan, list[Step]]:
-        """Return the rows to send [R, D], the plan of these R rows, and the steps. Without a capacity, a GPU gathers all T * K rows while the
-        host waits for R. With a capacity, many choices may be dropped, so rows are gathered after R is known.
+        """Return the rows to send [R, D], the plan of these R rows, and the steps. Without a capacity, a GPU gathers all T * K rows while
+        the host waits for R. With a capacity, many choices may be dropped, so rows are gathered after R is known.
         """
         plan, planned = self.planned(routing)
         rows_RD = self.kernels.permute(x_TD, plan) if routing.capacity is None else None
