@@ -127,5 +127,5 @@ def chosen_peers(peers: str, known: Collection[str]) -> list[str]:
         if name not in known:
             near = did_you_mean(name, known)
             fix = f"did you mean {near}?" if near else "--peers all"
-            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
+            raise BadInput("--peers", got=name, needed=f"all, none, or some of {', '.join(known)}", fix=fix)
     return names

@@ -92,7 +92,7 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="run it without flags for columns")
+            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns")
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:
@@ -111,7 +111,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
-        raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
+        raise BadInput(found.what, got=got, needed=needed, fix="give the cluster of these nodes by --cluster")
     if found.nodes == 1:
         ranks = 2 if found.kind == "send" else found.ranks  # send times do not depend on the number of ranks, so they are stored for 2
         rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
@@ -198,7 +198,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
-        raise BadInput("--nccl", got=got, needed="one number of nodes and ranks for all outputs of several nodes", fix=fix)
+        raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

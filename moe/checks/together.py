@@ -50,7 +50,7 @@ def check_together(run: Run) -> None:
         if (degree := value_of(run, key)) < 1:
             raise BadInput(key, got=degree, needed="a whole number of at least 1", fix=Set(key, 1))
         if degree > 1 and run.sharding.named.threads:
-            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp is one process"
+            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp runs all replicas in one process"
             raise clash(run, "sharding.kind", key, "ddp", needed=needed)
     check_model(run)
     check_encoder_decoder(run)
@@ -165,7 +165,7 @@ def _check_data(run: Run) -> None:
         needed = "greater than 256: one id for each byte, and one that separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
-        needed = "model.document_separator with it: ids do not show which one separates documents"
+        needed = "also model.document_separator, because the files do not say which id separates documents"
         fix = "give model.document_separator" | Set("model.document_mask", False)
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
@@ -235,7 +235,7 @@ def _check_replicas(run: Run, sequences: int) -> None:
     if sequences % (run.sharding.replicas * unit):
         groups = f" in groups of {unit}" if unit > 1 else ""
         got = f"{run.sharding.replicas} for {counted(sequences, 'sequence')} of a micro-batch{groups}"
-        needed = f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}"
+        needed = f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"a router.group that divides {sequences}"
         change = "change sharding.replicas, train.global_batch or pipeline.microbatches"
         raise BadInput("sharding.replicas", got=got, needed=needed, fix=change)
 

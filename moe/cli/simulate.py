@@ -85,7 +85,7 @@ def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tup
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     placement = flags.placement or "line"
-    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="the flags of search")
+    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="only flags of moe simulate search")
     check_least(flags, memory=1)
     if placement != "loop":
         refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, the only one with chunks")

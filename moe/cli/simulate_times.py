@@ -202,14 +202,14 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
     from a user's file; None: a schedule of the catalog."""
     from moe.recipe.load import load
 
-    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives the times")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:
             raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
     run, _ = load(recipe, overrides)
     if run.model.kind == "encoder_decoder":
-        needed = "a decoder: durations follow from one length, and the halves have two; moe plan counts both"
+        needed = "a decoder: times are computed for one length, but encoder and decoder have two; moe plan supports both"
         raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
     if file is None:
         size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)

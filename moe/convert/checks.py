@@ -114,11 +114,11 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         fix = "to only train the source further: moe train RECIPE"
         raise BadInput("--to", got="a model with the source's layers", needed="another number of experts in some layers", fix=fix)
     if grown and shrunk:
-        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all these layers, or fewer"
+        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all changed layers, or fewer in all"
         raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
-            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: no network can be converted to them"
+            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: they cannot be converted to or from networks"
             raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="keep the experts")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
@@ -168,7 +168,7 @@ def _check_grown(before: Run, run: Run, settings: Settings) -> None:
         raise BadInput("experts.d_ff", got=units, needed=f"the source's d_ff {old}", fix=f"--experts.d_ff {old}{granular}")
     if gate_sum(run.router) is None and not settings.approximate:
         got = f"{run.router.preset}, whose gates of a token do not sum to a constant"
-        fix = "--router.preset glam, or --approximate: the down projection is scaled for a router whose logits are all equal"
+        fix = "--router.preset glam, or --approximate: the scale of the down projection is then exact only for equal logits"
         raise BadInput("router.preset", got=got, needed="gates with sum 1, for an output equal to the source's", fix=fix)
 
 
@@ -220,7 +220,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"
-        fix = "--approximate: experts count as if their gates summed to 1"
+        fix = "--approximate: the dense network is then computed as if gates summed to 1"
         raise BadInput("--to", got=got, needed="a source with gates that sum to a constant", fix=fix)
 
 

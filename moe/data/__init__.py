@@ -124,7 +124,7 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
             fix = "mend this function; its argument is the section `data` of the recipe"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
-        needed = "samples, which only the program that trained with them can give"
+        needed = "samples, which only the user's program can pass (train(run, data=...))"
         raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")
     tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
     share, ids = data.validation_share, tokenizer.vocab_size
@@ -144,7 +144,7 @@ def _chats(
 ) -> Dataset:
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
-        needed = "bytes for a new model; bpe is the tokenizer of a model to begin with"
+        needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"
         raise BadInput("data.tokenizer", got="bpe with data.source=chat", needed=needed, fix=Set("it", "bytes") | "add --init_from MODEL")
     tokenizer = with_template(Bytes() if description is None else load(description), data.chat_template)
     if vocab_size < tokenizer.vocab_size:

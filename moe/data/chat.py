@@ -99,7 +99,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
         each = each or len(texts)  # chats of a line: 1, or a pair
         if len(texts) != each:
             said = "pairs" if each == 2 else "single chats"
-            raise BadInput(where, got=f"another form than the {said} before", needed="one form in a file", fix="write two files")
+            raise BadInput(where, got=f"another form than the {said} before", needed="the same form in all lines", fix="write two files")
         made, room = [_encoded(text, tokenizer) for text in texts], (max_length + 1) // each
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):

@@ -403,7 +403,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 3 --degrees.sp 3 --sequence.kind ulysses --model.max_length 30",
-        "degrees.sp: got 3 ranks that exchange heads for tokens, with model.num_heads=2, needed a divisor of the heads",
+        "degrees.sp: got 3 ranks that exchange heads for tokens, with model.num_heads=2, needed a divisor of the number of heads",
         "set sequence.heads to 1 and sequence.kind to ring",
     ),
     (T + "--nproc 4 --degrees.sp 4 --sequence.heads 3", "sequence.heads: got 3, needed a divisor of degrees.sp=4", "to one of [1, 2]"),

@@ -39,7 +39,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
             raise BadInput(
-                "--adapters", got=f"{name}, which training has changed", needed="the base's bias: PEFT's files have only adapters", fix=fix
+                "--adapters", got=f"{name}, which training has changed", needed="an unchanged bias: PEFT's files cannot have it", fix=fix
             )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
     stored, modules = reader.adapters.names(), set[str]()  # modules: regular expressions for the names of modules with adapters

@@ -147,12 +147,12 @@ class Source:
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
         mtp = [key for key in left if key.startswith(further)]
         if mtp and not without_further:
-            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "the main model alone: these layers are not converted"
+            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "only the main model: such layers cannot be converted"
             raise BadInput(f"tensor {mtp[0]}", got=got, needed=needed, fix="leave them out: moe convert hf:PATH runs/NAME --without_mtp")
         left = [key for key in left if not key.startswith(further)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"
+            needed, fix = "only parameters of the recipe's model", "this model is not supported: see docs/use/huggingface.md"
             raise BadInput(f"tensor {left[0]}{more}", got="a tensor that nothing reads", needed=needed, fix=fix)
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
