@@ -375,12 +375,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--tensor.sequence_parallel true",
-        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor on several ranks",
+        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor with degrees.tp",
         "set tensor.sequence_parallel to false",
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --tensor.overlap_chunks 2",
-        "tensor.overlap_chunks: got 2 with degrees.tp=2 and tensor.kind=copied, needed tensor.kind 1d on several ranks",
+        "tensor.overlap_chunks: got 2 with degrees.tp=2 and tensor.kind=copied, needed tensor.kind 1d with degrees.tp above 1",
         "set tensor.overlap_chunks to 1",
     ),
     (
