@@ -6,7 +6,7 @@
     summary = train(run, origins=origins)
 
     load           reads a recipe by name or path, with overrides   moe/recipe/load.py
-    train          trains a recipe, from its newest checkpoint      moe/train/loop/trainer.py
+    train          trains a recipe, or resumes from a checkpoint    moe/train/loop/trainer.py
     script         runs your own script as a training run           moe/launch/launch.py
     verify         compares parallel layouts with one process       moe/verify/verify.py
     open           loads a trained run: model, tokenizer, recipe    moe/train/use/opened.py

@@ -217,8 +217,8 @@ def _busiest(made: Planned) -> list[str]:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """Say how much slower the next plan with other degrees is than the best plan, and in which part of the step. Plans that are not
-    recommended are compared only with each other. Return at most one line."""
+    """Say how much slower the next plan with other degrees is than the best plan, and in which part of the step. Both plans must be
+    recommended, or not recommended for the same reason. Return at most one line."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
     if other is None:
