@@ -5,15 +5,15 @@
     run, origins = load("switch_tiny", {"train.steps": "5"})
     summary = train(run, origins=origins)
 
-    load           a recipe by name or path, with overrides         moe/recipe/load.py
-    train          the training loop; resumes from its checkpoint   moe/train/loop/trainer.py
+    load           reads a recipe by name or path, with overrides   moe/recipe/load.py
+    train          trains a recipe, or resumes from a checkpoint    moe/train/loop/trainer.py
     script         runs your own script as a training run           moe/launch/launch.py
-    verify         compares all layouts with a single process       moe/verify/verify.py
-    open           a trained run: model, tokenizer, recipe          moe/train/use/opened.py
+    verify         compares parallel layouts with one process       moe/verify/verify.py
+    open           loads a trained run: model, tokenizer, recipe    moe/train/use/opened.py
     Transformer    the model; works without process groups          moe/model/transformer.py
     MoELayer       one MoE layer, for your own model                moe/experts/layer.py
-    Context        a forward pass's positions, seed, documents ...  moe/nn/context.py
-    RoutingRecord  the experts that a pass chose, for replay        moe/nn/routing_record.py
+    Context        positions, seed, documents of a forward pass     moe/nn/context.py
+    RoutingRecord  expert choices of a forward pass, for replay     moe/nn/routing_record.py
     Callback       your own code after steps, evaluations, saves    moe/train/parts/callbacks.py
 
 Each name is imported when it is first used, so `import moe` is fast and does not load torch.

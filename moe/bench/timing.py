@@ -1,4 +1,4 @@
-"""Times functions on a noisy machine. They run in turn, round by round, and ratios are of times in the same round."""
+"""Times functions on a noisy machine. Each function runs once in every round, and a ratio compares two times of the same round."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Run = Callable[[], object]
 def in_turn(
     work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
-    """Return a dict: name in `work` -> its seconds in each round. Every second round runs in reverse order. before: called before each
-    function."""
+    """Call every function of `work` once in each round; every second round in reverse order. Return name -> seconds in each round. before:
+    called before each function, not timed."""
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -58,7 +58,8 @@ def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Race:
-    """Two functions to compare, by their names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs; None: no limit."""
+    """A comparison of two functions. ours, theirs: their names in `in_turn`. most: largest allowed ratio of their seconds, ours / theirs;
+    None: no limit."""
 
     name: str
     ours: str
@@ -67,7 +68,8 @@ class Race:
 
 
 def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict[str, Any]:
-    """Print and return a table row: median and quartiles over rounds of seconds, ours / theirs. Passes if the lower quartile <= `most`."""
+    """Print and return a table row: median and quartiles over rounds of the ratio of seconds, ours / theirs. The row passes if the lower
+    quartile is at most `race.most`."""
     ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     took, processes = statistics.median(seconds[race.ours]), f"{ranks} rank{'s' * (ranks > 1)}"
@@ -77,7 +79,8 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """Return the peak of the bytes that torch allocates during run(), without the bytes allocated before. On a CPU, only tensors count."""
+    """Return the largest number of bytes that torch allocates during run(), in addition to the bytes allocated before. On a CPU, torch's
+    profiler counts them."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -124,5 +127,5 @@ def chosen_peers(peers: str, known: Collection[str]) -> list[str]:
         if name not in known:
             near = did_you_mean(name, known)
             fix = f"did you mean {near}?" if near else "--peers all"
-            raise BadInput("--peers", got=name, needed=f"all, none, or of {', '.join(known)}", fix=fix)
+            raise BadInput("--peers", got=name, needed=f"all, none, or some of {', '.join(known)}", fix=fix)
     return names

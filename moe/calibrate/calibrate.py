@@ -3,12 +3,12 @@
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
     collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
                     cores, times include waiting for a core, as in training
-    own_step.py     whole training steps of small models, each rank by itself: the time that is not spent in products
+    own_step.py     whole training steps of small models, each rank by itself; they give the time that products and attention do not take
 
-The predicted time of a step is products + attention + launch_us * kernels + pointwise * streamed bytes + step_ms. A least-squares fit of
-relative errors, without negative values, to the measured steps gives launch_us, pointwise and step_ms. gather_us is the host's time for
-each of FSDP's gathers, in addition to the collective, from FSDP and DDP steps on two ranks. On GPUs these constants are not measured, but
-taken from moe/plan/machine/program.py.
+Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
++ step_ms. The constants launch_us, pointwise and step_ms are fitted to the measured steps: least squares of relative errors, no constant
+below 0. gather_us is the host's time for one FSDP gather, in addition to the collective; it follows from FSDP and DDP steps on two ranks.
+On GPUs these constants are not measured, but taken from moe/plan/machine/program.py.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from parallel.store.files import check_writable, write_text
 
 TIMEOUT_S = 600.0
 SOURCE = "moe plan --calibrate"
-# collectives: bytes of a rank's input of all_reduce and all_to_all, of its output of all_gather, or of a message (send)
+# sizes of the measured collectives: bytes of a rank's input (all_reduce, all_to_all), of its output (all_gather), of the message (send)
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
 CALLS = 25
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer versions of torch have the first name
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
-# (layers, width, hidden, heads, positions, sequences) of each model, ordered by the part of a step's time that products take
+# (layers, width, hidden, heads, positions, sequences) of each model; in later models, products take a larger part of a step's time
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
 SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the same order, of the model whose FSDP and DDP steps give gather_us: many small gathers
 
@@ -189,7 +189,7 @@ def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequen
 
 
 def _typical(found: list[Any]) -> Any:
-    """Return the median over ranks of each number. found: one result for each rank, all dicts or lists of the same structure."""
+    """Return the median over ranks of each measured value. found: one result for each rank, all dicts or lists of the same structure."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}
@@ -204,7 +204,7 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    channels = 64  # Device.attention is for this head size: FLOP/s of attention / FLOP/s of the fastest product
+    channels = 64  # head size of Device.attention, which is FLOP/s of attention / FLOP/s of the fastest product
     of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
     forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
     rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}
@@ -227,7 +227,8 @@ def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
 
 
 def program(cluster: Cluster, at_once: int) -> dict[str, float]:
-    """Return launch_us, pointwise and step_ms by name, fitted to training steps of `at_once` processes, which train separately."""
+    """Return launch_us, pointwise and step_ms by name. They are fitted to training steps of `at_once` processes, each of which trains its
+    own model."""
     from scipy.optimize import nnls
 
     found = run_on_ranks(own_step.in_turn, at_once, at_once, [recipe(*size) for size in STEPS], True, timeout_s=TIMEOUT_S)
@@ -250,8 +251,8 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """Return the microseconds that each of FSDP's gathers takes in addition to its collective. They follow from FSDP and DDP steps measured
-    on two ranks."""
+    """Return the host's microseconds for one FSDP gather, in addition to its collective. They follow from the difference between FSDP and
+    DDP steps measured on two ranks."""
     ENGINES[CUT].load()  # imported before ranks are forked, so that not every rank imports it
     measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)

@@ -1,12 +1,12 @@
 """Reads the printed output of NCCL-tests and writes its times into a cluster file.
 
 A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, first out of place,
-then in place. `# Rank` lines name each rank's host. The times out of place are used. Source: github.com/NVIDIA/nccl-tests,
+then in place. `# Rank` lines name each rank's host. The out-of-place times are used. Source: github.com/NVIDIA/nccl-tests,
 doc/PERFORMANCE.md.
 
 On one node the times become `inside.times`. On several nodes, a least-squares fit of relative errors gives seconds = latency + bytes /
 bandwidth. From it follow `between.share` and `latency_us` (all-gather), `exchange_share` (all-to-all) and `tree_us` (all-reduce). A cluster
-file has one time for all-gather and reduce-scatter, so the slower counts if both were measured.
+file has one time for all-gather and reduce-scatter. If both were measured, the slower one is used.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Measured:
         return replace(self, what=f"the slower of {self.what} and {other.what}", times=times)
 
     def law(self) -> tuple[float, float]:
-        """Return the (latency in microseconds, bytes per microsecond) with the least squares of relative errors. Raises BadInput for a
-        negative latency, and for times that do not grow with the bytes."""
+        """Fit time = latency + bytes / bandwidth by least squares of relative errors. Return (latency in microseconds, bandwidth in bytes
+        per microsecond). Raises BadInput for a negative latency, and for times that do not grow with the bytes."""
         rows = [(1 / t, size / t) for size, t in self.times.items()]
         aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
         a, b = sum(a for a, _ in rows), sum(b for _, b in rows)
@@ -80,7 +80,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
     times = dict(lines)
     if len(times) < len(lines) or len({group for group, _ in ranks}) > 1:
         got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
-        raise BadInput(what, got=got, needed="one table of one group", fix=fix)
+        raise BadInput(what, got=got, needed="one table, measured on one group of ranks", fix=fix)
     if len(times) < LEAST_SIZES:
         raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
     return Measured(what, kind, sum(hosts.values()), len(hosts), times)
@@ -92,7 +92,7 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="run it with no flags for columns")
+            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns")
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:
@@ -111,9 +111,9 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
-        raise BadInput(found.what, got=got, needed=needed, fix="name the cluster whose nodes these are by --cluster")
+        raise BadInput(found.what, got=got, needed=needed, fix="give the cluster of these nodes by --cluster")
     if found.nodes == 1:
-        ranks = 2 if found.kind == "send" else found.ranks  # a rank sends one message, for any number of ranks
+        ranks = 2 if found.kind == "send" else found.ranks  # send times do not depend on the number of ranks, so they are stored for 2
         rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
         source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
@@ -127,7 +127,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the text in `sources`."""
+    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the note for `sources`."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
@@ -142,7 +142,7 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with exchange_share, from the bytes that a rank sends to other nodes, and the beginning of the text in `sources`."""
+    """Return `between` with exchange_share, from the bytes that a rank sends to other nodes, and the beginning of `sources`' note."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
@@ -151,8 +151,8 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with tree_us, from an all-reduce's latency, and the beginning of the text in `sources`. A cluster has one bandwidth
-    for all-reduces and gathers, so the all-reduce's bandwidth is only written into the text."""
+    """Return `between` with tree_us, from an all-reduce's latency, and the beginning of the note for `sources`. A cluster has one bandwidth
+    for all-reduces and gathers, so the all-reduce's bandwidth is not used; the note has it."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
@@ -182,7 +182,7 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, and
-    if outputs of several nodes are not all of the same number of nodes and ranks."""
+    if outputs of runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:
@@ -198,7 +198,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
-        raise BadInput("--nccl", got=got, needed="one number of nodes and ranks for all outputs of several nodes", fix=fix)
+        raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

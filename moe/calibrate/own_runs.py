@@ -5,9 +5,9 @@ multiplied by a factor e^x, and the fit minimizes
 
     sum over runs of (log(predicted / measured) / noise)^2 + sum over constants of (x / PRIOR)^2
 
-noise: standard deviation of the errors that remain, at least NOISE. The steps determine a constant ("told" in this file) if the standard
-deviation of its x is below TOLD. If some constants are not determined, the least certain one gets the cluster's value again, and the others
-are fitted again.
+noise: standard deviation of the errors that remain, at least NOISE. The measured steps determine a constant ("told" in this file) if the
+standard deviation of its x is below TOLD. If some constants are not determined, the one with the largest standard deviation keeps the
+cluster file's value, and the others are fitted again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from parallel.store.files import check_writable, write_text
 
 NOISE = 0.05  # about the spread of the predictions' errors over layouts, with the right constants (docs/parallel/planner_time.md)
 PRIOR = math.log(2)  # prior standard deviation of x
-TOLD = 0.25  # largest standard deviation of a fitted constant's x
+TOLD = 0.25  # limit on the standard deviation of x, above which the steps do not determine a constant
 MOST = math.log(4)  # largest absolute value of x
 STEP = 0.02  # difference of x for derivatives, because predicted seconds have small jumps
 
 
 @dataclass(frozen=True)
 class Step:
-    """A run's measured seconds of a step. run: name of its folder."""
+    """One run: its network, its plan and the measured seconds of a training step. run: name of its folder."""
 
     run: str
     network: Network
@@ -63,7 +63,7 @@ class Step:
 @dataclass(frozen=True)
 class Constant:
     """A constant of a cluster file. value: returns the constant. scaled: returns the cluster with the constant multiplied by a factor.
-    most: its largest value on accelerators."""
+    most: limit on the fitted value on accelerators; 1 for a share of the hardware's peak."""
 
     value: Callable[[Cluster], float]
     scaled: Callable[[Cluster, float], Cluster]
@@ -206,12 +206,12 @@ def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]
 
 
 def off(cluster: Cluster, steps: Sequence[Step]) -> float:
-    """Return the mean of |predicted / measured - 1|."""
+    """Return the mean over the runs of |predicted / measured - 1|."""
     return statistics.mean(abs(math.expm1(step.error(cluster))) for step in steps)
 
 
 def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
-    """Return the mean of |predicted / measured - 1| if each run is predicted with constants fitted to the other runs."""
+    """Cross-validate: return the mean of |predicted / measured - 1|, each run predicted with constants fitted to the other runs."""
     return statistics.mean(off(fitted(cluster, [*steps[:at], *steps[at + 1 :]]).cluster, [step]) for at, step in enumerate(steps))
 
 

@@ -1,5 +1,5 @@
-"""Runs this project's own training step on ranks and measures its seconds. Model, engine, executor and update are the trainer's, but
-no data is read and nothing is recorded."""
+"""Runs training steps on ranks and measures their seconds. Model, engine, executor and optimizer update are those of `moe train`, but no
+data is read and nothing is recorded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Peer = Callable[[Run, Transformer, dict[str, Layout]], Engine]  # puts a model i
 
 @dataclass(frozen=True)
 class Training:
-    """One rank of a recipe's training run: its model, inside its engine, inside the executor. layouts: parameter name -> Layout."""
+    """One rank of a recipe's training run. The executor has the engine, which has the model. layouts: parameter name -> Layout."""
 
     run: Run
     mesh: Mesh
@@ -63,17 +63,17 @@ class Training:
 
     @cached_property
     def shard(self) -> TokenShard:
-        """This rank's part of the recipe's batch. Cached, so that timed steps do not include making it."""
+        """This rank's part of the recipe's batch. Cached, so that timed steps do not include the time to make it."""
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1]; if `shard` is given, the part that it assigns to
-        this rank. Collective."""
+        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], this rank's part of the batch. shard: which part it
+        is; None: each rank has contiguous tokens of this shape. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
     def step(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Take training step number `step`: `accumulate` and the optimizer's update. Collective."""
+        """Take one training step: `accumulate`, then the optimizer's update. step: its number. Collective."""
         numbers, o = self.accumulate(tokens, step=step, microbatches=microbatches, shard=shard), self.run.optimizer
         world, scale = self.mesh.axis("world"), LossScale.of("none")
         finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)

@@ -5,8 +5,8 @@ recipe is still refused.
     tp 1 and tp 2 are accepted, tp 4 and num_heads 8 refused    ->  Set("degrees.tp", 1, 2)
 
 If no single change is enough, the recipe with the change is checked again, and a change that this next error proposes is added:
-Set("degrees.tp", 2) & Nproc(2). So a check needs to know only its own reason. Advice in words ("check the spelling") cannot be tested, and
-is kept.
+Set("degrees.tp", 2) & Nproc(2). So a check proposes fixes without knowing the other checks. Advice in words ("check the spelling") cannot
+be tested, and is kept.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | 
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
-            return BadInput("recipe", got="no change", needed="one", fix="another")
+            return BadInput("recipe", got="no change", needed="one", fix="another")  # never shown: it only drops this fix
         check_run(changed, processes)
         check_read(changed, origins_with(change, origins), file="")
     except BadInput as bad:

@@ -1,4 +1,4 @@
-"""Checks whether a new run has the weights that it must begin with, before torch is imported and ranks are started."""
+"""Checks that a new run has the initial weights that it needs, before torch is imported and ranks are started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parallel.errors import BadInput
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a run's folder has a checkpoint. Whether it is complete is checked later, by the ranks."""
+    """Return whether a run's folder has a checkpoint. The ranks check later whether it is complete."""
     return any((folder / "checkpoints").glob("step-*/manifest.json"))
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Raise BadInput for a new run in folder `out` if `source` (--init_from) has no checkpoint, or if --fresh would set it aside. Without a
-    source, raise BadInput for a run that trains adapters, or reads chats and has no template."""
+    """For a new run in folder `out`: raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set aside that
+    checkpoint. Without a source, raise BadInput if the run trains adapters, or reads chats that need a template and has none."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return

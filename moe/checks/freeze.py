@@ -29,7 +29,7 @@ def _check_part(run: Run, part: str) -> None:
         needed = f"{', '.join(PARTS)}, layers.N or layers.N-M"
         raise BadInput(_KEY, got=part, needed=needed, fix=_with(run, part, near) if near else Remove(_KEY))
     if layers is not None and not 0 <= layers.start < layers.stop <= depth:
-        raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, the first not after the last", fix=_without(run, part))
+        raise BadInput(_KEY, got=part, needed=f"layers from 0 to {depth - 1}, as layers.FIRST-LAST", fix=_without(run, part))
     if part == "head" and run.model.tied_embeddings:
         raise BadInput(_KEY, got=part, needed="a head that is not tied to the embedding", fix=_with(run, part, "embedding"))
     if part in _lacking(run):

@@ -38,7 +38,7 @@ def _check_targets(run: Run) -> None:
     if "experts" in targets and not run.model.layers_with_experts():
         raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_without("experts", targets))
     if "experts" in targets and not (products := PRODUCTS[run.experts.products]).fused:
-        got, needed = f"experts with {products.name} products", "plain products, the only ones that adapters of experts have"
+        got, needed = f"experts with {products.name} products", "plain products: adapters of experts support no others"
         raise BadInput("lora.targets", got=got, needed=needed, fix=_without("experts", targets))
     if "dense" in targets and not run.has_dense_networks:
         needed = "layers without experts, shared experts or a residual network"

@@ -102,7 +102,7 @@ def _check_rope(run: Run) -> None:
     if r.fraction != 1 and m.latent.key_rank is None:
         _check_fraction(m)
     if r.scaling in ("dynamic", "llama3", "yarn") and r.trained_length is None:
-        needed = f"the length of the training that {r.scaling} extends"
+        needed = f"max_length of the original training, which {r.scaling} scaling extends"
         raise BadInput("model.rope.trained_length", got="null", needed=needed, fix=Set("it", m.max_length))
     if r.scaling in ("llama3", "yarn") and r.most_turns <= r.low:
         raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix=Set("it", None))

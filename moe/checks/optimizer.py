@@ -25,7 +25,7 @@ def check_optimizer(run: Run) -> None:
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)
     if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
-        needed = "adamw, muon, sgd or kfac: means over rows and columns of a stack of biases have no meaning"
+        needed = "adamw, muon, sgd or kfac: adafactor would average over experts, because it treats a stack of biases as a matrix"
         raise clash(run, "optimizer.kind", "experts.biases", "adamw", "", Set("experts.biases", False), needed=needed)
     if o.kind == "kfac":
         _check_kfac(run)

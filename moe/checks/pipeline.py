@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe.checks.clash import clash
 from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Set, all_of
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import ADVISED, SCHEDULES, fewer_ranks, kind_of
@@ -51,7 +51,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
     for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
         if place != "none" and "offload" in s.named.keys and (key, place) not in s.carrier(pp=pp).offloads:
             got = f"{place} with sharding.stage={s.stage} and degrees.pp={pp}"
-            needed = "with pipeline stages, only the optimizer on cpu: FSDP carries out ZeRO 2 and 3 there, and it offloads nothing else"
+            needed = "only optimizer states on cpu: with pipeline stages ZeRO 2 and 3 run as FSDP, and it offloads nothing else"
             works = {"sharding.offload.optimizer": "cpu", "sharding.offload.parameters": "none"}
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=all_of(works) | Set("degrees.pp", 1))
 
@@ -78,7 +78,7 @@ def _check_continuous(run: Run) -> None:
     every = kind_of(name).update_every or p.microbatches
     if p.microbatches != every:
         of_any = [other for other, kind in SCHEDULES.items() if kind.continuous and kind.update_every is None]
-        needed = f"{every}: an update of {name} sums {every}, and a step is one update"
+        needed = f"{every}: {name} updates weights after {counted(every, 'micro-batch')}, and a training step is one update"
         fix = Set("it", every) | Set("pipeline.schedule", *of_any)
         raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:

@@ -34,7 +34,7 @@ def without_effect(run: Run) -> list[str]:
 
 def _check_idle(run: Run) -> None:
     if run.sequence.keep_attention and run.recompute.kind != "full":
-        full, needed = Set("recompute.kind", "full"), "recompute.kind full: otherwise attention is computed once anyway"
+        full, needed = Set("recompute.kind", "full"), "recompute.kind full: without it, attention is not recomputed anyway"
         raise clash(run, "sequence.keep_attention", "recompute.kind", False, "", full, needed=needed)
     if run.sequence.named.trades_heads and run.sequence.heads != 1:
         why = "with ulysses, all ranks of sp exchange heads for tokens"
@@ -60,4 +60,4 @@ def _check_heads(run: Run, degree: int) -> None:
         of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
         got = f"{degree} ranks that exchange heads for tokens, with {of_rank}"
         fix = heads & Set("sequence.kind", "ring") if what == "degrees.sp" else heads
-        raise BadInput(what, got=got, needed="a divisor of the heads", fix=fix)
+        raise BadInput(what, got=got, needed="a divisor of the number of heads", fix=fix)

@@ -39,7 +39,7 @@ def _check_sequence_parallel(run: Run) -> None:
     sp, tp, length = run.degrees.sp, run.degrees.tp, run.model.max_length
     if tp == 1 or run.tensor.kind not in LINES:
         got = f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}"
-        needed = "tensor.kind 1d or dtensor on several ranks: it splits tensors that these ranks would hold as copies"
+        needed = "tensor.kind 1d or dtensor with degrees.tp above 1: it shards activations that are otherwise copied on all tp ranks"
         fix = Set("degrees.tp", 2) & Set("tensor.kind", "1d") | Set("tensor.sequence_parallel", False)
         raise BadInput("tensor.sequence_parallel", got=got, needed=needed, fix=fix)
     ways, words = sp * tp, f"degrees.sp * degrees.tp = {sp} * {tp}" if sp > 1 else f"degrees.tp={tp}"
@@ -51,7 +51,7 @@ def _check_sequence_parallel(run: Run) -> None:
 def _check_overlap(run: Run) -> None:
     if run.degrees.tp == 1 or run.tensor.kind != "1d":
         got = f"{run.tensor.overlap_chunks} with degrees.tp={run.degrees.tp} and tensor.kind={run.tensor.kind}"
-        needed = "tensor.kind 1d on several ranks, which all-reduce the products of a layer's second matrix"
+        needed = "tensor.kind 1d with degrees.tp above 1: it overlaps the all-reduce of tp ranks with the product before it"
         fix = Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d")
         raise BadInput("tensor.overlap_chunks", got=got, needed=needed, fix=fix)
     if run.tiling.ffn > 1:
@@ -96,13 +96,13 @@ def _check_grid(run: Run) -> None:
             fix = Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d")
             raise BadInput("degrees.tp", got=got, needed=f"{ways} to divide {what}={size}", fix=fix)
     if run.vocab_size < shape.units:
-        needed = f"at most the vocabulary's {run.vocab_size} a side"
+        needed = f"a grid with sides of at most the vocabulary's {run.vocab_size}"
         raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))
 
 
 def _check_sequences(run: Run) -> None:
-    """Raise BadInput unless the sequences of training and evaluation batches divide equally, in entire capacity groups, among the rows of a
-    tp grid. In a MoE model, also raise it if a sequence has fewer tokens than tp ranks, each of which routes some."""
+    """Raise BadInput unless the rows of a tp grid can read equal numbers of sequences, and of entire capacity groups, in training and
+    evaluation. In a MoE model each tp rank routes a part of a sequence, so a sequence needs at least as many tokens as tp ranks."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():
@@ -142,7 +142,8 @@ def check_tiling(run: Run) -> None:
 
 
 def _split(run: Run) -> str:
-    """Return the words with which messages divide a dense size by tp: "" (tp 1), " / degrees.tp=2" or " / 2, the side of tp's grid"."""
+    """Return the ending of a size's name in messages, which says how tp divides the size: "" (tp 1), " / degrees.tp=2" or " / 2, the side
+    of tp's grid"."""
     parts = run.tp_grid().units
     return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 

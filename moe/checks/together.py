@@ -50,7 +50,7 @@ def check_together(run: Run) -> None:
         if (degree := value_of(run, key)) < 1:
             raise BadInput(key, got=degree, needed="a whole number of at least 1", fix=Set(key, 1))
         if degree > 1 and run.sharding.named.threads:
-            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp is one process"
+            needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp runs all replicas in one process"
             raise clash(run, "sharding.kind", key, "ddp", needed=needed)
     check_model(run)
     check_encoder_decoder(run)
@@ -108,7 +108,7 @@ def _check_networks(run: Run) -> None:
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
         got, fix_shared = f"true with experts.shared={x.shared}", Set("experts.shared", 0) | Set("experts.residual", False)
-        raise BadInput("experts.residual", got=got, needed="only one kind of network that every token passes", fix=fix_shared)
+        raise BadInput("experts.residual", got=got, needed="a residual network or shared experts, not both", fix=fix_shared)
 
 
 def _check_dispatch(run: Run) -> None:
@@ -165,7 +165,7 @@ def _check_data(run: Run) -> None:
         needed = "greater than 256: one id for each byte, and one that separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
-        needed = "model.document_separator with it: ids do not show which one separates documents"
+        needed = "also model.document_separator, because the files do not say which id separates documents"
         fix = "give model.document_separator" | Set("model.document_mask", False)
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
     if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
@@ -192,8 +192,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Raise BadInput for keys that need plain text, if chats are read, or if a user's program or plug-in gives samples, which are token
-    ids. A plug-in may read data.path; with samples from a program, data.path is refused."""
+    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. data.path is
+    also refused with samples from a program; a plug-in may read it."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
@@ -235,7 +235,7 @@ def _check_replicas(run: Run, sequences: int) -> None:
     if sequences % (run.sharding.replicas * unit):
         groups = f" in groups of {unit}" if unit > 1 else ""
         got = f"{run.sharding.replicas} for {counted(sequences, 'sequence')} of a micro-batch{groups}"
-        needed = f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}"
+        needed = f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"a router.group that divides {sequences}"
         change = "change sharding.replicas, train.global_batch or pipeline.microbatches"
         raise BadInput("sharding.replicas", got=got, needed=needed, fix=change)
 

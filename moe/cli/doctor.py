@@ -39,7 +39,7 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. state: "ok"; "note", if training works with a limit; "FAIL", if it cannot work. fix: advice, unless "ok"."""
+    """One row of the table. state: "ok"; "note" for a limitation with which training works; "FAIL" if training cannot work. fix: advice."""
 
     check: str
     value: str
@@ -59,7 +59,7 @@ def main(flags: Doctor, _: dict[str, str]) -> int:
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
             rows += check()
-        except Exception as error:  # a check that a broken installation stops must not hide the other checks
+        except Exception as error:  # a broken installation may stop one check; the others still run
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
     write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
@@ -202,7 +202,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """Check whether the folder for DeepSpeed's compiled ops can be written. Only a note if not, because nothing is compiled for a CPU."""
+    """Check that the folder for DeepSpeed's compiled ops can be written. A failure is only a note, because a CPU needs no compiled ops."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     fix = "set XDG_CACHE_HOME to a folder that can be written"
@@ -220,7 +220,7 @@ def _nvme() -> list[Row]:
 
 
 def _trace(folder: Path, json: Path | None) -> int:
-    """Print the ranks that a hung run waited for (culprits), then a row for each waiting rank. folder: has the flight recorder's traces."""
+    """Print the ranks that a hung run waited for (culprits), then a row for each waiting rank. folder: the flight recorder's traces."""
     from parallel.watch.flight_recorder import diagnose, read_folder
 
     traces = read_folder(user_path(folder, what="--trace"))
@@ -239,7 +239,7 @@ def _trace(folder: Path, json: Path | None) -> int:
 
 
 def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
-    """Return a row for each waiting rank: the first collective in which it waits for a culprit, or for any rank if it waits for none."""
+    """Return a row for each waiting rank: the first collective in which it waits for a culprit; if there is none, its first wait."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

@@ -19,7 +19,7 @@ from moe.records.summary import count, size
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
-    """Print what a run on `world` processes needs. None: all devices of the cluster, or one process on this machine.
+    """Print the memory, FLOPs and time of a run on `world` processes; None: one on each device of the cluster, or one on this machine.
     Raises BadInput if memory is too small, unless `force`."""
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)

@@ -28,7 +28,7 @@ from parallel.pipeline.simulator.held import peak_activations
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
 TIMES = ("forward_time", "backward_time", "transfer_time", "tflops", "link_gb_s")
-MOST_ACTIONS = 2**11  # limit on forward passes in a step, because the time of planning is quadratic in the actions
+MOST_ACTIONS = 2**11  # limit on forward passes in a step: planning takes time quadratic in the number of actions
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
@@ -52,7 +52,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     schedule = from_file or _schedule(name, size, measured)
     if measured is not None and len(measured.stages) != schedule.num_stages:
         got = counted(len(measured.stages), "stage")
-        raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as {name} has", fix="--stages, or another profile")
+        raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as in schedule {name}", fix="--stages, or another profile")
     of_actions, idle_w, transfer = _profile(schedule, measured, costs)
     plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, flags.ahead)
     row = _row(plan, uniform, slowdown, "measured" if measured is not None else "power model")
@@ -90,8 +90,9 @@ def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None)
 
 
 def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
-    """Return (a function (rank, action) -> possible clocks with seconds and joules, watts of a waiting rank, seconds of a message). They
-    come from the user's profile `measured`; without one, from the power model and `costs`, the times at full clock."""
+    """Return (profile, watts of a waiting rank, seconds of a message). profile(rank, action): returns the possible clocks, each with
+    seconds and joules. All come from the user's profile `measured`; without one, from the power model and `costs`, the times at full
+    clock."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None

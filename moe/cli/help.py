@@ -1,8 +1,8 @@
 """Help texts and shell completion of the command `moe`, which tyro makes from the verbs' dataclasses.
 
 tyro's completion script has a table of words, COMPLETION_SPEC = {...}. It is corrected here, so that a shell offers exactly the words that
-the command line accepts. tyro's table has no words after a verb, a switch for each boolean (`--model.no_tied_embeddings`), and None for
-null.
+the command line accepts. tyro's own table lacks the words after a verb, such as recipes. It also has words that are not accepted: a switch
+for each boolean (`--model.no_tied_embeddings`), and None instead of null.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _range(made: Planned, one: Ranked) -> str:
-    """Return the range of a plan's seconds, in brackets; "" if no published run gives one."""
+    """Return the range of a plan's seconds that follows from errors on published runs, in brackets; "" for hosts without such runs."""
     known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 
@@ -204,7 +204,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _busiest(made: Planned) -> list[str]:
-    """Return one line on the number of rows of the busiest ep rank in the best plan; [] if each rank holds all experts."""
+    """Return one line: rows of the busiest ep rank over the mean, in the best plan; [] if each rank holds all experts."""
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []
@@ -217,8 +217,8 @@ def _busiest(made: Planned) -> list[str]:
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """Compare the best plan with the next plan that has other degrees and the same advice: how much slower it is, and in which part of the
-    step. Return at most one line."""
+    """Say how much slower the next plan with other degrees is than the best plan, and in which part of the step. Both plans must be
+    recommended, or not recommended for the same reason. Return at most one line."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
     if other is None:

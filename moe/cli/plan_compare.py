@@ -1,4 +1,4 @@
-"""`moe plan A --compare B --cluster NAME`: compares two recipes, run as they are written, part by part in time and memory."""
+"""`moe plan A --compare B --cluster NAME`: predicts time and memory of two recipes as they are written, and compares them part by part."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _GIB = 2**30
 
 
 def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
-    """Return lines of text: the keys in which the two recipes differ, then a row with A, B and B / A for each number. plans: each has
-    one ranked plan."""
+    """Return lines of text: the keys in which the two recipes differ, then a row with A, B and B / A for each predicted quantity. plans:
+    each has one ranked plan."""
     first, second = (flat(made.runs[0]) for made in plans)
     differ = [key for key, value in first.items() if second[key] != value]
     bests = [made.found.ranked[0] for made in plans]

@@ -41,7 +41,7 @@ from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import makespan
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
-# fields of a plan that no search decides; they are copied from the recipe
+# fields of a plan that are copied from the recipe, because no search method decides them
 OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")
 LEAST_SAVED = 1e-4  # an order of pipeline actions is written only if it saves at least this share of a step's time
 

@@ -27,10 +27,10 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # flags for a single schedule each: pipedream and chimera
+OPTIONS = ("vertical_sync", "pipelines")  # the first flag is only for pipedream, the second only for chimera
 RANKS, MICROBATCHES = 4, 8
-SEARCH = "search"  # word after `moe simulate` for which an order is searched
-SEARCHED = 16  # divisor of the limit on forward passes for a search, which takes about as long as 16 simulations
+SEARCH = "search"  # the word of `moe simulate search`
+SEARCHED = 16  # a search takes about as long as 16 simulations, so the limit on its forward passes is divided by this
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 UNIT = "1 = forward pass of one micro-batch through a rank's layers, unless times were given"
 TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "overlap", "tflops", "link_gb_s")
@@ -85,12 +85,12 @@ def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tup
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     placement = flags.placement or "line"
-    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="the flags of search")
+    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="only flags of moe simulate search")
     check_least(flags, memory=1)
     if placement != "loop":
-        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, which has a choice")
+        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, the only one with chunks")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
-    # the functions of durations need a schedule, so they get one that has the stages but no actions
+    # durations depend on a schedule's stages, not on its actions, so a schedule without actions suffices
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
     limits: dict[str, Any] = {"chunks": chunks, "memory": flags.memory, "overlap": costs.overlap == "on"}
     return search(placement, ranks, microbatches, costs.cost(empty), transfer_time=costs.transfer_of(empty), **limits)
@@ -104,8 +104,8 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: function number of batches -> schedule. drains: whether
-    the pipeline is empty at the end of each batch."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: returns the schedule of a number of batches. drains:
+    whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -214,8 +214,8 @@ def _gb(size: float) -> str:
 
 
 def summary_line(row: dict[str, Any]) -> str:
-    """Return one line about a schedule: sizes, time, and bubble (idle time / ideal time) of a further batch in steady state. If the bubble
-    of all batches, with the ramps (filling and draining the pipeline), differs, it is added."""
+    """Return one line about a schedule: sizes, time, and bubble (idle time / ideal time) of one more batch in steady state. The bubble of
+    all batches, including the ramps (filling and draining the pipeline), is added if it differs."""
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"

@@ -19,9 +19,9 @@ from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 # default speeds: what Megatron-LM reached on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
-# for recipe values on the command line
+# words of the error for a recipe's key on the command line, without --recipe
 NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # what is needed if a flag sets a size that the schedule's file already sets
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size which the schedule's file already sets
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
@@ -134,8 +134,9 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe(Costs):
-    """Durations in seconds, computed from a recipe's model, divided into a schedule's stages. sequences: number of sequences in a
-    micro-batch. device: speed of each rank. of_file: whether the schedule is a user's file, for which a fix cannot propose fewer ranks."""
+    """Durations in seconds, computed from a recipe's model, whose layers are divided among a schedule's stages. sequences: number of
+    sequences in a micro-batch. device: speed of each rank. of_file: whether the schedule is a user's file; its number of ranks is fixed,
+    so no fix proposes fewer."""
 
     recipe: Run
     sequences: int
@@ -196,19 +197,19 @@ def not_counted(run: Run) -> list[str]:
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """Return the durations for a recipe's model. Raises BadInput for flags that exclude a recipe. given: flag -> value, of times. size:
-    flag -> value, of sizes; stages and microbatches are set here if they are None. file: the schedule from a user's file; None: from the
-    catalog."""
+    """Return the durations for a recipe's model. Raises BadInput for flags that cannot be combined with a recipe. given: flags that set
+    times or speeds -> value. size: flags that set sizes -> value; stages and microbatches are set here if they are None. file: the schedule
+    from a user's file; None: a schedule of the catalog."""
     from moe.recipe.load import load
 
-    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives the times")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:
             raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
     run, _ = load(recipe, overrides)
     if run.model.kind == "encoder_decoder":
-        needed = "a decoder: durations follow from one length, and the halves have two; moe plan counts both"
+        needed = "a decoder: times are computed for one length, but encoder and decoder have two; moe plan supports both"
         raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
     if file is None:
         size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)

@@ -36,7 +36,7 @@ class Train:
     """Train a recipe; continue from the newest checkpoint in the run folder, if there is one."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
-    nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, its slots by default")
+    nproc: int | None = _flag("number of processes on this machine, 1 by default; with --hostfile: on each host, by default its slots=N")
     launcher: Literal["deepspeed", "torchrun"] | None = _flag(
         "program that starts the processes, deepspeed by default; not used for one process"
     )
@@ -184,7 +184,7 @@ class Simulate:
     vertical_sync: Literal["on", "off"] | None = _flag("for pipedream: every stage uses the first stage's weight version; off by default")
     pipelines: int | None = _flag("for chimera: number of pipelines, half of them in each direction; 2 by default")
     placement: Literal["line", "loop", "v"] | None = _flag(
-        "for search: stages of each rank: one (line, the default), as in interleaved (loop, with --chunks), or as in zb_v (v)"
+        "for search: one stage on each rank (line, the default), --chunks stages as in interleaved (loop), or two stages as in zb_v (v)"
     )
     memory: float | None = _flag("for search: most activations that a rank stores, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
@@ -200,8 +200,8 @@ class Simulate:
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """Plan GPU clocks for all actions of a pipeline step: actions that would be followed by waiting run slower (EnvPipe). Print saved
-    energy."""
+    """Plan GPU clocks for all actions of a pipeline step, and print the saved energy. An action gets a lower clock if its rank would
+    otherwise wait after it (EnvPipe)."""
 
     name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier")
     profile: Path | None = _flag(
@@ -278,7 +278,7 @@ class Show:
 
 @dataclasses.dataclass(frozen=True)
 class Rehearse:
-    """Run one rank of a larger run here without its GPUs: build, steps and a save. Print devices, shapes, memory and collectives."""
+    """Run one rank of a larger run here without its GPUs: build the model, take steps, save. Print devices, shapes, memory, collectives."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
     world: int | None = _flag("number of ranks of the run; required")

@@ -111,13 +111,14 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("router.bias_rate", got="null", needed=needed, fix="--router.bias_rate 0")
     grown, shrunk = layers_that("grow", before, run), layers_that("shrink", before, run)
     if not grown and not shrunk:
-        raise BadInput("--to", got="a model with the source's layers", needed="other experts", fix="train the source on: moe train RECIPE")
+        fix = "to only train the source further: moe train RECIPE"
+        raise BadInput("--to", got="a model with the source's layers", needed="another number of experts in some layers", fix=fix)
     if grown and shrunk:
-        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all these layers, or fewer"
+        got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all changed layers, or fewer in all"
         raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
-            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: no network can be converted to them"
+            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: they cannot be converted to or from networks"
             raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="keep the experts")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
@@ -167,7 +168,7 @@ def _check_grown(before: Run, run: Run, settings: Settings) -> None:
         raise BadInput("experts.d_ff", got=units, needed=f"the source's d_ff {old}", fix=f"--experts.d_ff {old}{granular}")
     if gate_sum(run.router) is None and not settings.approximate:
         got = f"{run.router.preset}, whose gates of a token do not sum to a constant"
-        fix = "--router.preset glam, or --approximate: the down projection is scaled for a router whose logits are all equal"
+        fix = "--router.preset glam, or --approximate: the scale of the down projection is then exact only for equal logits"
         raise BadInput("router.preset", got=got, needed="gates with sum 1, for an output equal to the source's", fix=fix)
 
 
@@ -214,11 +215,12 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        raise BadInput("--to", got=got, needed="only experts: the weight of this network depends on the token", fix="keep the experts")
+        needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot give the same output"
+        raise BadInput("--to", got=got, needed=needed, fix="keep the experts")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"
-        fix = "--approximate: experts count as if their gates summed to 1"
+        fix = "--approximate: the dense network is then computed as if gates summed to 1"
         raise BadInput("--to", got=got, needed="a source with gates that sum to a constant", fix=fix)
 
 

@@ -51,7 +51,7 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import verify
 from parallel.store.lock import alone_in
 
-RECENT = 100  # experts' loads are means over this number of last training steps
+RECENT = 100  # number of training steps, the last before the checkpoint, over which an expert's load is averaged
 
 
 def find(source: Path) -> Path:
@@ -92,7 +92,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
     `load_from`: run or JSON file with the experts' loads; None: the source's run. Returns (engine with the new model and its optimizer,
-    conversion, counters of steps from which training continues)."""
+    conversion, counters with which training continues: the source's if moments are copied, else zeros)."""
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)

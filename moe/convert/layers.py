@@ -4,8 +4,8 @@
     grown       a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
     shrunk      experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
-A tensor of the source that the new model does not use is refused, and so is a copied tensor of the new model that the source does not have.
-Names of tensors are their names in checkpoints (moe/model/names.py).
+The conversion is refused if the new model does not use a tensor of the source, or if the source lacks a tensor that would be copied. Names
+of tensors are their names in checkpoints (moe/model/names.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Conversion:
 
     `shapes`: name -> shape of the new model's tensors. `first(name)`: returns a tensor's initial value in the new model. `load`: layer of
     the source -> load of each expert; {} if the settings do not need it. `table`: token id -> experts, if the recipe names a hash table.
-    `used`: names of the source's tensors that were read; if any are left, the conversion is refused.
+    `used`: names of the source's tensors that were read. The conversion is refused if a tensor of the source is not among them.
     """
 
     before: Run
@@ -131,8 +131,8 @@ class Conversion:
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return the router's selection bias `name`: the source's, merged as its experts are; for a new router zeros, of `new_E`'s
-        shape."""
+        """Return the router's selection bias `name`. If the source has it, its values are merged as the experts are; for a new router it is
+        zeros, with the shape of `new_E`."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)

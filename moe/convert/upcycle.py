@@ -1,7 +1,7 @@
 """Pure functions that convert the weights of feed-forward networks: dense to experts, and experts to fewer or to dense.
 
     copy      every expert is the dense network                                   Sparse Upcycling (arXiv 2212.05055)
-    granular  the hidden units are cut into G shards; E / G experts for each      virtual groups (arXiv 2410.07524)
+    granular  the hidden units are cut into G shards; each becomes E / G experts  virtual groups (arXiv 2410.07524)
     noise     copies with Gaussian noise on a share of their weights
     drop      copies with a share of their hidden units drawn anew                Drop-Upcycling (arXiv 2502.19261)
     merge     groups of experts are replaced by their mean
@@ -102,8 +102,8 @@ def most_used(load: Sequence[float], into: int) -> list[list[int]]:
 
 
 def mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean, summed in float64 and rounded to the tensors' dtype. The mean of equal tensors has the same bits as they
-    have. If all weights are 0, they count as equal."""
+    """Return the weighted mean, summed in float64 and rounded to the tensors' dtype. The mean of bitwise equal tensors is bitwise equal to
+    them. If all weights are 0, they count as equal."""
     total = math.fsum(weights)
     shares = [w / total for w in weights] if total > 0 else [1 / len(tensors)] * len(tensors)
     out = tensors[0].double() * shares[0]

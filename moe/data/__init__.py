@@ -1,11 +1,9 @@
-"""From text on disk to the token sequences of one step. `open_data` is the only entry. NumPy only; nothing here imports torch.
+"""Turns text on disk into the token sequences of each step; other packages call `open_data`. It uses NumPy, and nothing here imports torch.
 
-corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
-tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
-chat.py    chats to ids, with predicted parts     ->  chats.py      ids in files; several chats packed into a sequence
-given.py   samples from a user's program
-ids.py     ids from other programs, read in place ->  mixture.py    sequences of several sources, with weights
-                                                      span_corruption.py  for an encoder-decoder: sequences with spans hidden
+text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
+chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence
+token ids       ids.py: files of other programs, read in place; given.py: samples from a user's program
+every step      order.py: its sequences; mixture.py: from several sources with weights; span_corruption.py: with spans hidden
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: in
             fix = "mend this function; its argument is the section `data` of the recipe"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
-        needed = "samples, which only the program that trained with them can give"
+        needed = "samples, which only the user's program can pass (train(run, data=...))"
         raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")
     tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
     share, ids = data.validation_share, tokenizer.vocab_size
@@ -146,7 +144,7 @@ def _chats(
 ) -> Dataset:
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
-        needed = "bytes for a new model; bpe is the tokenizer of a model to begin with"
+        needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"
         raise BadInput("data.tokenizer", got="bpe with data.source=chat", needed=needed, fix=Set("it", "bytes") | "add --init_from MODEL")
     tokenizer = with_template(Bytes() if description is None else load(description), data.chat_template)
     if vocab_size < tokenizer.vocab_size:

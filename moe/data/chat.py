@@ -2,7 +2,7 @@
 predicted.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}      tools: optional
-    {"prompt": [messages], "completion": [messages]}      the completion's assistant is predicted
+    {"prompt": [messages], "completion": [messages]}      the assistant's messages in the completion are predicted
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
@@ -48,8 +48,8 @@ class Text(NamedTuple):
 
 class Encoded(NamedTuple):
     """Chats as token ids. ids_N: the ids of all chats, concatenated. predicted_N: whether each id is predicted. starts: index of each
-    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens). pairs: chats 2 i and 2 i + 1
-    are the chosen and the rejected answer to a prompt."""
+    chat's first id, then the number of all ids. about: summary for the user (numbers of chats and tokens). pairs: whether the chats are
+    pairs: chat 2 i has the chosen answer to a prompt, chat 2 i + 1 the rejected one."""
 
     ids_N: npt.NDArray[np.uint32]
     predicted_N: npt.NDArray[np.bool_]
@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
 @final
 class InChats(Tokenizer):
     """The tokenizer `inner` for texts that a chat template has made. No BOS is put before a text, because the template writes it.
-    Generation ends at any id that ends a text or a message for the model."""
+    Generation ends at the separator, at eos_token, and at the ids with which the model ends a message."""
 
     def __init__(self, inner: Tokenizer) -> None:
         super().__init__(inner.token_bytes)
@@ -99,7 +99,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
         each = each or len(texts)  # chats of a line: 1, or a pair
         if len(texts) != each:
             said = "pairs" if each == 2 else "single chats"
-            raise BadInput(where, got=f"another form than the {said} before", needed="one form in a file", fix="write two files")
+            raise BadInput(where, got=f"another form than the {said} before", needed="the same form in all lines", fix="write two files")
         made, room = [_encoded(text, tokenizer) for text in texts], (max_length + 1) // each
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):
@@ -122,8 +122,8 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
 
 
 def check_readable(path: str, given: str | None, *, text_key: str) -> None:
-    """Raise BadInput if the first chat of a file needs a template and there is none. `given`: data.chat_template, a template's file, or
-    None. `text_key`: data.text_key. For models that have no template."""
+    """For a model without a chat template: raise BadInput if the first chat of a file needs one and data.chat_template does not give it.
+    `given`: data.chat_template, a template's file, or None. `text_key`: data.text_key."""
     with_template(Bytes(), given)
     if given is None:
         number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
@@ -244,7 +244,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _encoded(text: Text, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return the text's ids [n], and whether each is predicted: it has a character of a predicted part."""
+    """Return the text's ids [n], and whether each is predicted. An id is predicted if one of its characters is in a predicted part."""
     ends = bool(text.spans) and (text.plain or isinstance(tokenizer, Bytes | Bpe))
     whole = text.text[: text.spans[-1][1]] if ends else text.text
     ids, places = tokenizer.encode_with_places(whole)

@@ -4,8 +4,8 @@
     {% generation %}{{ m.content }}<|im_end|>             this block marks the text to train on
     {% endgeneration %}{% endfor %}
 
-Without {% generation %}, the assistant's part is found by rendering twice: with the messages before it and the generation prompt, and with
-the message too. The part is the text that the second adds to the first.
+Without {% generation %}, an assistant's message is found by rendering twice: first the messages before it with the generation prompt, then
+also the message itself. Its part is the text that the second rendering adds to the first.
 """
 
 from __future__ import annotations

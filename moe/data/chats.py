@@ -49,7 +49,7 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return a chat's ids, int64 [n]. An id that is not predicted is replaced by -101 - id."""
+        """Return a chat's ids, int64 [n]. An id that is not predicted is stored as -101 - id: below 0, so that it is known as such."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
         return np.where(self.encoded.predicted_N[some], ids, marked(ids))
@@ -112,7 +112,7 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
                     needed="a file that nothing changes",
                     fix="start again",
                 )
-            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # files of processes that were killed while writing
+            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # unfinished files of processes that were killed
                 left.unlink(missing_ok=True)
             _write(named, made, max_length)
         return _said(_opened(named, max_length), path, log)

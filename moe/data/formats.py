@@ -26,7 +26,7 @@ from parallel.store.files import read_text
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
-_ZST_READ_BYTES = 1024  # packed bytes in a read: few, because 4 of them can unpack to 128 KiB
+_ZST_READ_BYTES = 1024  # compressed bytes in a read: few, because 4 bytes can unpack to 128 KiB
 _ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)
 _ROWS = 16  # rows of a Parquet file in a read: few, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
@@ -35,8 +35,8 @@ SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 class TextKey(NamedTuple):
-    """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether only one file
-    of the data has keys or columns."""
+    """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether at
+    most one file has keys or columns; several files must all have this name."""
 
     name: str
     set_by: str = "data.text_key"

@@ -80,7 +80,7 @@ class Stream:
         if self._at != first:
             if first:
                 self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
-            if self._at:  # not at 0: then `first` has just opened the source
+            if self._at:  # if _at is 0, the method `first` has just opened the source
                 self._begin()
             for _ in range(first):
                 self._next()
@@ -187,8 +187,9 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted is replaced by -101 - id. `what`: the
-    sample's name in error messages. Raises BadInput unless it is a sequence of 2 to max_length + 1 ids of the vocabulary."""
+    """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted is stored as -101 - id: below 0, so
+    that it is known as such. `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of
+    the vocabulary."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]
     for name, column in columns.items():

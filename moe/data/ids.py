@@ -38,8 +38,8 @@ Stream = npt.NDArray[np.integer]
 
 
 class _Found(NamedTuple):
-    """Files and their ids. `train`: all ids, or only the training ids if `validation` is not None. `ends`: indices at which documents
-    end."""
+    """Opened files of ids. `validation`: the ids of val.bin; None if all ids are in `train`, which is cut later. `ends`: indices at which
+    documents end."""
 
     files: tuple[Path, ...]
     train: Stream
@@ -64,7 +64,7 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
         least, largest = map(int, json.loads(note.read_text()))
     except (OSError, ValueError, TypeError):
         least, largest = _range([found.train] if found.validation is None else [found.train, found.validation])
-        with contextlib.suppress(OSError):  # without the note, the next start reads all ids again
+        with contextlib.suppress(OSError):  # this file caches the range of ids; without it, the next start reads all ids again
             note.parent.mkdir(parents=True, exist_ok=True)
             replace_file(note, json.dumps([least, largest]))
     if least < 0:

@@ -3,7 +3,7 @@
     tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
     windows   |----0----|                          neighbours share one token, so each token is predicted once per epoch
                       |----1----|                  (except the last tokens, which do not fill a window)
-    step s    global indices s*G .. (s+1)*G - 1, of which a rank reads its TokenShard
+    step s    global indices s*G .. (s+1)*G - 1, G sequences in a batch; a rank reads its TokenShard of them
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 
 The permutation's value at one index is computed without its other values. It is a Feistel network (Luby and Rackoff 1988) over the
@@ -31,8 +31,8 @@ ROUNDS = 8
 
 
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> Ints:
-    """Return the images [n] of `places` [n] under a random permutation of 0 .. size - 1, which seed, epoch and `of` decide. `of`: name of
-    the shuffled objects."""
+    """Return the images [n] of `places` [n] under a pseudorandom permutation of 0 .. size - 1, which is a function of seed, epoch and `of`.
+    `of`: name of the shuffled objects, so that different objects get independent permutations."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
@@ -145,7 +145,7 @@ class TrainSet:
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> Ints:
-        """Return the window that each of these global indices reads: [n] -> [n]."""
+        """Return the index of the window at each of these global indices: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):  # two epochs if one ends inside the batch

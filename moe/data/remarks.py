@@ -80,8 +80,8 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with this `label` and these remarks on files that were left out. The stored ones may be from another
-    folder with the same text, which had other files."""
+    """Return the index of token files with this `label` and these remarks on files that were left out. Label and left-out files are not
+    stored in it, because the token files may have been built from another folder with the same text."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
@@ -148,8 +148,8 @@ class Kinds:
 
 
 def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
-    """Raise BadInput for a folder if more bytes of it were skipped than read. `text_alone`: the recipe sets data.source, so only skipped
-    files with an _ADVICE count."""
+    """Raise BadInput for a folder if more bytes of it were skipped than read. `text_alone`: the recipe sets data.source to choose a format;
+    then raise only if a skipped file has a kind with an _ADVICE."""
     more = sum(map(sum, kinds.skipped.values())) > sum(map(sum, kinds.read.values()))
     if more and (kinds.advice or not text_alone):
         text = Set("data.source", "text", said="text to read the text in it and leave the rest")

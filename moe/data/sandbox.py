@@ -48,7 +48,7 @@ class Sandbox:
         """Send a request and return its answer. If the process has ended, the answer is {"error": a line}."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
-            with contextlib.suppress(BrokenPipeError):  # the process has ended at an earlier request
+            with contextlib.suppress(BrokenPipeError):  # an earlier request ended the process
                 print(json.dumps(request), file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         if answer:
@@ -61,7 +61,7 @@ class Sandbox:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()  # has no effect in a fork of this process, because the sandbox is not the fork's child
+    process.kill()  # a forked process also runs this finalizer, but cannot kill the sandbox, which is not its child
     process.wait()
 
 

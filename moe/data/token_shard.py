@@ -1,4 +1,4 @@
-"""Assigns a batch's tokens to ranks. No other module derives this from the mesh.
+"""Assigns a batch's tokens to ranks. Other modules use a TokenShard instead of computing a rank's tokens from the mesh.
 
     dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           a token's target is the next token, so a shard
     sequences 0, 1             dp 0  sp 0             dp 0  sp 1               is stored with one more token
@@ -7,8 +7,8 @@
 Ranks that differ only in pp or tp read the same shard, except that rows of a tensor-parallel grid (2D, 2.5D, 3D) read different sequences.
 Sequence parallelism can distribute positions in several orders (parallel/sequence/order.py); here they are contiguous.
 
-Other modules take from a shard: the sequences that a rank reads, positions, noise, the number of tokens by which a loss is divided, the
-axes of sums over ranks, validation sequences, and the groups of tokens that share a capacity.
+A TokenShard determines: the sequences and positions that a rank reads, its random noise, the number of tokens by which a loss is divided,
+the axes over which ranks sum, the validation sequences, and the groups of tokens that share a capacity.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """Return this rank's shard of the batch of which each rank has contiguous tokens of this `shape`, [sequences, tokens + 1]."""
+        """Return this rank's shard, given its `shape` [sequences, tokens + 1]. Every rank has contiguous tokens of the same shape."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 

@@ -94,7 +94,8 @@ class Tokenizer(ABC):
         return self.encode(prompt).tolist() or [self.separator]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids. Bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
+        """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, and so do ids beyond this tokenizer's vocabulary (a model's
+        vocabulary may be larger)."""
         unknown = "\ufffd".encode()
         held = (self.token_bytes[i] if 0 <= i < self.vocab_size else unknown for i in (int(i) for i in ids))
         return b"".join(held).decode("utf-8", errors="replace")
@@ -160,7 +161,7 @@ class _OfLibrary(Tokenizer):
     def _encoded(self, encode: Callable[[], Any]) -> Any:
         try:
             return encode()
-        except BaseException as error:  # a panic in Rust, for example by a regular expression without end, is no Exception
+        except BaseException as error:  # a panic in Rust, as by a runaway regular expression, does not derive from Exception
             if not _from_library(error):
                 raise
             raise _bad_description(f"one that cannot encode this text ({error})") from None
@@ -213,7 +214,7 @@ _MOST_GROWTH = 16
 
 
 def _library(model: dict[str, Any]) -> Any:
-    """Load the library's tokenizer from its JSON. Raises BadInput for invalid JSON, and for a tokenizer that makes texts much longer."""
+    """Load the library's tokenizer from its JSON. Raises BadInput for invalid JSON, and if its normalizer makes texts much longer."""
     from tokenizers import Tokenizer as Library
 
     try:
@@ -223,7 +224,7 @@ def _library(model: dict[str, Any]) -> Any:
         library.no_truncation()  # the JSON may set truncation, which would lose text, and padding, which would add ids
         library.no_padding()
         return library
-    except BaseException as error:  # BaseException, because a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust does not derive from Exception
         if not _from_library(error):
             raise
         raise _bad_description(error) from None

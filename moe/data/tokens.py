@@ -5,8 +5,8 @@
 
 The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced, then
 renamed. So a reader sees all files or none, a killed build leaves nothing valid, and two builders cannot mix their files. A lock only saves
-work: a second builder waits for the files of the first. The kernel frees the lock if its holder dies. At every start contents are compared
-with their SHA-256; larger files than ALWAYS_READ_BYTES only if their sizes or times have changed.
+work: a second builder waits for the files of the first. The kernel frees the lock if its holder dies. At every start, contents are compared
+with their SHA-256. Files above ALWAYS_READ_BYTES are compared only if their sizes or times have changed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
-    cache. `given`: description of the tokenizer to use; None: the recipe's. Files of the recipe's tokenizer are reused if it equals
-    `given`."""
+    cache. `given`: description of the tokenizer to use; None: the recipe's. If the recipe's tokenizer has built files and equals `given`,
+    these files are used."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -301,7 +301,7 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 def _publish(temporary: Path, folder: Path) -> None:
     """Rename a finished folder to its final name. If another process has already built the files, they stay, unless they are damaged."""
     for _ in range(3):
-        with contextlib.suppress(OSError):  # the folder exists; any other error is raised by the last line, which tries again
+        with contextlib.suppress(OSError):  # fails if the folder exists; other errors recur in the last line, which raises them
             os.rename(temporary, folder)
             sync(folder.parent)
             return
@@ -333,8 +333,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_alone(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks, so that two builders may both work. If the
-    process that held the lock failed with BadInput while this one waited, raises the same, because the same work would fail here too."""
+    """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks: then two processes may build the same files.
+    If this process waited for another that then failed with BadInput, raise the same BadInput, because building would fail here too."""
     with path.open("a+") as file:
         locked = True
         try:

@@ -1,8 +1,8 @@
 """The experts of one layer: feed-forward networks, with each matrix stacked over experts in one tensor [experts, in, out].
 
-A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). With
-tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are read only in
-`forward`, because engines gather weights by hooks on `forward`.
+A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). Tiling
+cuts these hidden units into chunks: each tile has one chunk of every expert, and the tiles' outputs are summed (parallel/data/tiling.py).
+Weights are read only in `forward`, because engines gather weights by hooks on `forward`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ExpertChunk = Network | slice | None  # some held experts: their network or, wit
 
 
 class Routed(NamedTuple):
-    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]: given in place of counts if the input is tokens."""
+    """The plan of one layer's rows, and the gate of each choice, fp32 [T, K]. Passed as `counts` if the input is tokens instead of rows."""
 
     gate_TK: Tensor
     plan: Plan
@@ -49,9 +49,9 @@ def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, w
 
 
 class Experts(nn.Module):
-    """Held experts: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations, or `tiles` to be summed.
-    `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`: bounds
-    and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
+    """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; or `tiles`, whose outputs are
+    summed. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`:
+    bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Experts(nn.Module):
         self.hold(range(num_experts), hidden=hidden)
 
     def hold(self, held: Sequence[int], *, hidden: slice | None = None) -> None:
-        """Allocate weights for these experts (global numbers) and hidden units only. Call it before first values are set."""
+        """Allocate weights for only these experts (numbered over all ranks) and hidden units. Call it before weights are initialized."""
         self.held: tuple[int, ...] = tuple(held)
         self.hidden = hidden or slice(0, self.d_ff)
         count, units, gated = len(self.held), self.hidden.stop - self.hidden.start, self.activation.ffn in GATED
@@ -108,7 +108,7 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def _read(self) -> Network:
-        """Return the held experts' network."""
+        """Return this rank's experts as a Network, with their adapters."""
         matrices = {name: getattr(self, name) for name in MATRICES}
         network = Network.of([*matrices.values(), self.b1, self.b3], self.activation)
         if not self.rank:
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int) -> list[ExpertChunk]:
-        """Cut the held experts into `count` equal chunks. Chunks are views of the matrices, not copies."""
+        """Cut this rank's experts into `count` equal chunks. Chunks are views of the matrices, not copies."""
         if count == 1:
             return [None]
         each = len(self.held) // count
@@ -153,9 +153,9 @@ class Experts(nn.Module):
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: Counts | Routed, dropped_RF: Tensor | None = None, weights: ExpertChunk = None) -> Tensor:
-        """Apply the held experts, or the chunk `weights`, to rows [R, D] sorted by expert, counts[e] of expert e. Keeps shape and dtype.
-        With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. `dropped_RF`:
-        factors of dropout for the hidden units.
+        """Apply this rank's experts, or the chunk `weights`, to rows [R, D] sorted by expert; counts[e] rows are for expert e. The result
+        has the shape and dtype of x. If `counts` is Routed, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept
+        choices. `dropped_RF`: factors of dropout for the hidden units.
         """
         if self.num_tiles > 1:
 

@@ -375,12 +375,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--tensor.sequence_parallel true",
-        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor on several ranks",
+        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor with degrees.tp",
         "set tensor.sequence_parallel to false",
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --tensor.overlap_chunks 2",
-        "tensor.overlap_chunks: got 2 with degrees.tp=2 and tensor.kind=copied, needed tensor.kind 1d on several ranks",
+        "tensor.overlap_chunks: got 2 with degrees.tp=2 and tensor.kind=copied, needed tensor.kind 1d with degrees.tp above 1",
         "set tensor.overlap_chunks to 1",
     ),
     (
@@ -403,7 +403,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 3 --degrees.sp 3 --sequence.kind ulysses --model.max_length 30",
-        "degrees.sp: got 3 ranks that exchange heads for tokens, with model.num_heads=2, needed a divisor of the heads",
+        "degrees.sp: got 3 ranks that exchange heads for tokens, with model.num_heads=2, needed a divisor of the number of heads",
         "set sequence.heads to 1 and sequence.kind to ring",
     ),
     (T + "--nproc 4 --degrees.sp 4 --sequence.heads 3", "sequence.heads: got 3, needed a divisor of degrees.sp=4", "to one of [1, 2]"),
@@ -579,10 +579,10 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--dispatch.kind alltoall", "dispatch.kind: got 'alltoall', needed auto, all_to_all", "did you mean all_to_all?"),
     (
         T + "--nproc 2 --dispatch.kind padded --dispatch.overlap_chunks 2",
-        "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all can be cut",
+        "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all sends chunks",
         "set dispatch.kind to all_to_all",
     ),
-    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "needed 1: only all_to_all can be cut", "dispatch.overlap_chunks to 1"),
+    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "1: only all_to_all sends chunks", "dispatch.overlap_chunks to 1"),
     (
         T + "--nproc 2 --dispatch.overlap_chunks 3",
         "dispatch.overlap_chunks: got 3, needed a divisor of the 4 experts that a rank holds",

@@ -110,8 +110,8 @@ def test_checks_and_mesh_ask_it(listed: None) -> None:
     with pytest.raises(BadInput, match="degrees.ep: got 4, needed at most 2 with dispatch.kind=ring"):
         check_run(four, 4)
     for keys, said in (
-        ({"overlap_chunks": 2}, "2 with dispatch.kind=ring, needed 1: only all_to_all can be cut; fix: set dispatch.kind to all_to_all"),
-        ({"node_size": 2}, "2 with dispatch.kind=ring, needed null: only hierarchical knows nodes"),
+        ({"overlap_chunks": 2}, "2 with dispatch.kind=ring, needed 1: only all_to_all sends chunks; fix: set dispatch.kind to all_to_all"),
+        ({"node_size": 2}, "2 with dispatch.kind=ring, needed null: only hierarchical sends between nodes and within nodes separately"),
     ):
         with pytest.raises(BadInput, match=said):
             check_run(with_it(run, **keys), 2)
@@ -223,7 +223,7 @@ def test_sizes_that_a_dispatcher_cannot_have_are_refused_in_its_words() -> None:
         ({"overlap_chunks": 3}, 2, 4, "a divisor of the 4 experts that a rank holds"),
         ({"kind": "hierarchical"}, 4, 2, "how many ranks of the ep axis share a node"),
         ({"kind": "hierarchical", "node_size": 3}, 4, 2, "a divisor of degrees.ep=4"),
-        ({"kind": "mine:rows", "node_size": 3}, 4, 2, "null: only hierarchical knows nodes"),
+        ({"kind": "mine:rows", "node_size": 3}, 4, 2, "null: only hierarchical sends between nodes and within nodes separately"),
     ):
         with pytest.raises(BadInput, match=said):
             check_dispatch(sections.Dispatch(**section), ranks=ranks, held=held)

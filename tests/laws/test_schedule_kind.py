@@ -107,7 +107,7 @@ def test_checks_and_planner_know_that_its_updates_do_not_wait(listed: None) -> N
     run = run_of(SYNCED, 3, 1)
     assert verdict(run, 3).advice == ("pipeline.schedule synced: weights are older; better: zb_h1",)
     for section, keys, said in (
-        ("pipeline", {"microbatches": 4}, "pipeline.microbatches: got 4 with synced, needed 1: an update of synced sums 1"),
+        ("pipeline", {"microbatches": 4}, "pipeline.microbatches: got 4 with synced, needed 1: synced updates weights after 1 micro-batch"),
         ("optimizer", {"clip_norm": 1.0}, "optimizer.clip_norm: got 1.0 with synced, whose stages update without waiting"),
         ("optimizer", {"kind": "kfac"}, "optimizer.kind: got kfac with pipeline.schedule=synced"),
         ("sharding", {"kind": "zero", "stage": 1}, "sharding.kind: got zero with synced"),

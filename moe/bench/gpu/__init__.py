@@ -1,1 +1,1 @@
-"""Checks and measures a new GPU: right results, speed, what to improve next. `python -m moe.bench.gpu --minutes 25 --json F`."""
+"""Checks results on a new GPU, measures its speed, and advises on the next improvement. `python -m moe.bench.gpu --minutes 25 --json F`."""

@@ -1,8 +1,8 @@
-"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: measures the parts below and prints one page.
+"""`python -m moe.bench.gpu --minutes 25 --json F [--resume]`: runs the measurements listed in `parts`, and prints one page.
 
-The JSON file is written after each part, and `--resume` continues from it, so the parts may be measured in several short calls. A part that
-fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the kernels. This
-only tests the command; its numbers mean nothing.
+The JSON file is written after each measurement (part), and `--resume` continues from it, so several short calls can share the work. A part
+that fails is recorded with its error, and the next one runs. Without a GPU all sizes are tiny and Triton's interpreter runs the kernels.
+This only tests the command; the times mean nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(minutes: float, file: Path) -> int:
         done = json.loads(file.read_text()) if file.exists() else fresh
         if not isinstance(done, dict) or done.get("device") != machine.name:
             raise ValueError(f"not made on {machine.name}")
-        replace_file(file, json.dumps(done := fresh | done))  # fails now if the file cannot be written
+        replace_file(file, json.dumps(done := fresh | done))  # before measuring: raises OSError if the file cannot be written
     except (OSError, ValueError) as error:
         print(f"error: --json: got {file} ({error}), needed a file of this machine's results; fix: name another file", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def measure(minutes: float, file: Path) -> int:
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:
-    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it has none."""
+    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it was left out or failed."""
     if lacking := [name for name in part.packages if find_spec(name) is None]:
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:
@@ -107,14 +107,14 @@ def page(done: dict[str, Any]) -> list[str]:
 
 def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return lines of advice that follow from the numbers, the most urgent first."""
-    wrong = [f"mend first: {name} found something wrong" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
+    wrong = [f"first mend the wrong results of {name}" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)
     gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]
     races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
     slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
     waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
-    return [*wrong, *gain, *slower, *waits] or ["nothing was measured that asks for a change"]
+    return [*wrong, *gain, *slower, *waits] or ["no measurement suggests a change"]
 
 
 if __name__ == "__main__":

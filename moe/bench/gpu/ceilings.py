@@ -1,4 +1,4 @@
-"""The machine: versions, and the ceilings that later parts compare with: TF/s of large matrix products, GB/s of a copy."""
+"""Records package versions and the machine's ceilings, with which later parts compare: TF/s of large matrix products, GB/s of a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe.bench.gpu.part import Machine, Row, table
 from moe.calibrate.kernels import timed
 from moe.records.results import matmul_flops
 
-COPIED = {True: 2**31, False: 2**20}  # is it a GPU -> bytes of the copied tensor
+COPIED = {True: 2**31, False: 2**20}  # whether the device is a GPU -> bytes of the copied tensor
 PACKAGES = ("torch", "triton", "numpy", "einops", "transformers", "deepspeed", "sonic-moe", "scattermoe", "pydantic")
 
 
@@ -54,5 +54,5 @@ def _copy(machine: Machine) -> Row:
 
 
 def _product(machine: Machine, dtype: torch.dtype) -> Row:
-    """Return the rate of a large product. In fp32, TF32 is not used, which is torch's default."""
+    """Return the rate of a large matrix product. fp32 products do not use TF32 (torch's default)."""
     return {"ceiling": str(dtype).removeprefix("torch."), "rate": matmul_flops(dtype, machine.device) / 1e12, "unit": "TF/s"}

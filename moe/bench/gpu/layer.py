@@ -1,12 +1,14 @@
-"""One MoE layer: each product of the Triton kernels against the machine's ceilings, and the whole layer against other packages.
+"""Measures one MoE layer: each Triton kernel compared with the machine's ceilings, and the whole layer compared with other packages.
 
-A product's bound is the longer of two times: its FLOPs at the rate of a large product, and the least bytes that it reads and writes at
-the rate of a copy. `share` is this bound over the measured time. With swiglu, R = T K rows and bytes b an element:
+A kernel's bound is the longer of two times: its FLOPs at the rate of a large product, and the least bytes that it reads and writes at
+the rate of a copy. `share` is this bound over the measured time. T tokens, K choices, R = T K rows, D model, F hidden, E experts, b bytes
+an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's output, and d marks a gradient:
 
-    up         X[token] W1, W3, activation     4 R D F FLOPs     (T D + 2 E D F + 3 R F) b       keeps H, G; returns A
-    product    A W2; dH W1^T + dG W3^T         6 R D F           (3 R F + 3 E D F + 2 R D) b
-    back       dO[token] W2^T, dH, dG, gate A  2 R D F           (T D + E D F + 5 R F) b
-    weights    dW1, dW2, dW3                   6 R D F           (2 T D + 3 R F) b + 3 E D F b
+    kernel     computes                               FLOPs       bytes
+    up         H, G, A from X[token]                  4 R D F     (T D + 2 E D F + 3 R F) b
+    product    A W2; dH W1^T + dG W3^T                6 R D F     (3 R F + 3 E D F + 2 R D) b
+    back       dH, dG, gate * A from dO[token] W2^T   2 R D F     (T D + E D F + 5 R F) b
+    weights    dW1, dW2, dW3                          6 R D F     (2 T D + 3 R F + 3 E D F) b
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ SHAPES = {
     },
     False: {"tiny": Shape(40, 16, 24, 4, 2)},
 }
-H100_TF_PER_S = 800.0  # of a large bf16 product
-FILL = 8  # steps of the inner loop that a tile's first loads and its result take
+H100_TF_PER_S = 800.0  # rate of a large bf16 product
+FILL = 8  # time for a tile's first loads and for storing its result, in steps of the inner loop
 KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
-TIMES = {True: 10, False: 1}  # is it a GPU -> number of timed passes
+TIMES = {True: 10, False: 1}  # whether the device is a GPU -> number of timed passes
 
 
 def kernel_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
@@ -69,8 +71,8 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU there is only one peer, because each takes seconds to
-    import."""
+    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing each takes
+    seconds."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
         for routing in ("balanced", "skewed") if machine.gpu else ("balanced",):
@@ -90,8 +92,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
 
 
 def expected(kernel: str, shape: Shape) -> float:
-    """Return the expected TF/s of an H100. The inner loop, in steps of BLOCK_K = 64 elements, has 0.8 of a large product's rate. Each tile
-    takes FILL more steps, for its first loads and its result."""
+    """Return the expected TF/s of a kernel on an H100. The inner loop takes steps of 64 elements, assumed to run at 0.8 of the rate of a
+    large product. Each tile also takes the time of FILL steps for its first loads and its result."""
     each = shape.rows / shape.experts
     steps = {"up": shape.width / 64, "product": 1.5 * shape.hidden / 64, "back": shape.width / 64, "weights": each / 64}[kernel]
     return H100_TF_PER_S * 0.8 * steps / (steps + FILL)
@@ -123,7 +125,7 @@ def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int)
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, the module's functions in KERNELS add their seconds. Each waits for the GPU before and after."""
+    """Within the context, each call of a function in KERNELS adds its time to `seconds`. It waits for the GPU before and after the call."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,6 @@
 """One part of the measurements of `python -m moe.bench.gpu`, and the machine that it measures.
 
-    rows    results of a part: dicts for the JSON file, from which a later call continues
-    page    the rows as lines of text
-
-The parts are listed in moe/bench/gpu/__main__.py. `packages`: what a part needs in addition to torch, triton, numpy and einops.
+A part returns rows, which are dicts for the JSON file, and formats them as lines of text. moe/bench/gpu/__main__.py lists the parts.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """`rows(machine, before)` measures. before: rows of earlier parts, by name. page: makes lines of text from rows. minutes: longest
-    expected time on an H100."""
+    """One measurement. `rows(machine, before)` runs it; before: name of an earlier part -> its rows. page: formats rows as lines of text.
+    minutes: longest expected time on an H100. packages: needed in addition to torch, triton, numpy and einops."""
 
     name: str
     minutes: float
@@ -47,8 +44,8 @@ class Part:
 
 
 def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
-    """Return the rows of all calls, each with the call's name as `what`. A call that fails, for example if memory runs out, gives a row
-    with the error."""
+    """Call each function in `work` and return all rows; `what` in a row is the function's name. A call that fails, for example if memory
+    runs out, gives a row with the error."""
     found: list[Row] = []
     for name, one in work.items():
         try:

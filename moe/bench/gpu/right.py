@@ -1,4 +1,4 @@
-"""Compares the Triton kernels with the plain reference in fp32: routing must be equal; networks have a limit for the relative error."""
+"""Compares the Triton kernels with the plain reference in fp32. Routing must be equal; the experts' results may differ by LIMITS."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from moe.router.losses import balance_loss, z_loss
 
 # T tokens, K choices, E experts, D model, F hidden
 
-# dtype -> largest relative error in the 2-norm: 1e-5 for another order of fp32 sums, in 16 bits twice the unit roundoff (2^-8, 2^-11)
+# dtype -> largest relative error in the 2-norm. fp32: sums are in another order. 16 bits: twice the unit roundoff of 2^-8 or 2^-11.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}  # is it a GPU -> (T, E, D, F)
+# whether the device is a GPU -> (T, E, D, F)
+SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((37, 5, 36, 44),)}
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
 LOADS = ("even", "drops", "one takes all", "empty experts")
 _SANITIZED = "from moe.bench.gpu import right; right.once()"
@@ -49,7 +50,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def once() -> None:
-    """Run every kernel once, forward and backward, for a tool that watches memory accesses."""
+    """Run every kernel once, forward and backward. `_sanitizer` calls it under compute-sanitizer, which checks memory accesses."""
     machine = Machine(torch.device("cuda"))
     assert all(row["passed"] for row in _networks(machine, sizes=((37, 5, 36, 44),), networks=("swiglu",), loads=("drops",)))
 
@@ -71,8 +72,8 @@ def _routing(machine: Machine) -> list[Row]:
 
 
 def _routes(logits_TE: Tensor, expert_TK: Tensor) -> bool:
-    """Return whether the router's kernels equal torch operations. Choices must be equal; gates, loss and the logits' gradient within
-    1e-5."""
+    """Return whether the router's kernels give the results of torch operations: equal choices, and equal gates, loss and gradient of the
+    logits within 1e-5."""
     from moe.kernels.triton.router import Given
 
     k = expert_TK.shape[1]
@@ -144,7 +145,7 @@ def _random(machine: Machine, *shape: int, seed: int) -> Tensor:
 
 
 def _sanitizer(machine: Machine) -> list[Row]:
-    """Return a row for NVIDIA's memory checker around one small layer; none on a CPU."""
+    """Check one small layer's memory accesses with NVIDIA's compute-sanitizer. Return one row; none on a CPU."""
     if not machine.gpu:
         return []
     tool = shutil.which("compute-sanitizer")

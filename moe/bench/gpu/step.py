@@ -1,7 +1,7 @@
-"""Whole steps of two models, and losses of a tiny one compared with the CPU.
+"""Measures whole training steps of two models, and compares the losses of a tiny model with those on the CPU.
 
 A step is forward, backward, clipping and AdamW of `Transformer`, with fp32 weights and bf16 products; clipping and AdamW are torch's own
-(fused). MFU is the FLOPs of moe/plan/job/flops.py over time and the measured rate of a large bf16 product.
+(fused). MFU is the model's FLOPs per second (FLOPs: moe/plan/job/flops.py), divided by the measured rate of a large bf16 product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these need pydantic, which a machine with a GPU may lack: _
     from moe.model.transformer import Transformer
     from moe.recipe import sections
 
-# is it a GPU -> name of a model -> sections of its recipe, size of its vocabulary, sequences of a step
+# whether the device is a GPU -> name of a model -> sections of its recipe, vocab_size, and batch (sequences in a step)
 MODELS: dict[bool, dict[str, dict[str, Any]]] = {
     True: {
         "dense 1.3B": {
@@ -66,7 +66,8 @@ def step_page(rows: Sequence[Row]) -> list[str]:
 
 
 def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Return a row for each dtype: ten losses of the tiny model on the device, compared with a second run on it and with the CPU."""
+    """Return a row for each dtype: ten losses of the tiny model on the device. A second run there must give the same bits. The difference
+    from the CPU's losses in fp32 has a limit."""
     found = []
     sizes = MODELS[False]["sparse"]
     here = _losses(sizes, torch.device("cpu"), torch.float32)
@@ -100,7 +101,7 @@ def _model(run: sections.Run, device: torch.device, compute: torch.dtype) -> Tra
 
 
 def _step(model: Transformer, tokens_BL: Tensor) -> Callable[[], Tensor]:
-    """Return a function that makes one step on the same tokens and returns the loss, without waiting for the GPU."""
+    """Return a function that takes one training step on these tokens and returns the loss. It does not wait for the GPU."""
     from moe.nn.context import Context
 
     read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
@@ -134,7 +135,7 @@ def _timed(machine: Machine, sizes: dict[str, Any], peak: float | None, compiled
     if compiled:
         compile_between_products(model)
     step = _step(model, _tokens(run, sizes["batch"], machine.device))
-    step(), step()  # kernels are compiled, and the optimizer has its states
+    step(), step()  # two warm-up steps: they compile kernels and allocate the optimizer's states
     wait(machine.device)
     started = time.perf_counter()
     for _ in range(steps):
@@ -163,7 +164,7 @@ def _synchronisations(machine: Machine, step: Callable[[], Tensor]) -> int | Non
 
 
 def _kernels(machine: Machine, step: Callable[[], Tensor]) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the kernels that take the most time in a step; on a CPU, of torch's operations."""
+    """Return (name, seconds) of the GPU kernels that take the most time in a step, or on a CPU of torch's operations."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.gpu else [])]) as found:

@@ -1,7 +1,7 @@
 """Measures the time of a step of every pipeline schedule, and compares it with the timeline simulated from the mean seconds of each action.
 
-Each stage sleeps for as long as a device would compute, so that two cores suffice for four processes. The simulation leaves out the
-runtime's own work between actions, waiting for messages, and sends that block a rank, so the measured time may differ by these.
+Each stage sleeps instead of computing, so that two cores suffice for four processes. The simulation leaves out three costs, by which the
+measured time may differ: the runtime's own work between actions, waiting for messages, and sends that block a rank.
 `moe bench pipeline --json FILE`; `--kinds 1f1b,zb_v` measures only these schedules.
 """
 
@@ -26,7 +26,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S = 0.02  # seconds that all stages of a rank sleep in a forward pass, and again for gradients of inputs, and of weights
+PASS_S = 0.02  # seconds that all stages of a rank sleep in each of: the forward pass, gradients of inputs, gradients of weights
 UPDATE_S = 0.005  # seconds that all stages of a rank sleep in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
@@ -74,7 +74,8 @@ def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 
 
 
 def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int) -> list[dict[str, Any]]:
-    """Run every schedule on this rank. Return for each: `steps` (see `_time`) and the seconds of a `transfer` and of an `all_reduce`."""
+    """Run every schedule on this rank. Return a dict for each: `steps`, the result of `_time`; `transfer` and `all_reduce`, the seconds of
+    one message and of one all-reduce."""
     mesh = connect(rank, ranks)
     axis, found = mesh.axis("pp"), []
     for name in names:
@@ -84,8 +85,8 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
-    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end` (clock), `actions` (such as "F0", forward of stage 0 ->
-    mean seconds).
+    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end`, times of the clock; `actions`, a dict: action, such as
+    "F0" for the forward pass of stage 0 -> mean seconds.
     """
     axis = mesh.axis("pp")
     # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
@@ -139,7 +140,8 @@ def _all_reduce_seconds(axis: Axis) -> float:
 
 
 def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, reduction: float) -> Timeline:
-    """Simulate the schedule. actions[rank]["F0"]: seconds of an action; transfer: of a message; reduction: of a gradient's all-reduce."""
+    """Simulate the schedule. actions[rank]["F0"]: seconds of an action. transfer: seconds of a message. reduction: seconds of a gradient's
+    all-reduce."""
 
     def cost(rank: int, action: Action) -> float:
         return reduction if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]

@@ -4,7 +4,8 @@
     zigzag, lightseq                       compared with the contiguous ring, in which ranks have unequal amounts of work
     ulysses                                compared with gathering all keys and values, as Llama 3 does
 
-All methods run in turn. Ratios are of times in the same round; the table has their median and quartiles (moe/bench/timing.py).
+Each method runs once in every round. A ratio compares two times of the same round; the table has the median and quartiles over rounds
+(moe/bench/timing.py).
 """
 
 from __future__ import annotations

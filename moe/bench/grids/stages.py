@@ -30,9 +30,9 @@ from parallel.process import process
 
 @dataclass
 class Stages:
-    """Work that one rank's pipeline runtime executes. stages: number -> module. inputs: of the first stage, for each micro-batch. crossing:
-    shape of tensors between stages. loss(last output, micro-batch): returns the loss. change(module): updates a stage's weights; None: they
-    are never updated.
+    """Forward, backward and update functions that one rank's pipeline runtime calls. stages: stage number -> module. inputs: the first
+    stage's input for each micro-batch. crossing: shape of the tensors sent between stages. loss(output of the last stage, index of the
+    micro-batch): returns the loss. change(module): updates a stage's weights; None: weights are never updated.
     """
 
     stages: Mapping[int, nn.Module]

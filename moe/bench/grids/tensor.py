@@ -1,11 +1,12 @@
-"""Measures 1D tensor parallelism, forward and backward through Transformer blocks, and compares it with torch's own. All run in turn.
+"""Measures 1D tensor parallelism, forward and backward through Transformer blocks, and compares it with torch's tensor parallelism.
 
     1d        compared with the same blocks with tensor.kind dtensor, and with torch's parallelize_module on the same blocks, in which every
               matrix product is an nn.Linear
     sliced    the same comparisons with Megatron's sequence parallelism between layers (tensor.sequence_parallel; torch: SequenceParallel)
 
-All use the same weights, so their outputs and input gradients must be equal; the largest difference is printed. With the smaller of the two
-widths, the overhead of single operations is a larger part of the time. `moe bench tensor --nproc 2 --json FILE`.
+All use the same weights, so their outputs and input gradients must be equal up to rounding; the largest difference is printed. With the
+smaller of the two widths, a larger part of the time is the overhead of launching operations. Each implementation runs once in every round.
+`moe bench tensor --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str,
 
 
 def _forward_backward(blocks: nn.ModuleList, mesh: Mesh, width: int, sliced: bool) -> tuple[Tensor, Tensor]:
-    """Run forward and backward. Return (output, gradient of the input): if `sliced`, only this rank's slice of the sequences."""
+    """Run forward and backward. Return (output, gradient of the input); if `sliced`, each is this rank's slice along the sequence."""
     dist.barrier()
     x = torch.randn(BATCH, LENGTH, width, generator=torch.Generator().manual_seed(1))
     x = (x.chunk(mesh.axis("tp").size, 1)[mesh.axis("tp").index] if sliced else x).clone().requires_grad_()
@@ -108,8 +109,8 @@ def _values(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> nn.ModuleList:
-    """Return blocks sharded by this project. kind: a value of tensor.kind; with " sliced" at the end, also tensor.sequence_parallel.
-    chunks: number of pieces of each collective."""
+    """Return blocks sharded by this project. kind: a value of tensor.kind; the ending " sliced" also sets tensor.sequence_parallel. chunks:
+    tensor.overlap_chunks, the number of pieces into which each collective is cut."""
     whole = _blocks(model)
     plan = plan_of(sections.Dispatch(), tensor=kind, chunks=chunks)
     layouts = lay_out(whole, plan)

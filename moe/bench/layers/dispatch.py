@@ -5,10 +5,10 @@
             FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks
     ours    the layer as in training, with router, balance loss and statistics
 
-All run in turn; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our time divided
-by the peer's (below 1: ours is faster). Peak memory counts gradients and all other tensors that torch allocates during the pass. There are
-two more tables: the growth of time and memory with tokens and experts (`growth`), and the speed of permuting tokens to experts' rows and
-back, compared with a plain copy (`moves`).
+Each runs once in every round; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our
+time divided by the peer's (below 1: ours is faster). Peak memory counts all tensors that torch allocates during the pass, also gradients.
+There are two more tables: the growth of time and memory with tokens and experts (`growth`), and the speed of permuting tokens to experts'
+rows and back, compared with a plain copy (`moves`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PEERS: dict[str, dict[str, Make]] = {
     },
 }
 TABLES = ("growth", "moves")  # names of the two further tables, values of --only
-MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes that one timing should move, so that launches take a negligible part of the time
+MOVED_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing: enough that launching kernels takes a negligible part of it
 MOST_MOVES = 64  # largest number of times that one timing repeats the permutation of tokens
 
 
@@ -145,7 +145,7 @@ def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
     if name.endswith("batched_mm"):
         needed = (
             2 * case.shape.rows * 3 * case.shape.width * case.shape.hidden * case.dtype.itemsize
-        )  # for each row, a copy of its expert's three matrices, and of their gradients
+        )  # batched_mm copies an expert's three matrices for each of its rows, and makes their gradients for each row
         half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         free = torch.cuda.mem_get_info(case.device)[0] if case.device.type == "cuda" else half
         if needed > free:
@@ -170,8 +170,8 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Return whether the two output vectors of every token have a cosine similarity above 0.99. Lengths may differ, because some layers use
-    other gates."""
+    """Return whether the two output vectors of every token have a cosine similarity above 0.99. Their norms may differ, because some layers
+    use other gates."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
@@ -192,7 +192,7 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
 
 def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
     """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute. `share`: time
-    of a plain copy of equal bytes / time of the permutation; at 1, it runs at full memory bandwidth.
+    of a plain copy of equal bytes / time of the permutation. With share 1, the permutation has full memory bandwidth.
     """
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _moves(case, rounds=rounds)]

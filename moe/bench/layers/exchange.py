@@ -1,9 +1,9 @@
-"""Counts the bytes that each dispatcher of an MoE layer sends and compares them with theory; compares its time with a plain all-to-all.
+"""Compares the bytes that each MoE dispatcher sends with its formula, and its time with the time of a plain all-to-all.
 
     each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
     plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass
-    moved experts     skewed routing and real experts: the largest number of rows on a rank, and the time, before and after
-                      `balanced_placement` moves experts between ranks
+    moved experts     skewed routing, experts with weights; measured before and after `balanced_placement` moves experts between ranks:
+                      the largest number of rows on a rank, and the time
 
 The bytes that a rank sends in forward and backward must equal the dispatcher's formula (`traffic`; docs/moe/dispatch.md). Ratios of times
 are medians over rounds. Ranks are forked gloo processes with one thread each.
@@ -44,7 +44,7 @@ SHAPE = Shape(tokens=2048, width=256, hidden=512, experts=16, k=2)
 
 
 def load_of(shape: Shape, ranks: int, number_bytes: int) -> Load:
-    """Return a rank's Load (numbers of tokens, rows and slots) if routing is balanced. number_bytes: bytes of one number in a row."""
+    """Return a rank's Load (numbers of tokens, rows and slots) with balanced routing. number_bytes: bytes of one element of a row."""
     slots, row_bytes = shape.experts * _slots(shape), shape.width * number_bytes
 
     def reached(targets: int) -> float:
@@ -59,8 +59,8 @@ def _slots(shape: Shape) -> int:
 
 
 def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
-    """A Routing in which all experts are chosen equally often. A token's experts are neighbours, or (every other E / k tokens) as far apart
-    as possible. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
+    """Return a Routing in which all experts are chosen equally often. E / k tokens choose neighbouring experts, the next E / k choose
+    experts as far apart as possible, and so on. With `skew`, expert e is chosen at random with weight 1 / (e + 1)."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
@@ -75,8 +75,8 @@ def _routing(shape: Shape, *, skew: bool = False, rank: int = 0) -> Routing:
 
 
 class _Identity:
-    """Experts that return their input. Called with counts of type Routed, they return each token's sum of rows times gates. ranks: number
-    of etp ranks, whose outputs are summed, so each returns input / ranks."""
+    """Experts that return their input. With `counts` of type Routed, they return each token's sum of gate * row. ranks: number of etp
+    ranks; their outputs are summed, so each rank returns input / ranks."""
 
     hidden, kernels = slice(0, 1), choose("auto")
 
@@ -124,7 +124,8 @@ def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> 
     for name, section in examples().items():
         dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
         found[name] = dispatcher.open(mesh, sizes), _Identity(), sum(message.sent for message in dispatcher.traffic(load).every)
-    # etp sends to each other rank: the rows; in fp32 the partial outputs and the gradients of rows and outputs; 8 bytes for each expert
+    # etp sends to each other rank: the rows; three tensors of their shape in fp32 (partial outputs, gradients of rows and of outputs); and
+    # 8 bytes for each expert
     split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
     return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), _Identity(ranks), split)}
 
@@ -151,8 +152,8 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the effect of moving experts with skewed routing. largest_rank_before, largest_rank_after: rows of the fullest rank / mean
-    over ranks. over_before: seconds after / before.
+    """Return the effect of moving experts, with skewed routing. largest_rank_before, largest_rank_after: rows of the fullest rank / mean
+    over ranks. over_before: seconds after the move / seconds before.
     """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
@@ -184,7 +185,7 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
         raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {fits[0]} or {fits[1]}")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = run_on_ranks(measure, nproc, nproc, rounds, s, timeout_s=600)[0]
-    print(f"{nproc} ranks; of each {s.tokens} tokens of width {s.width}, top-{s.k} of {s.experts} experts; one layer, forward + backward")
+    print(f"{nproc} ranks, each with {s.tokens} tokens of width {s.width}; top-{s.k} of {s.experts} experts; one layer, forward + backward")
     print(f"{'dispatcher':<14}{'dtype':<7}{'bytes sent':>14}{'theory':>14}{'seconds':>10}{'over plain':>12}")
     for r in rows:
         cells = f"{r['kind']:<14}{r['dtype']:<7}{r['measured_bytes']:>14,}{r['expected_bytes']:>14,}"

@@ -1,12 +1,12 @@
 """Makes MoE layers of packages that need a GPU, for the same cases and weights as moe/bench/layers/layers.py.
 
-    package      layer                  w1 (gets the activation) and w3 (multiplied with it)           w2           router
-    scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D]; with w3 one tensor [E, 2F, D], w3 first             [E, D, F]    the caller's
-    sonicmoe     MoE                    [E, F, D]; with w3 one tensor [E, 2F, D], rows alternating     [E, D, F]    its own
-    megablocks   layers.dmoe.dMoE       two tensors [E F, D]                                           [E F, D]     its own
+    package      layer                  w1 alone     w1 and w3                                  w2           router
+    scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D]    one tensor [E, 2F, D], w3 first            [E, D, F]    the caller's
+    sonicmoe     MoE                    [E, F, D]    one tensor [E, 2F, D], rows alternating    [E, D, F]    its own
+    megablocks   layers.dmoe.dMoE       [E F, D]     two tensors [E F, D]                       [E F, D]     its own
 
-These are the names and weight layouts of scattermoe 0.3.0 (arXiv 2403.08245), sonic-moe 0.1.2 (2512.14080) and megablocks 0.10
-(2211.15841). A package is imported when its layer is made.
+A gated layer computes act(x w1) * (x w3). These are the names and weight layouts of scattermoe 0.3.0 (arXiv 2403.08245), sonic-moe 0.1.2
+(2512.14080) and megablocks 0.10 (2211.15841). A package is imported when its layer is made.
 """
 
 from __future__ import annotations

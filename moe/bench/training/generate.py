@@ -4,8 +4,8 @@
     recomputed    the whole context is computed again for every token
     peer          transformers' `generate` with its own KV cache: a Mixtral with random weights and the same sizes
 
-The same is measured for an encoder-decoder; its peer is transformers' T5. Ratios are of times in the same round; the table has their
-median and quartiles. `moe bench generate --rounds 9 --json FILE`.
+The same is measured for an encoder-decoder; its peer is transformers' T5. A ratio compares two times of the same round; the table has the
+median and quartiles over rounds. `moe bench generate --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations

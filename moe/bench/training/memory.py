@@ -2,7 +2,8 @@
 
     torch holds    bytes of tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
                    1 gradients count at their peak, because an engine may free other ranks' gradients before the backward pass returns
-    resident       the process's memory at the same time, as the system reports it, minus its memory before the model and minus buckets
+    resident       the process's memory at the same time, as the system reports it, without buckets and without its memory before the
+                   model was built
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
 Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
@@ -89,7 +90,7 @@ def resident_bytes() -> int:
 
 def living() -> list[Tensor]:
     """Return every tensor known to Python's garbage collector."""
-    time.sleep(0.1)  # gloo's threads drop the tensors of the last message a little later
+    time.sleep(0.1)  # gloo's threads free the tensors of the last message a little after the call returns
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
 
@@ -207,7 +208,7 @@ def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, res
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """Return the GB of model states on each of `ranks` ranks, one number for each ZeRO stage 0 to 3. parameters: their number."""
+    """Return the GB of model states on each of `ranks` ranks, one value for each ZeRO stage 0 to 3. parameters: number of parameters."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 

@@ -62,7 +62,7 @@ class ShardedKind:
 
     @property
     def place(self) -> str:
-        """Where optimizer states are: device, cpu or nvme."""
+        """Place of the optimizer states: device, cpu or nvme."""
         return str(self.sharding.get("offload", {}).get("optimizer", "device"))
 
     @property
@@ -109,14 +109,14 @@ def load_engines(kinds: list[ShardedKind]) -> None:
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # before ranks measure memory, or it would include these 40 MB
+        importlib.import_module("parallel.data.fsdp")  # before ranks measure memory, which would otherwise include the module's 40 MB
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Training:
     """Start training on this rank with a recipe (section -> key -> value). A peer trains in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
     world = World(rank, ranks, place="cpu")
-    return Training.start(values, world, peer=cast(Peer | None, peer))  # a peer has all methods of an engine that steps call
+    return Training.start(values, world, peer=cast(Peer | None, peer))  # not an Engine, but it has the methods that a step calls
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -1,8 +1,8 @@
 """Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
 For each seed, three recipes read the same tokens in the same order, and their last validation losses are compared. Each run is one process
-with one thread; one run for each core is active at a time. Prints a table, and writes the loss curves as PNG and the rows as JSON. A
-finished run on disk with the same settings is not repeated.
+with one thread, and at most one run per core is active. Prints a table, and writes the loss curves as PNG and the rows as JSON. If the disk
+has a finished run with the same settings, it is not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    # imported after all runs, because these modules load torch, which the started processes load themselves
+    # imported after all runs: these modules load torch, which this process does not need while the runs train
     from moe.records.metrics import read, read_summary
     from moe.records.results import write_json
     from moe.report import compare
@@ -67,7 +67,7 @@ def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:
 
 
 def _train_all(jobs: list[tuple[str, int, int, str]]) -> None:
-    """Run each job (recipe, seed, steps, folder) in a new process. One process for each core runs at a time."""
+    """Run each job (recipe, seed, steps, folder) in a new process. At most one process per core runs at a time."""
     context = multiprocessing.get_context("spawn")
 
     def run(job: tuple[str, int, int, str]) -> None:

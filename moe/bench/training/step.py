@@ -1,8 +1,9 @@
-"""Measures a whole training step of a sparse model, and compares it with other systems: two processes with one thread each, ep 2.
+"""Measures a whole training step of a sparse model on two processes with one thread each (ep 2), and compares it with other systems.
 
 The same Transformer is trained three times, with different MoE layers and engines: this project's; DeepSpeed's MoE with expert parallelism
 in DeepSpeed's engine; transformers' Switch block with all experts on every rank under torch DDP. Tokens, FLOPs per token, capacity factor,
-optimizer and clipping are the same. The three take their steps in turn; ratios are of times in the same round, and their median is printed.
+optimizer and clipping are the same. In each round every system takes one step. A ratio compares two times of the same round; the median
+over rounds is printed.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def recipe(precision: str, *, ep: int) -> dict[str, Any]:
 
 
 def tokens_of(step: int, rank: int) -> Tensor:
-    """Return token ids, int64 [B, L + 1]. Each sequence rises by a constant, which a small model soon learns to predict."""
+    """Return token ids, int64 [B, L + 1]. Ids of a sequence rise by a constant (modulo the vocabulary), which a small model soon learns."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start_B1 = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride_B1 = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -103,7 +104,7 @@ def timed_steps(steps: dict[str, Step], rounds: int) -> tuple[dict[str, list[flo
 
 
 def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float | None, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(number of the step): its loss."""
+    """Return a training step in plain torch, with clipping to clip_norm (None: no clipping). loss_of(step number): returns the loss."""
 
     def step(number: int) -> float:
         optimizer.zero_grad()
@@ -117,7 +118,7 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: fl
 
 
 def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
-    """Return a training step of DeepSpeed's engine. loss_of(number of the step): its loss."""
+    """Return a training step of DeepSpeed's engine. loss_of(step number): returns the loss."""
 
     def step(number: int) -> float:
         loss = loss_of(number)
@@ -129,8 +130,8 @@ def deepspeed_step(engine: Any, loss_of: Callable[[int], Tensor]) -> Step:
 
 
 class _Other(nn.Module):
-    """Another system's MoE layer in this project's Transformer. returns_loss: the layer returns a balance loss, which is added to the
-    loss."""
+    """Another system's MoE layer in this project's Transformer. returns_loss: the layer also returns a balance loss, which is added to the
+    model's loss with weight 0.01."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()

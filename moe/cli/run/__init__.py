@@ -50,7 +50,8 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput about the word `what`, with a similar folder."""
+    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput, which proposes a folder with a similar name.
+    what: the command line's word for this folder."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

@@ -1,4 +1,4 @@
-"""`hf:DIR` in place of a recipe, in every verb that takes one: the model that the folder's config.json describes.
+"""Accepts `hf:DIR` instead of a recipe's name: the model that DIR/config.json describes.
 
 moe plan hf:models/qwen --cluster h100-8        reads config.json alone
 moe train hf:models/qwen --data.path texts/     also converts the tensors into RUN/base; the run begins with them
@@ -22,8 +22,8 @@ from parallel.store.files import user_path
 
 @contextmanager
 def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
-    """Yield the flags. If their recipe is hf:DIR, it is replaced by the path of a YAML file. Raises BadInput for a folder that cannot be
-    converted, and for a name of a model on the Hugging Face hub."""
+    """Yield the flags; a recipe hf:DIR is replaced by the path of a YAML file with the model's recipe. Raises BadInput for a folder that
+    cannot be converted, and for a name of a model on the Hugging Face hub."""
     name = getattr(flags, "recipe", None)
     if not isinstance(name, str) or not name.startswith(PREFIX):
         yield flags

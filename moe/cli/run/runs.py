@@ -39,7 +39,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
     draws, seed = given.pop("draws"), given.pop("seed")
     if draws is None:
-        refuse({"seed": seed}, got="it without --draws", needed="--draws: rows have no seed")
+        refuse({"seed": seed}, got="it without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)
     check_least(flags, draws=1, nproc=2)
     allowed = ("draws", "seed", "nproc", "json", "timeout_s", "debug_collectives")

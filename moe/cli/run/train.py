@@ -99,15 +99,15 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:
     """Convert an hf:PATH model into the folder out/base by `convert`, and print the lines that it returns. Return False, without
-    converting, if the run has a checkpoint. Raises BadInput if a launcher started this process as a rank. For that error: what, said: name
-    and value of the argument with hf:PATH; then: flags of the fix, after moe convert to runs/BASE."""
+    converting, if the run has a checkpoint. Raises BadInput if a launcher started this process as a rank. what, said: name and value of
+    the argument with hf:PATH, for that error. then: the flags that its fix gives after `moe convert said runs/BASE`."""
     from moe.checks.begins import has_checkpoint
     from parallel.store.lock import alone_in
 
     if not fresh and has_checkpoint(out):
         return False
     if is_rank():
-        needed = "a run, because all ranks of a launcher read it at the same time"
+        needed = "a converted run: ranks of a launcher start at the same time, and only one process may convert"
         raise BadInput(what, got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then {then}")
     with alone_in(out):
         print("\n".join(convert(out / "base")))
@@ -128,7 +128,7 @@ def _check_restarts(flags: Train) -> None:
     if is_rank():
         got = "it on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
-        raise BadInput("--restarts", got=got, needed="moe train as the parent of its ranks", fix=fix)
+        raise BadInput("--restarts", got=got, needed="moe train to start the ranks itself", fix=fix)
     if flags.hostfile is not None:
         needed = "ranks on this machine only: ranks of other machines cannot be killed reliably from here"
         fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"

@@ -31,17 +31,18 @@ _PREFIX = "base_model.model."  # prefix of modules' names in PEFT's model
 
 def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, base: str | None) -> int:
     """Write the adapters that `reader` merges, in fp32, and their configuration; return the number of tensors. `base`: name of the imported
-    transformers model; it is written if that model, untrained, is the adapters' base. Raises BadInput for adapters of experts that share a
-    tensor in the model's files, and if training changed selection biases: PEFT's files cannot have either."""
+    transformers model; it is written if the adapters were trained on that model unchanged. PEFT's files have only pairs of matrices for
+    modules. So BadInput is raised for adapters of experts that share a tensor in the model's files, and if training changed selection
+    biases."""
     for name, shape in reader.names(EXTRA).items():
         now, before = (one.region(name, EXTRA, tuple(slice(0, size) for size in shape)) for one in (reader, reader.base))
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
             raise BadInput(
-                "--adapters", got=f"{name}, which training has changed", needed="the base's bias: PEFT's files have only adapters", fix=fix
+                "--adapters", got=f"{name}, which training has changed", needed="an unchanged bias: PEFT's files cannot have it", fix=fix
             )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
-    stored, modules = reader.adapters.names(), set[str]()  # modules: patterns of the names of modules with adapters
+    stored, modules = reader.adapters.names(), set[str]()  # modules: regular expressions for the names of modules with adapters
     found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, whether it is transposed)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]

@@ -99,8 +99,8 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
 
 
 def _replace(base: Path, part: Path) -> None:
-    """Replace the folder `base` by `part`. The old folder is removed. If its weights differ and the run has checkpoints, it is only
-    renamed, because the checkpoints may be adapters that need these weights."""
+    """Replace the folder `base` by `part`, and remove the old folder. If its weights differ and the run has checkpoints, rename it instead,
+    because the checkpoints may be adapters that need the old weights."""
     aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
     needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
         (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
@@ -279,14 +279,15 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return name -> dtype in which a tensor is written: for weights `asked`, if it is not None; else the original dtype; else the
-    checkpoint's. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for biases. `came`: folder with the files that
-    came with the model from transformers. `trained`: whether the run has trained the model."""
+    """Return name -> dtype in which a tensor is written: the first that exists of `asked` (only for weights), the tensor's dtype in the
+    imported model's files, and its dtype in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for
+    biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None  # earlier versions wrote no dtypes.json
+    # for runs of earlier versions, which have no dtypes.json
+    of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None
     most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
     by_name = default | (said.get("others") or {})
@@ -298,8 +299,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes the run's model: `kept`, the imported one, if it does; else one of the first family for which it
-    does. Raises BadInput if no family fits. `ends`: id of the token that ends a text."""
+    """Return a config.json that describes the run's model: `kept`, the imported one, if it still does; otherwise a new one of the first
+    family that can describe the model. Raises BadInput if no family can. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
     fitting = [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]
@@ -318,8 +319,8 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Return `config` with the largest max_position_embeddings of `config`, `kept` and the run (max_length), unless it would change what
-    the model computes."""
+    """Return `config` with max_position_embeddings raised to the largest of its value in `config`, its value in `kept` and the run's
+    max_length. Return it unchanged if that would change what the model computes."""
     key = "max_position_embeddings"
     lengths = [config.get(key), kept.get(key), run.model.max_length]
     longest = config | {key: max(length for length in lengths if isinstance(length, int))}

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: it is transposed in the file. `half`: 0 for the
-    gate projection, 1 for the up projection, if one tensor in the file has both. They are concatenated along an expert's first dim, or,
-    with `mixed`, interleaved in the last dim."""
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: the tensor is transposed in the file. `half`:
+    0 for the gate projection, 1 for the up projection, if one tensor in the file has both; else None. The two are concatenated along an
+    expert's first dim, or, with `mixed`, interleaved in the last dim."""
 
     theirs: str
     ours: str
@@ -55,7 +55,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as transformers has in memory and in some files
+# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as in transformers' modules and in some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -106,9 +106,9 @@ NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json and the key of a recipe with the same meaning (`ours`). `theirs`: names of the former; all are read, the first
-    is written. `absent`: its value if config.json does not have it, or REQUIRED. `values`: value in config.json -> in the recipe; None:
-    equal."""
+    """A key of config.json and the recipe's key with the same meaning. `theirs`: names in config.json; all are read, the first is written.
+    `ours`: name in a recipe. `absent`: value of a key that config.json does not have, or REQUIRED. `values`: value in config.json -> value
+    in the recipe; None: the values are equal."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -168,9 +168,9 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """The rule for sliding windows in a family. `asked`: layers have windows only if use_sliding_window is true. `absent`: the window if
-    config.json has no sliding_window. `layers` that have it: `every` layer; layers `from` max_window_layers on; every `other` layer (0, 2,
-    ...; with `asked`, only below max_window_layers). layer_types in config.json takes precedence over `from` and `other`."""
+    """A family's rule for sliding windows. `layers`, the layers with a window: "every"; "from": those from max_window_layers on; "other":
+    every second one (0, 2, ...), with `asked` only below max_window_layers. If config.json has layer_types, it is used instead of "from"
+    and "other". `absent`: the window if config.json has no sliding_window. `asked`: windows are used only if use_sliding_window is true."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -298,11 +298,11 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-_SAME = {"kimi_k2": "deepseek_v3"}  # model_type of a model with its own code -> the family whose code it copies
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type with published code that copies a family's code -> that family
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type; for a model that copies the code of a family, that family's model_type."""
+    """Return the config's model_type; for a model with a copy of a family's code (_SAME), that family's model_type."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 

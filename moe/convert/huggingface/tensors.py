@@ -39,8 +39,8 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a parameter in the files. `key`: of the tensor that contains it. `expert`: its index if that tensor is a stack of
-    experts. `row`: says whether it is transposed, and whether it is one half of the tensor."""
+    """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the expert, if
+    that tensor is a stack of experts. `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
 
     row: Row
     key: str
@@ -54,7 +54,7 @@ class Location:
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """Return the region of the file's tensor that contains a parameter of this shape. Of an interleaved tensor, it has both halves."""
+        """Return the region of the file's tensor that contains a parameter of this shape. If halves are interleaved, it contains both."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
@@ -147,12 +147,12 @@ class Source:
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
         mtp = [key for key in left if key.startswith(further)]
         if mtp and not without_further:
-            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "the main model alone: these layers are not converted"
+            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "only the main model: such layers cannot be converted"
             raise BadInput(f"tensor {mtp[0]}", got=got, needed=needed, fix="leave them out: moe convert hf:PATH runs/NAME --without_mtp")
         left = [key for key in left if not key.startswith(further)]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            needed, fix = "only tensors with a parameter in the recipe's model", "this model is not covered: see docs/use/huggingface.md"
+            needed, fix = "only parameters of the recipe's model", "this model is not supported: see docs/use/huggingface.md"
             raise BadInput(f"tensor {left[0]}{more}", got="a tensor that nothing reads", needed=needed, fix=fix)
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"

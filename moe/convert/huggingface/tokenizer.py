@@ -118,8 +118,8 @@ def _all_ends(source: Path, config: dict[str, Any]) -> list[int]:
 
 def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
     """Write tokenizer.json and tokenizer_config.json into the folder `part` if they are missing. Return lines to print. `described`:
-    description of the run's tokenizer. `came`: the model came from transformers; then a byte tokenizer is not written, because the model
-    was not trained with it."""
+    description of the run's tokenizer. `came`: whether the model was imported from transformers; then a byte tokenizer is not written,
+    because the model was not trained with it."""
     tokenizer = load_tokenizer(described)
     if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
         reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"

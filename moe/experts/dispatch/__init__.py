@@ -1,1 +1,1 @@
-"""Dispatchers send rows to the ranks that hold their experts, and results back. dispatcher.py has the interface, catalog.py the list."""
+"""Dispatchers send tokens to the ranks that hold their experts, and results back. dispatcher.py has the interface, catalog.py the list."""

@@ -5,8 +5,8 @@ With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and on
     link     | rows 0  | rows 1  | back 0, rows 2 | back 1, rows 3 | back 2  | back 3 |
     compute            | chunk 0 | chunk 1        | chunk 2        | chunk 3 |          backward pass: likewise, last chunk first
 
-One exchange of counts serves all chunks. Autograd runs the calls in reverse order, so the backward pass overlaps too. Sources: FasterMoE
-(PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
+The numbers of rows of all chunks are exchanged in one message. Autograd runs the calls in reverse order, so the backward pass overlaps too.
+Sources: FasterMoE (PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel.mesh.traffic import Load, Message, Traffic
 class AllToAll(Dispatcher):
     name = "all_to_all"
     about = "the usual choice"
-    reads = {"overlap_chunks": "only all_to_all can be cut"}
+    reads = {"overlap_chunks": "only all_to_all sends chunks"}
     examples = {"all_to_all": {}, "overlapped": {"overlap_chunks": 2}}
 
     @property

@@ -1,4 +1,4 @@
-"""The dispatchers by their names in a recipe (`dispatch.kind`); `auto` is the first."""
+"""The dispatchers by their names in a recipe (`dispatch.kind`). `auto` means the first, all_to_all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dispatcher_of(settings: sections.Dispatch) -> Dispatcher:
 
 
 def check_dispatch(settings: sections.Dispatch, *, ranks: int, held: int) -> None:
-    """Refuse settings that the dispatcher does not read, or cannot work with on `ranks` ranks with `held` experts each. Raises BadInput."""
+    """Raise BadInput for settings that the dispatcher does not read, or that do not work on `ranks` ep ranks with `held` experts each."""
     dispatcher = dispatcher_of(settings)
     for key, reason, name in [(key, reason, other.name) for other in DISPATCHERS.values() for key, reason in other.reads.items()]:
         value, default = getattr(settings, key), type(settings).model_fields[key].default
@@ -64,5 +64,6 @@ def examples() -> dict[str, dict[str, Any]]:
 
 
 def rows_for(ep: int) -> list[str]:
-    """Return the names of the `examples` whose dispatchers differ on `ep` ranks (`least_ranks`); one name if no example does."""
+    """Return the names of the `examples` to compare on `ep` ranks. Examples that need more ranks to differ from all_to_all are left out
+    (`least_ranks`). If none is left, return [all_to_all]."""
     return [row for row, section in examples().items() if ep >= DISPATCHERS[section["kind"]].least_ranks] or [PLAIN]

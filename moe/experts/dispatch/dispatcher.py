@@ -1,8 +1,10 @@
-"""How tokens reach the ranks that hold their experts: one object for each dispatcher, in a file of its own; catalog.py lists them.
+"""The interface of dispatchers, which send tokens to the ranks that hold their experts. Each has a file of its own; catalog.py lists them.
 
-    dispatcher   the recipe's settings, and facts                    what it refuses, sends and costs
-    exchange     dispatcher.open(mesh, sizes), once for a model      buffers, process groups and streams are made here
+    dispatcher   made from the recipe's settings                     checks the settings; gives its messages to the planner
+    exchange     dispatcher.open(mesh, sizes), once for a model      makes buffers, process groups and streams
     layer        exchange.layer("layers.3")                          y_TD = layer.run(x_TD, routing, experts)
+
+A row is a copy of a token for one of its experts.
 
 All give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and keys in
 moe/recipe/sections. Recipes are checked before torch is loaded, so these files import it inside functions.
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's MoE layers: `width` of a row, largest number of `experts` of a layer, `choices` of a token. `kernels`: a module of
-    moe.kernels."""
+    """Sizes of a model's MoE layers. `width`: d_model. `experts`: largest number of experts in a layer. `choices`: experts that a token
+    chooses. `kernels`: a module of moe.kernels."""
 
     width: int
     experts: int
@@ -44,12 +46,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatcher(ABC):
-    """A method of sending rows, with the recipe's section `dispatch`. Its attributes are facts, which checks, planner and tables read.
+    """A method of sending rows. `settings`: the recipe's section `dispatch`. Checks, planner and tables read the class attributes:
 
-    `about`: when to use it. `reads`: keys of `dispatch` that no other dispatcher reads -> the reason. `examples`: name of each of its
-    rows in `moe verify` -> keys of `dispatch`; empty: one row, by its name. `least_ranks`: smallest ep for which it differs from
-    all_to_all. `returns_rows`: results of rows are sent back, so the rank that sent the rows keeps them for the backward pass; False: the
-    rank that computed them keeps them.
+    `about`: when to use it. `reads`: keys of `dispatch` that only this dispatcher reads -> the reason. `examples`: name of a row in the
+    table of `moe verify` -> keys of `dispatch`; empty: one row with the dispatcher's name. `least_ranks`: smallest ep for which it differs
+    from all_to_all. `returns_rows`: True if each row's result is sent back, so that the rank which sent the row keeps the result for the
+    backward pass; False if only sums over rows are sent back, so that the rank which computed the results keeps them.
     """
 
     settings: sections.Dispatch
@@ -80,10 +82,10 @@ class Dispatcher(ABC):
 
 @dataclass(frozen=True)
 class Exchange(ABC):
-    """An opened dispatcher, for all layers of a model or, from `layer`, for one of them. It keeps nothing between calls but buffers.
+    """An opened dispatcher: for all layers of a model, or for one layer if `layer` returned it. Only its buffers persist between calls.
     `axes`: axes over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
-    place (placement.py); None: expert p at place p. `meanwhile`: the layer's work that needs no other rank. `run` may call it once, after
-    rows have started and before it waits for them, or leave it to the layer.
+    place (placement.py); None: expert p at place p. `meanwhile`: computes the part of the layer that needs no other rank. `run` may call it
+    once, while rows are being sent; if `run` does not, the layer calls it.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -106,7 +108,7 @@ class Exchange(ABC):
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return the place of each choice's expert, int64 [T, K]. `order`: renumbers places, so that place order[i] becomes i."""
+        """Return the place (placement.py) of each choice's expert, int64 [T, K]. `order`: renumbers places: place order[i] becomes i."""
         from moe.experts.dispatch.placement import place_of
 
         return place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement, order=order)
@@ -117,7 +119,7 @@ class Exchange(ABC):
 
 
 class Local(Exchange):
-    """The exchange of a rank that holds all experts, whatever the recipe's dispatcher: one fused kernel call, and nothing is sent."""
+    """The exchange of a rank that holds all experts, for every dispatch.kind: one fused kernel call, and nothing is sent."""
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         from moe.experts.experts import Routed

@@ -4,9 +4,10 @@
                                                                                   |                ------->  (1, 2): g E(x) + g' E'(x)
     y  <--sum over nodes, one row each--  (1, i)  <--sum over ranks, one row each--
 
-Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. A token's copy carries the gates and places of its choices.
-The last rank sums the outputs of its own experts, as a process with all experts would (Local). The second exchange's counts are computed
-on the device from the first one's, so the host waits once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
+Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. A token is sent together with the gates and places (placement.py)
+of its choices. The rank that receives it last sums the outputs of the experts that it holds, by the same kernel call as Local. The numbers
+of tokens in the second exchange are computed on the device from those of the first, so the host waits once for both. Source: DeepSeek-V3
+(arXiv 2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
-# T tokens held here, of this rank or arrived, D model, K choices, R rows, P ranks, O nodes, I ranks of a node
+# T tokens on this rank (its own, or received ones), D model, K choices, R rows, P ranks, O nodes, I ranks of a node
 
 
 class Hierarchical(Dispatcher):
     name = "hierarchical"
     about = "many nodes"
-    reads = {"node_size": "only hierarchical knows nodes"}
+    reads = {"node_size": "only hierarchical sends between nodes and within nodes separately"}
     examples = {"hierarchical": {"node_size": 2}}
     least_ranks = 4
     returns_rows = False
@@ -73,9 +74,9 @@ class Hierarchical(Dispatcher):
 
 
 class Tokens(NamedTuple):
-    """Tokens held by a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py), counted from the
-    first place of the ranks that these tokens can still reach; -1: dropped, or on another rank. `position_T`: each token's index in the
-    step, for dropout.
+    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py), counted from the first
+    place of: all ranks before the first exchange, this node after it, this rank after the second. -1: a choice that is dropped, or whose
+    expert is elsewhere. `position_T`: each token's index in the step, for dropout.
     """
 
     x_TD: Tensor
@@ -98,8 +99,9 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Hop:
-    """The exchange over one axis. Each of its ranks or nodes has `places` places. `send`, `receive`: copies to and from each of them.
-    `choices`: the largest K of all senders, since K differs between ranks if experts choose.
+    """The exchange over one axis, between nodes or within a node. `places`: number of experts on each target (node or rank). `send`,
+    `receive`: number of tokens sent to and received from each target. `choices`: the largest K of all senders, because K differs between
+    ranks with expert-choice routing.
     """
 
     axis: Axis
@@ -110,8 +112,8 @@ class Hop:
     choices: int
 
     def there(self, tokens: Tokens, meanwhile: Callable[[], object]) -> tuple[Tokens, Plan]:
-        """Send each token once to each target that it reaches, and call `meanwhile` while they travel. Return the tokens that arrived, and
-        the plan of the copies sent. Backward: gradients of copies come back, and each token sums them in fp32.
+        """Send each token once to each target (node or rank) with some of its experts, and call `meanwhile` during the transfer. Return the
+        received tokens, and the plan of the copies sent. Backward: each token's gradient is the sum over its copies, in fp32.
         """
         import torch
         import torch.nn.functional as F
@@ -136,7 +138,8 @@ class Hop:
         return all_to_all(self.kernels.permute(values, plan), self.axis, send=self.send, receive=self.receive)
 
     def back(self, sum_TD: Tensor, plan: Plan) -> Tensor:
-        """Send the partial sums of arrived tokens back, and add up each token's sums in fp32. Backward: gradients of the sums go out."""
+        """Send the partial sums of received tokens back, and add up each token's sums in fp32. Backward: a token's gradient is sent to all
+        targets that computed one of its sums."""
         from parallel.mesh.collectives import all_to_all
 
         rows_RD = all_to_all(sum_TD, self.axis, send=self.receive, receive=self.send)
@@ -169,7 +172,7 @@ class OncePerNode(Exchange):
         to_node_O, to_rank_P = tokens.reached(places * size, outer.size).sum(0), tokens.reached(places, ranks).sum(0)
         choices_P = self.kernels.plan(tokens.target_TK(places, ranks), kept_TK, num_experts=ranks).counts_E
         width_O = torch.full_like(to_node_O, kept_TK.shape[1])
-        # each node is told: tokens for it, tokens and choices for each of its ranks, and K
+        # sent to each node: number of tokens for it, numbers of tokens and of choices for each of its ranks, and K
         told = torch.cat([to_node_O.unsqueeze(1), to_rank_P.view(-1, size), choices_P.view(-1, size), width_O.unsqueeze(1)], 1)
         heard = exchange_counts(told, outer)
         most = heard[:, -1].max()
@@ -182,7 +185,8 @@ class OncePerNode(Exchange):
         return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), rows
 
     def _computed(self, tokens: Tokens, plan: Plan, rows_P: list[int], experts: Experts, dropout: Dropout | None) -> Tensor:
-        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]. `rows_P`: choices of each etp rank."""
+        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]. `rows_P`: number of such choices on
+        each etp rank."""
         from moe.experts.dispatch.network import Arrived, compute
         from moe.experts.experts import Routed
         from parallel.mesh.collectives import all_gather
@@ -194,7 +198,7 @@ class OncePerNode(Exchange):
             sum_TD: Tensor = experts(tokens.x_TD, counts=Routed(tokens.gate_TK, plan), dropped_RF=dropped_RF)
             return sum_TD
         rows_RD = self.kernels.permute(tokens.x_TD, plan)
-        # in a rehearsal, other ranks' choices are unknown: assume equally many rows for each expert held here
+        # in `moe rehearse` tensors have no values, so the choices are unknown: assume equally many rows for each expert held here
         counts_E = supposed(plan.counts_E, lambda: _even(len(rows_RD), len(plan.counts_E)))
         arrived = Arrived(all_gather(counts_E.unsqueeze(0), self.etp), rows_P)
         rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
@@ -203,7 +207,7 @@ class OncePerNode(Exchange):
 
 
 def _even(total: int, parts: int) -> Tensor:
-    """Return `total` as a sum of `parts` numbers that differ by 1 at most, int64 [parts]."""
+    """Divide `total` into `parts` integers that differ by at most 1, int64 [parts]."""
     import torch
 
     return torch.tensor([total // parts + (part < total % parts) for part in range(parts)])

@@ -1,4 +1,4 @@
-"""Applies the held experts to the rows that arrived: with whole matrices, or with matrices that are split over the axis etp.
+"""Applies a rank's experts to the rows that it received: with whole matrices, or with matrices that are sharded over the axis etp.
 
     rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
@@ -37,8 +37,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Numbers of rows that arrived for each expert held here, on each etp rank: `counts_PE` int64. `rows_P`: their sums over experts, which
-    the host knows.
+    """Numbers of received rows. `counts_PE` int64: on each etp rank, for each expert held here. `rows_P`: their sums over experts, already
+    on the host.
     """
 
     counts_PE: Tensor
@@ -46,7 +46,7 @@ class Arrived:
 
     @classmethod
     def of(cls, counts_E: Tensor, etp: Axis) -> Arrived:
-        """Gather the numbers of rows of all etp ranks. The host waits for them if there are several."""
+        """Gather the numbers of rows of all etp ranks. With several etp ranks, the host waits for the numbers."""
         counts_PE = all_gather(counts_E.unsqueeze(0), etp)
         return cls(counts_PE, [] if etp.size == 1 else read_later(counts_PE.sum(1))()[0])
 
@@ -61,9 +61,9 @@ def compute(
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Apply the experts to rows [R, D], sorted by expert. Keep order and dtype. `counts_E`: rows of each expert; with etp, the host waits
-    for them unless they are `Arrived`. `weights`: the chunk of experts to apply; None: all experts of this rank. `position_R`: each row's
-    token's index among the step's tokens, for dropout.
+    """Apply the experts to rows [R, D], sorted by expert. Return the results in the same order and dtype. `counts_E`: number of rows of
+    each expert; with several etp ranks, the host waits for it unless it is `Arrived`. `weights`: the chunk of experts to apply; None: all
+    experts of this rank. `position_R`: for dropout, the index of each row's token among the step's tokens.
     """
     arrived = counts_E if isinstance(counts_E, Arrived) else Arrived.of(counts_E, etp)
     if etp.size == 1:

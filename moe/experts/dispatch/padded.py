@@ -3,9 +3,10 @@
     tokens --permute--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --permute--> rows of the held experts, by expert
                         |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-A block has as many slots as the router's capacity. Then no shape depends on the routing and the host reads no number from a GPU, so that
-a CUDA graph can hold the layer. Dropless, a block has as many slots as the largest count on any rank, which the host waits for. Experts
-compute filled slots only. An empty slot copies any token, and nothing reads it. Source: GShard (arXiv 2006.16668, section 3.2).
+A block has as many slots as the router's capacity. Then no shape depends on the routing and the host reads no value from a GPU, so a CUDA
+graph can capture the layer. Without a capacity (dropless), a block has as many slots as the largest number of rows of an expert on any
+rank, for which the host waits. Experts compute filled slots only. An empty slot has a copy of some token, which is never read. Source:
+GShard (arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 class Padded(Dispatcher):
     name = "padded"
-    about = "links, compilers or CUDA graphs that want static blocks"
+    about = "links, compilers or CUDA graphs that need blocks of fixed size"
 
     def traffic(self, load: Load) -> Traffic:
         slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest
@@ -91,8 +92,8 @@ class Slots(Exchange):
 
 
 def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
-    """Return the plan that sorts the filled ones of the N P H `slots` that arrived by expert. Each slot counts as a token with one choice,
-    the expert of its row."""
+    """Return the plan that sorts received rows by expert. N * P * H blocks of `slots` slots were received; only filled slots are sorted. In
+    the plan, each slot is a token with one choice, the expert of its row."""
     import torch
 
     filled_NPHS = torch.arange(slots, device=counts_NPH.device) < counts_NPH.unsqueeze(3)

@@ -1,4 +1,4 @@
-"""Placement: which rank holds which expert. A layer has places 0, 1, ..., each with one expert; each rank has an equal chunk of places.
+"""Placement of experts on ranks. A layer has places 0, 1, ..., each for one expert; each rank has an equal chunk of consecutive places.
 
     load_E   9 8 1 1 1 1 1 2       experts in order:  ranks compute  | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
                                    balanced:                         | 9 1 1 1 | 8 2 1 1 |
@@ -26,8 +26,8 @@ Placement = tuple[int, ...]
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
     """Return the expert at each place. Experts are placed in order of descending load, each on the least loaded rank that has a free place.
-    Ties go to the lower expert and the lower rank, so all ranks compute the same placement. Raise BadInput if `ranks` does not divide the
-    number of experts.
+    Of equal loads, the expert and the rank with the lower number come first, so all ranks compute the same placement. Raises BadInput if
+    `ranks` does not divide the number of experts.
     """
     if ranks < 1 or len(load_E) % ranks:
         raise BadInput("ranks", got=ranks, needed=f"a divisor of {len(load_E)} experts", fix=f"use one of {divisors(len(load_E))}")
@@ -47,8 +47,8 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
 
 
 def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:
-    """Return the place of each choice's expert, [T, K]. Place p holds expert `placement[p]` (None: expert p).
-    `order`: renumbers places, so that place order[i] becomes i.
+    """Return the place of each choice's expert, [T, K]. Place p is for expert `placement[p]` (None: expert p).
+    `order`: renumbers places: place order[i] becomes i.
     """
     if placement is None and order is None:
         return expert_TK

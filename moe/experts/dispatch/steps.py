@@ -1,4 +1,4 @@
-"""Sends rows to the ranks that hold their experts, and the results back: all at once, or one chunk of each rank's experts after another.
+"""Sends rows to the ranks that hold their experts, and the results back: in one step, or in one step for each chunk of a rank's experts.
 
 x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of the experts held here, by expert
 y_TD <--combine-- results in the same order          <--inverse, exchange---------- their results
@@ -29,8 +29,8 @@ from parallel.mesh.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """The planned exchange over `axis` of one chunk's rows. `send`, `receive`: rows to and from each rank. `order_R`: the
-    indices that sort received rows by expert. `arrived`: numbers of received rows of each expert.
+    """The planned exchange over `axis` of one chunk's rows. `send`, `receive`: number of rows to and from each rank. `order_R`: indices
+    that sort received rows by expert. `arrived`: number of received rows of each expert.
     """
 
     axis: Axis
@@ -49,12 +49,12 @@ class Step:
         return rows_RD
 
     def follow(self, values_R: Tensor) -> Tensor:
-        """Send one value for each row, such as its token's position, without gradient. Return the received values in the order of the rows
-        from `finish`."""
+        """Send one value for each row, such as its token's position, without gradient. Return the received values, in the order of the rows
+        that `finish` returns."""
         return all_to_all(values_R, self.axis, send=self.send, receive=self.receive)[self.order_R]
 
     def back(self, rows_RD: Tensor, kernels: Any) -> StartedRows:
-        """Start to send the results of received rows back to the rows' sources."""
+        """Start to send the results of received rows back to the ranks that sent the rows."""
         return start_all_to_all(kernels.reorder(rows_RD, self.order_R, undo=True), self.axis, send=self.receive, receive=self.send)
 
 
@@ -67,7 +67,7 @@ class Steps(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, plan, steps = self._permuted(x_TD, routing)
         rows, positions = [*self._cut(rows_RD, steps)], list[Tensor | None]([None] * self.chunks)
-        del rows_RD  # here and below, so that rows are freed as soon as they are sent
+        del rows_RD  # here and below: without this reference, rows are freed as soon as they are sent
         if dropout is not None:
             cut = self._cut(dropout.position_T[plan.token_R], steps)
             positions = [step.follow(position_R) for step, position_R in zip(steps, cut, strict=True)]
@@ -89,8 +89,8 @@ class Steps(Exchange):
         return y_TD
 
     def planned(self, routing: Routing) -> tuple[Plan, Callable[[], list[Step]]]:
-        """Return the plan of the rows, and a function that returns a step for each chunk. One copy of all numbers of rows to the host
-        starts now; the function waits for it. Collective.
+        """Return the plan of the rows, and a function that returns a Step for each chunk. The numbers of rows are copied to the host
+        asynchronously; the function waits for them. Collective.
         """
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
         each, order = held // self.chunks, None
@@ -115,8 +115,8 @@ class Steps(Exchange):
         return plan, steps
 
     def _permuted(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Plan, list[Step]]:
-        """Return the rows to send [R, D], the plan of these R rows, and the steps. A GPU gathers the rows while the host waits for their
-        number, if no choice can be dropped; otherwise it would gather too many.
+        """Return the rows to send [R, D], the plan of these R rows, and the steps. Without a capacity, a GPU gathers all T * K rows while
+        the host waits for R. With a capacity, many choices may be dropped, so rows are gathered after R is known.
         """
         plan, planned = self.planned(routing)
         rows_RD = self.kernels.permute(x_TD, plan) if routing.capacity is None else None

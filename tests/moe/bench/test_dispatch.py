@@ -73,7 +73,7 @@ def test_every_layer_gives_the_same_output_and_a_peer_that_computes_something_el
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(BadInput, match="--peers: got deepsped, needed all, none, or of deepspeed.*did you mean deepspeed?"):
+    with pytest.raises(BadInput, match="--peers: got deepsped, needed all, none, or some of deepspeed.*did you mean deepspeed?"):
         dispatch.main(peers="deepsped")
     with pytest.raises(BadInput, match="--only: got E9, needed part of a row's text"):
         dispatch.main(only="E9")

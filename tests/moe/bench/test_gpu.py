@@ -111,13 +111,13 @@ def test_the_next_steps_follow_from_the_numbers() -> None:
     layers = [{"what": "A", "over_peers": {"x": 0.9, "y": 1.25, "z": 2.0}}]
     steps = [{"what": "A", "synchronisations": 2}, {"what": "B", "synchronisations": 40}]
     assert gpu.next_steps({"kernels": kernels, "layers": layers, "steps": steps, "right": [{"passed": False}]}) == [
-        "mend first: right found something wrong",
+        "first mend the wrong results of right",
         "most to gain in a kernel: 5.00 ms of up at A",
         "slower than z at A: 2.00 times its time",
         "slower than y at A: 1.25 times its time",
         "the host waits 40 times a step: B",
     ]
-    assert gpu.next_steps({"right": [{"passed": True}]}) == ["nothing was measured that asks for a change"]
+    assert gpu.next_steps({"right": [{"passed": True}]}) == ["no measurement suggests a change"]
 
 
 def test_flops_and_bytes_of_kernels_are_counted_by_hand() -> None:
