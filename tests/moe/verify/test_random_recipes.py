@@ -50,7 +50,7 @@ def test_equal_seeds_draw_equal_recipes_which_are_accepted() -> None:
 def test_every_key_of_numbers_or_choices_gets_another_legal_value() -> None:
     """Also a key that is added later: its values are drawn by its type."""
     texts = {key for key in known_keys() if field_of(key).annotation in (str, str | None) and key != "pipeline.schedule"}
-    for key in sorted(set(known_keys()) - texts - {"data.sources"}):
+    for key in sorted(set(known_keys()) - texts - {"data.sources", "train.loss"}):  # train.loss: one choice, or a plugin
         rng, default = random.Random(key), field_of(key).default
         found = [value for value in (random_recipe._value(rng, key, default) for _ in range(20)) if random_recipe._is_legal(key, value)]
         assert any(value != default for value in found), key
