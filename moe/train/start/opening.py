@@ -108,6 +108,9 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
+    if run.train.loss == "cross_entropy" and data.has_pairs:
+        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
+        raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     run = in_steps(run, data, arguments.say)
     if not (done := _is_done(run, start.found, out, mesh)):
         make_writable(out, world)
@@ -177,9 +180,6 @@ def read_data(
     made from the text. listing: path of the file with all remarks, for the log. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
-    if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
-        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
-        raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     for line in remark_lines(data.index, listing):
         log(line)
     if run.model.document_mask:
