@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -154,7 +155,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
     if not isinstance(train, TrainSet):
         got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
-    steps = ceil(epochs * train.num_windows / batch)
+    steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
     say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {batch} sequences; an epoch has {train.num_windows}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from moe.data import chats as module
-from moe.data import open_data
+from moe.data import Dataset, open_data
 from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
-from moe.data.order import TrainSet
+from moe.data.order import TrainSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.model.transformer import Transformer
@@ -25,6 +25,7 @@ from moe.recipe.sections import Data
 from moe.recipe.shapes import PADDING
 from moe.records import metrics
 from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.opening import in_steps
 from parallel.errors import BadInput
 from tests.support import trained
 
@@ -228,6 +229,13 @@ def test_epochs_pass_over_the_packed_training_chats(tmp_path: Path, monkeypatch:
     assert trained.train(run, tmp_path / "run") == [summary] and trained.files(tmp_path / "run") == before
     (resumed,) = (line for line in metrics.read(tmp_path / "run") if line.get("event") == "resumed")
     assert resumed["changed"] == f"train.steps: {steps[0]} -> {steps[1]}, train.epochs: 2.0 -> 2.5"
+
+
+def test_a_number_of_epochs_is_no_binary_fraction() -> None:
+    """110 samples are 11 steps of 10, although 1.1 * 100 is above 110 in floating point."""
+    data = Dataset(TrainSet(Windows(np.zeros(1001, np.int64), 10, 256), 0), None, Bytes(), {}, "")  # type: ignore[arg-type]
+    run = build_run({"train": {"epochs": 1.1, "global_batch": 10}})
+    assert in_steps(run, data, lambda line: None).train.steps == 11
 
 
 def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
