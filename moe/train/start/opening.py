@@ -244,7 +244,7 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps:
-        yield f"optimizer.warmup_steps {warmup} are more than the steps, {steps}: the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
+        yield f"optimizer.warmup_steps {warmup} are more than the steps, {steps}: the rate ends at {steps / warmup:.0%} of optimizer.lr"
     if run.train.freeze and start.found is None and start.source is None:
         yield f"train.freeze: {', '.join(run.train.freeze)} keep their random first values, because there is no --init_from"
     before = {} if start.found is None else start.found.state.get("code", {})

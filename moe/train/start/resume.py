@@ -63,7 +63,7 @@ class Resumed:
         return Resumed(source.state["tokenizer"], None, (*function_changes(before, run), *other), table=table)
 
     def recorded(self, run: Run) -> dict[str, Any]:
-        """Return fields for the line of metrics.jsonl about this start: "changed": changes to `run`; "allowed": keys that needed permission."""
+        """Return fields for the line of metrics.jsonl about this start: "changed": new values; "allowed": keys that needed permission."""
         changed = [] if self.before is None else changes(self.before, run)
         about = {"changed": ", ".join(map(str, changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data import chats as module
 from moe.data import Dataset, open_data
+from moe.data import chats as module
 from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
 from moe.data.order import TrainSet, Windows
 from moe.data.token_shard import TokenShard
