@@ -21,6 +21,7 @@ from moe.data import ValidationSet, open_data
 from moe.nn.own_loss import OwnLoss
 from moe.recipe.sections import Data
 from moe.train.use.evaluate import evaluate
+from parallel.errors import BadInput
 
 BETA = 0.1
 REFERENCE = Path("reference.json")
@@ -35,7 +36,8 @@ def preference(predictions):
 def dpo(predictions):
     known, names = read(REFERENCE) if REFERENCE.exists() else {}, names_of(predictions)
     if unknown := [name for name in names if name not in known]:
-        raise KeyError(f"{len(unknown)} pairs are not in {REFERENCE}: python dpo.py RUN_TO_BEGIN_WITH PAIRS.jsonl")
+        got, needed = f"no reference for {len(unknown)} pairs", "one for each, by the same tokenizer and model.max_length"
+        raise BadInput(str(REFERENCE), got=got, needed=needed, fix="python dpo.py RUN_TO_BEGIN_WITH PAIRS.jsonl")
     margin_B = preference(predictions)
     return -F.logsigmoid(BETA * (margin_B - margin_B.new_tensor([known[name] for name in names])))
 
@@ -69,6 +71,8 @@ def main(run, pairs):
     base = moe.open(run)
     sizes = {"max_length": base.recipe.model.max_length, "vocab_size": base.recipe.vocab_size, "seed": 0}
     data = open_data(Data(source="chat", path=pairs), **sizes, tokenizer=base.tokenizer.describe())
+    if not data.has_pairs:
+        raise BadInput(pairs, got="single chats", needed="pairs: lines with chosen and rejected", fix="give another file")
     base.model.own_loss = OwnLoss(f"{__name__}:note")
     evaluate(base.model, [ValidationSet(data.train.windows, None), data.validation], sequences=0)
     REFERENCE.write_text(json.dumps(found))

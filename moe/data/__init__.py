@@ -51,6 +51,11 @@ class Dataset:
     index: dict[str, Any]
     key: str
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a source has pairs of a chosen and a rejected answer."""
+        return any(index.get("pairs") for index in self.index.get("sources", [self.index]))
+
 
 def open_data(
     data_config: Data,
@@ -152,8 +157,8 @@ def _chats(
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
     chats = open_chats(data.path, tokenizer, max_length=max_length, field=messages_field(data.text_key), cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
-    alone = "each pair" if chats.encoded.pairs else "each"
-    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else f"{alone} is a sequence, padded"
+    alone = "pair" if chats.encoded.pairs else "chat"
+    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else f"each {alone} is padded to a sequence"
     log(f"data: {holds} of {max_length + 1} tokens (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
     index = {"key": chats.key, "pairs": chats.encoded.pairs}
     return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, index, chats.key)

@@ -162,7 +162,7 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]
-    if "prompt" not in row:  # the messages that both begin with
+    if not isinstance(row.get("prompt"), type(row["chosen"])):  # then the prompt is the messages that both begin with
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]

@@ -72,12 +72,15 @@ class OwnLoss:
             shown = f"{loss_B.dtype} of shape {list(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"a {type(loss_B).__name__}"
             needed = f"a loss for each of the {count} sequences: numbers of shape [{count}]"
             raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 alone")
+        if torch.is_grad_enabled() and given.logp_BL.requires_grad and not loss_B.requires_grad:
+            got, needed = f"{self.name}, whose losses have no gradient", "losses computed from logp_BL"
+            raise BadInput(_KEY, got=got, needed=needed, fix="leave out detach() and no_grad()")
         return loss_B
 
     @torch.no_grad()
     def _check_alone(self, given: Predictions, loss_B: Tensor) -> None:
         alone = [self._called(Predictions(*(x[number : number + 1] for x in given))) for number in range(len(loss_B))]
-        if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6):
+        if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6, equal_nan=True):
             needed = "a loss of each sequence by itself, equal at each call: otherwise it depends on the layout"
             raise BadInput(
                 _KEY, got=f"{self.name}, whose loss of a sequence depends on others", needed=needed, fix="treat each row by itself"

@@ -125,7 +125,7 @@ def value_of(run: Run, key: str) -> Any:
 
 def _holds(run: Run, key: str, names: Sequence[str]) -> bool:
     value = value_of(run, key)
-    return bool(value) if names[0] in (ABOVE_0, "true") else str(value) in names
+    return bool(value) if names[0] in (ABOVE_0, "true") else ("null" if value is None else str(value)) in names
 
 
 # --- moe show --keys SECTION -----------------------------------------------------------------------------------------------

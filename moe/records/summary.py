@@ -19,8 +19,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     share = ("share of measured matrix product", "matmul_share")
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
+    unit = " nats per token" if "bits_per_byte" in summary else ""  # a run with train.loss has no bits per byte
     rows = [
-        ("validation loss", fixed(summary.get("validation_loss"), ".4f", " nats per token")),
+        ("validation loss", fixed(summary.get("validation_loss"), ".4f", unit)),
         ("bits per byte", fixed(summary.get("bits_per_byte"), ".4f")),
         ("tokens per second", fixed(summary.get("tokens_per_second"), ",.0f")),
         (share[0], percent(summary.get(share[1]))),

@@ -87,8 +87,8 @@ def test_a_value_without_its_reader_is_refused_wherever_it_comes_from(key: str) 
 
 @pytest.mark.parametrize("key", [key for key in known_keys() if facts(key).off_without and not facts(key).of])
 def test_a_value_next_to_the_setting_that_switches_it_off_is_refused(key: str) -> None:
-    """In a dense recipe with SGD and a constant learning rate, `load` refuses a key that no code would read, and advises removing it."""
-    off = {"optimizer.kind": "sgd", "optimizer.schedule": "constant"}
+    """In a dense recipe with SGD, a constant learning rate and epochs, `load` refuses a key that no code would read. Fix: remove it."""
+    off = {"optimizer.kind": "sgd", "optimizer.schedule": "constant", "train.epochs": "2"}
     with pytest.raises(BadInput, match=f"^{key}: got .*remove {key}$"):
         load("dense_tiny", off | {key: another(key)})
 

@@ -114,8 +114,8 @@ def choose(
         kinds = (plan.recompute,) if plan is given else recompute
         found, size = held.first_that_fits(plan, kinds)
         if size > limit_bytes:
-            why = "it does not fit, with recompute full too" if plan is not given else "the recipe's own plan does not fit"
-            refused.add(Refused(why.replace("full", kinds[-1]), 1, found, size - limit_bytes))
+            why = "the recipe's own plan does not fit" if plan is given else f"it does not fit, with recompute {kinds[-1]} too"
+            refused.add(Refused(why, 1, found, size - limit_bytes))
         elif plan is given or found != given:
             against = advice(network, found, devices_per_node=devices_per_node)
             fitting[against is not None].append(_Fitting(found, size, against))

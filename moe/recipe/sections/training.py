@@ -128,7 +128,7 @@ class Lora(Section, alters="shape"):
 
 
 class Train(Section, alters="cost"):
-    steps: int = key(300, "training steps of the run", gt=0, alters="training")
+    steps: int = key(300, "training steps of the run", gt=0, alters="training", off_without="train.epochs=null")
     epochs: float | None = key(None, "passes over the training data instead of train.steps", gt=0, le=1e6, alters="training")
     global_batch: int = key(32, "sequences in one step, over all ranks and micro-batches", gt=0, alters="training")
     loss: Literal["cross_entropy"] | Plugin = key(

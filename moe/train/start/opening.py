@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -95,7 +96,7 @@ class Start:
     source: Reader | None  # the checkpoint of --init_from; None if the run does not begin with it
     base: Reader | None  # the model to which this run adds adapters; None without adapters
     resumed: Resumed
-    writes: bool  # whether this rank writes the run's folder
+    writes: bool = False  # whether this rank writes the run's folder: rank 0, if steps are left
 
 
 def open_job(run: Run, arguments: RunArguments) -> Job:
@@ -108,7 +109,13 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
+    if run.train.loss == "cross_entropy" and data.has_pairs:
+        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
+        raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     run = in_steps(run, data, arguments.say)
+    if not (done := _is_done(run, start.found, out, mesh)):
+        make_writable(out, world)
+    start = replace(start, writes=world.rank == 0 and not done)
     prepare(run, arguments.say)
     executor = start_model(run, mesh, world, rule=arguments.own.rule(run, mesh), table=start.resumed.table)
     if arguments.fresh:
@@ -148,18 +155,15 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
     if not isinstance(train, TrainSet):
         got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
-    steps = ceil(epochs * train.num_windows / batch)
+    steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
     say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {batch} sequences; an epoch has {train.num_windows}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
 def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
-    """Make the run's folder, find the checkpoints that the run starts from, and check that the recipe's model fits them. Collective."""
+    """Find the checkpoints that the run starts from, and check that the recipe's model fits them. Collective."""
     check_stays(arguments.out, fresh=arguments.fresh, source=arguments.init_from)
     found = None if arguments.fresh else state.find(arguments.out / "checkpoints", mesh, log=arguments.say, step=arguments.from_step)
-    done = _is_done(run, found, arguments.out, mesh)
-    if not done:
-        make_writable(arguments.out, arguments.world)
     source = None
     if arguments.init_from is not None and found is None:
         begins = state.source(arguments.init_from, mesh, log=arguments.say)
@@ -167,7 +171,7 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
     check_base(run.lora.rank, source=source, found=found)
     base = source if found is None else base_of(found, _moved(arguments)) if run.lora.rank else None
     resumed = Resumed.of(found, run, arguments.allow_changes) if source is None else Resumed.begun(source, run, arguments.allow_changes)
-    return Start(found, source, base, resumed, writes=arguments.world.rank == 0 and not done)
+    return Start(found, source, base, resumed)
 
 
 def read_data(
@@ -177,9 +181,6 @@ def read_data(
     made from the text. listing: path of the file with all remarks, which the log names. given: samples from a user's program."""
     opened = partial(open_data, source, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     data = opened(tokenizer=tokenizer, log=log, given=given)
-    if run.train.loss == "cross_entropy" and any(index.get("pairs") for index in data.index.get("sources", [data.index])):
-        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
-        raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     for line in remark_lines(data.index, listing):
         log(line)
     if run.model.document_mask:
@@ -203,8 +204,9 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
     """Write the recipe, remarks about data, files of an imported model and the hash router's table of experts into the run's folder. Raises
     BadInput if the folder was renamed or removed since `make_writable`."""
+    origins = arguments.origins if run.train.epochs is None else arguments.origins | {"train.steps": "train.epochs"}
     try:
-        (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, arguments.origins))
+        (arguments.out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     except OSError as error:
         got, needed = f"{arguments.out}/recipe.yaml: {error.strerror}", "a folder that stays in place and can be written"
         raise BadInput("--out", got=got, needed=needed, fix="start again, or choose another --out") from None
@@ -228,11 +230,11 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> 
     kind: Literal["auto", "none"] = "auto" if first and arguments.display else "none"
     shown = State(run.train.steps, recipe=arguments.name, world=world.size, lines=title(run, world))
     if goes_on:
-        about = resumed.recorded() if start.source is None else {}
+        about = resumed.recorded(run) if start.source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
         records.event("resumed", step=step, **worlds, **again, **about)
     if start.source is not None:
-        records.event("begun", step=0, **{"from": str(start.source.path)}, **resumed.recorded())
+        records.event("begun", step=0, **{"from": str(start.source.path)}, **resumed.recorded(run))
     return records, Progress(shown, out=out, kind=kind)
 
 
@@ -242,7 +244,7 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps:
-        yield f"optimizer.warmup_steps {warmup} are more than train.steps: the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
+        yield f"optimizer.warmup_steps {warmup} are more than the steps, {steps}: the rate ends at {steps / warmup:.0%} of optimizer.lr"
     if run.train.freeze and start.found is None and start.source is None:
         yield f"train.freeze: {', '.join(run.train.freeze)} keep their random first values, because there is no --init_from"
     before = {} if start.found is None else start.found.state.get("code", {})
@@ -276,7 +278,7 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
         if found is None or world.index:
             return False
         step = found.state["counters"]["step"]
-        return bool(run.train.epochs is None and step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
+        return bool(step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
 
     return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
 

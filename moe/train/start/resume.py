@@ -28,10 +28,10 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 
 @dataclass(frozen=True)
 class Resumed:
-    """Values that a run takes from a checkpoint, and changes of the recipe since then."""
+    """Values that a run takes from a checkpoint, and the recipe before."""
 
     tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
-    changed: tuple[Change, ...] = ()  # every recipe key with another value than in the checkpoint
+    before: Run | None = None  # the recipe of the run's own checkpoint
     function: tuple[Change, ...] = ()  # the changes that alter what the model computes
     world: int | None = None  # number of ranks that made the earlier steps; None without earlier steps or if it is not known
     table: Table | None = None  # token id -> experts, for hash routers
@@ -51,7 +51,7 @@ class Resumed:
         retrained = any(change.key.startswith("data.") for change in function)
         d = before.degrees
         world = d.dp * d.pp * d.tp * d.sp if trained and d.dp != "auto" else None
-        return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function, world, table)
+        return Resumed(None if retrained else found.state["tokenizer"], before, function, world, table)
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
@@ -60,11 +60,12 @@ class Resumed:
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
-        return Resumed(source.state["tokenizer"], (), (*function_changes(before, run), *other), table=table)
+        return Resumed(source.state["tokenizer"], None, (*function_changes(before, run), *other), table=table)
 
-    def recorded(self) -> dict[str, Any]:
-        """Return fields for the line of metrics.jsonl about this start: "changed": the changes; "allowed": keys that needed permission."""
-        about = {"changed": ", ".join(map(str, self.changed)), "allowed": ", ".join(change.key for change in self.function)}
+    def recorded(self, run: Run) -> dict[str, Any]:
+        """Return fields for the line of metrics.jsonl about this start: "changed": new values; "allowed": keys that needed permission."""
+        changed = [] if self.before is None else changes(self.before, run)
+        about = {"changed": ", ".join(map(str, changed)), "allowed": ", ".join(change.key for change in self.function)}
         return {key: text for key, text in about.items() if text}
 
     def unused(self, allowed: Sequence[str]) -> list[str]:

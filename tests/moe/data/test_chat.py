@@ -166,6 +166,16 @@ def test_every_form_of_a_chat(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": MESSAGES[:4]}, {}, {"prompt": MESSAGES[3]["content"]}])
+def test_pairs_of_messages_are_two_chats_with_one_prompt(prompt: dict[str, Any], tmp_path: Path) -> None:
+    """The prompt may also be missing, or be the last question as a text: then both answers repeat its messages."""
+    answers = ([{"role": "assistant", "content": "Two."}], [{"role": "assistant", "content": "Three."}])
+    chats = [{"prompt": MESSAGES[:4], "completion": answer} for answer in answers]
+    first = [] if isinstance(prompt.get("prompt"), list) else MESSAGES[:4]
+    pair = prompt | {"chosen": [*first, *answers[0]], "rejected": [*first, *answers[1]]}
+    assert samples(tmp_path, pair, max_length=801) == samples(tmp_path, *chats, max_length=400)
+
+
 def test_long_chats_are_cut_and_chats_without_a_predicted_token_left_out(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "Hi" * 40}, list[str]()
     short, long = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "y" * 90}

@@ -13,17 +13,19 @@ import numpy as np
 import pytest
 import torch
 
+from moe.data import Dataset, open_data
 from moe.data import chats as module
-from moe.data import open_data
 from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
-from moe.data.order import TrainSet
+from moe.data.order import TrainSet, Windows
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.recipe.sections import Data
 from moe.recipe.shapes import PADDING
+from moe.records import metrics
 from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.start.opening import in_steps
 from parallel.errors import BadInput
 from tests.support import trained
 
@@ -207,20 +209,33 @@ def test_a_run_counts_tokens_without_padding(tmp_path: Path, monkeypatch: pytest
 
 def test_epochs_pass_over_the_packed_training_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs show each chat that is not held out at least twice, and with one step less one of them less than twice. More epochs
-    continue the run."""
+    continue the run; started again with as many, it writes nothing."""
     home, batch = trained.home(tmp_path, monkeypatch), 4
     chats = write(tmp_path, [3, 9, 1, 5, 7, 2, 4, 8] * 5)
     data = chats.model_dump() | {"packing": True, "validation_share": 0.2}
     sizes: dict[str, dict[str, Any]] = {"data": data, "model": {"max_length": 24}}
     opened = open_data(build_run({"data": data}).data, max_length=24, vocab_size=256, seed=0, log=lambda line: None)
+    steps = []
     for epochs in (2, 2.5):
         run = trained.recipe(home, **sizes | {"train": {"epochs": epochs, "global_batch": batch}})
         (summary,) = trained.train(run, tmp_path / "run")
+        steps.append(summary["steps"])
         assert isinstance(order := opened.train, TrainSet) and isinstance(rows := order.windows, ChatRows)
         shown = np.bincount(order.order(np.arange(summary["steps"] * batch)), minlength=rows.num_windows)
         assert shown.min() >= int(epochs) and shown.sum() - batch < epochs * rows.num_windows <= shown.sum()
         assert sorted(rows.members.tolist()) == list(range(32)), "8 of 40 chats are held out"
     assert [line["step"] for line in trained.lines(tmp_path / "run")] == list(range(1, summary["steps"] + 1))
+    before = trained.files(tmp_path / "run")
+    assert trained.train(run, tmp_path / "run") == [summary] and trained.files(tmp_path / "run") == before
+    (resumed,) = (line for line in metrics.read(tmp_path / "run") if line.get("event") == "resumed")
+    assert resumed["changed"] == f"train.steps: {steps[0]} -> {steps[1]}, train.epochs: 2.0 -> 2.5"
+
+
+def test_a_number_of_epochs_is_no_binary_fraction() -> None:
+    """110 samples are 11 steps of 10, although 1.1 * 100 is above 110 in floating point."""
+    data = Dataset(TrainSet(Windows(np.zeros(1001, np.int64), 10, 256), 0), None, Bytes(), {}, "")  # type: ignore[arg-type]
+    run = build_run({"train": {"epochs": 1.1, "global_batch": 10}})
+    assert in_steps(run, data, lambda line: None).train.steps == 11
 
 
 def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,10 @@ from moe.model.transformer import Transformer
 from moe.nn.own_loss import OwnLoss, Predictions
 from moe.recipe.load import build_run
 from moe.recipe.sections import Data, Run
+from moe.records.metrics import read_summary
+from moe.records.summary import summary_rows
 from moe.train.parts.passes import count_tokens, passes_of
+from moe.train.use import evaluate
 from parallel.errors import BadInput
 from tests.support import trained
 
@@ -93,12 +96,13 @@ def test_dpo_equals_dpo_of_chats_one_by_one(folder: Path, dpo: ModuleType) -> No
 
 
 def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -> None:
-    """The policy begins as its reference: each pair's loss is then -log sigmoid 0."""
+    """The policy begins as its reference, also with adapters: each pair's loss is then -log sigmoid 0."""
     trained.train(recipe(data={"source": "text", "path": "text.txt"}, train={"steps": 1}), folder / "base")
     dpo.main("base", "pairs.jsonl")
-    for name, degrees in (("pp", {"pp": 2}), ("tp", {"tp": 2})):
-        run = recipe(train={"loss": "dpo:dpo", "steps": 4}, degrees=degrees, pipeline={"microbatches": 2}, optimizer={"warmup_steps": 0})
-        trained.train(run, folder / name, ranks=2, init_from=folder / "base")
+    for name, degrees, rank in (("pp", {"pp": 2}, 0), ("tp", {"tp": 2}, 0), ("lora", {}, 4)):
+        own: dict[str, dict[str, Any]] = {"optimizer": {"warmup_steps": 0, "lr": 0.01 * (1 + rank)}, "lora": {"rank": rank}}
+        run = recipe(train={"loss": "dpo:dpo", "steps": 4}, degrees=degrees, pipeline={"microbatches": 2}, **own)
+        trained.train(run, folder / name, ranks=1 if rank else 2, init_from=folder / "base")
         losses = [line["loss"] for line in trained.lines(folder / name)]
         assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.6
         assert "bits_per_byte" not in trained.lines(folder / name, "eval")[-1]
@@ -110,6 +114,7 @@ def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -
         (lambda p: p.logp_BL.sum(), "got torch.float32 of shape [] from wrong:loss, needed a loss for each of the 3 sequences"),
         (lambda p: p.logp_BL.sum(1) / len(p.logp_BL), "wrong:loss, whose loss of a sequence depends on others"),
         (lambda p: p.logits, "which raised AttributeError"),
+        (lambda p: p.logp_BL.detach().sum(1), "wrong:loss, whose losses have no gradient"),
     ],
 )
 def test_a_wrong_loss_is_refused_in_one_line(loss: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +162,22 @@ def test_pairs_that_cannot_be_trained_are_refused(
     Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (line,) = trained.train(recipe(**sections), folder / "run")
     assert said in str(line) and "\n" not in str(line)
+
+
+def test_a_loss_that_is_not_finite_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is then skipped, as with cross-entropy."""
+    made = ModuleType("infinite")
+    made.loss = lambda p: p.logp_BL.sum(1) * math.nan  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "infinite", made)
+    model, tokens = Transformer(recipe().model, vocab_size=256), torch.arange(33).view(3, 11)
+    model.own_loss = OwnLoss("infinite:loss")
+    assert model(tokens[:, :-1], None, tokens[:, 1:]).loss.isnan()
+
+
+def test_moe_eval_says_that_it_computes_cross_entropy(folder: Path, dpo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    trained.train(recipe(train={"loss": "dpo:without_reference", "steps": 1}), folder / "run")
+    evaluate.main("run", overrides={})
+    out, err = capsys.readouterr()
+    assert "nats a token" in out
+    assert "this is cross-entropy, of chosen and rejected answers, and not train.loss dpo:without_reference" in err
+    assert "nats" not in dict(summary_rows(read_summary(folder / "run") or {}))["validation loss"]

@@ -551,7 +551,7 @@ def test_a_recipe_with_sequence_parallelism_also_runs_without_it(home: Path, tmp
     )
     trainer.train(run, out=tmp_path / "run", world=World())
     said = " ".join(capsys.readouterr().out.split())
-    assert "optimizer.warmup_steps 4 are more than train.steps: the learning rate ends at 25% of optimizer.lr" in said
+    assert "optimizer.warmup_steps 4 are more than the steps, 1: the rate ends at 25% of optimizer.lr" in said
     for key in ("kind ulysses", "keep_attention true"):
         assert said.count(f"sequence.{key} has no effect: with degrees.sp 1 sequences are whole") == 1
     assert said.count("has no effect") == 2
