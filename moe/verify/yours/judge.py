@@ -42,7 +42,7 @@ class Comparison:
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
-    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order_of_rows`
+    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` (rows.py)
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:
