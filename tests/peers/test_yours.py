@@ -21,6 +21,7 @@ from moe.verify import record
 from moe.verify.yours.align import common, nearest, parts
 from moe.verify.yours.judge import Comparison
 from moe.verify.yours.recorder import Step
+from moe.verify.yours.rows import _global
 from moe.verify.yours.values import Key, Piece, Recorded, Recording
 from parallel.errors import BadInput
 from tests.peers.programs.run import compared, program, record_many, record_one
@@ -306,3 +307,14 @@ def test_ranks_of_different_steps_are_refused(tmp_path: Path) -> None:
         Recorded(rank, 2, step=str(rank)).write(tmp_path, f"rank-{rank}")
     with pytest.raises(BadInput, match="records of different steps"):
         Recording.read(tmp_path, what="MANY")
+
+
+@pytest.mark.parametrize("one", [[[0, 3], [2, 1]], [[0, 1], [1, 0]]], ids=["all", "no token chose an expert of rank 1"])
+@pytest.mark.parametrize("rest", [-1, 2])
+def test_choices_that_ranks_number_from_0_are_the_single_processs(one: list[list[int]], rest: int) -> None:
+    """Each of two ranks holds two of four experts. `rest`: its number for all other experts."""
+    whole = torch.tensor(one).double()
+    here = torch.stack([torch.where((whole // 2) == rank, whole - 2 * rank, rest) for rank in range(2)])
+    assert torch.equal(_global(whole, here), whole)
+    here[0, 0, 0] = rest  # an expert of no rank
+    assert _global(whole, here) is None

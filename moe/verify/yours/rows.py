@@ -67,7 +67,7 @@ def _global(one: Tensor, here: Tensor) -> Tensor | None:
     experts from 0, and uses one further number for all other experts. None unless each choice is an expert of exactly one rank."""
     for rest in (here.max(), here.min()):
         own = here != rest
-        shifts = [(one - rank)[held].unique() for rank, held in zip(here, own, strict=True)]
-        if bool((own.sum(0) == 1).all()) and all(len(shift) == 1 for shift in shifts):
-            return (own * (here + torch.stack(shifts).view(-1, *[1] * one.dim()))).sum(0)
+        shifts = [(one - rank)[held].unique() for rank, held in zip(here, own, strict=True)]  # empty: no token chose this rank's experts
+        if bool((own.sum(0) == 1).all()) and all(len(shift) <= 1 for shift in shifts):
+            return torch.stack([held * (rank + shift.sum()) for rank, held, shift in zip(here, own, shifts, strict=True)]).sum(0)
     return None
