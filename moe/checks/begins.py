@@ -47,7 +47,7 @@ def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:
 def no_base(rank: int) -> BadInput:
     """Return the error for a new run with LoRA (lora.rank `rank`) that loads no weights to freeze."""
     needed = "--init_from, the run or checkpoint whose weights are frozen"
-    return BadInput("lora.rank", got=f"{rank} without weights to begin with", needed=needed, fix="--init_from runs/NAME")
+    return BadInput("lora.rank", got=f"{rank} without weights to start from", needed=needed, fix="--init_from runs/NAME")
 
 
 def no_checkpoint(source: Path) -> BadInput:

@@ -1,4 +1,4 @@
-"""Turns text on disk into the token sequences of each step; other packages call `open_data`. It uses NumPy, and nothing here imports torch.
+"""Turns text on disk into the token sequences of each step; other packages call `open_data`. It uses NumPy and does not import torch.
 
 text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
 chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence

@@ -202,7 +202,7 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadInput(where, got="tools of another form", needed="null or a list of objects", fix="mend this line")
     if template is None:
-        fix = "--data.chat_template FILE.jinja, or begin with a model that has one (--init_from)"
+        fix = "--data.chat_template FILE.jinja, or start from a model that has one (--init_from)"
         raise BadInput("data.chat_template", got="null", needed=NO_TEMPLATE, fix=fix)
     try:
         return _rendered(template.for_tools(tools), first, after, tools)

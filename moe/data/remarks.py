@@ -36,7 +36,7 @@ _RAW = {
     ".rtf": "its commands become text, too",
 }
 _ROWS_TOO = Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source"))
-# kind of file with texts that are not read here -> advice
+# kind of file with texts that this project cannot read -> advice
 _ADVICE = {
     **dict.fromkeys((".parquet", ".arrow", ".feather"), _ROWS_TOO),
     **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), Words("unpack it first")),

@@ -334,7 +334,7 @@ def _remove_leftovers(folder: Path) -> None:
 @contextlib.contextmanager
 def locked_alone(path: Path, log: Log) -> Iterator[bool]:
     """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks: then two processes may build the same files.
-    If this process waited for another that then failed with BadInput, raise the same BadInput, because building would fail here too."""
+    If this process waited for another that then failed with BadInput, raise the same BadInput, because this process would fail too."""
     with path.open("a+") as file:
         locked = True
         try:

@@ -29,7 +29,7 @@ from parallel.mesh.regions import in_region
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
 
-# R rows, D model, F hidden units, E experts held here
+# R rows, D model, F hidden units, E experts on this rank
 
 MATRICES = ("w1", "w2", "w3")
 # the dim of hidden units in each stacked tensor [E, ...]; the adapters w1_a, w3_a and w2_b (moe/nn/lora.py) have no such dim
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         return tile.to(like.get("dtype"))
 
     def in_tiles(self, count: int) -> Experts:
-        """Return the same experts as a sum of `count` tiles, each with a chunk of the hidden units held here."""
+        """Return the same experts as a sum of `count` tiles, each with a chunk of this rank's hidden units."""
         with torch.device("meta"):
             made = Experts(self.num_experts, **self._form, tiles=count, hidden=self.hidden)
         for i, tile in enumerate(made.tiles):

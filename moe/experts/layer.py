@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # for annotations only: the layer runs without the packages t
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Measurements of one layer over the valid tokens held here. `load_E` int64: choices of each expert before dropping.
+    """Measurements of one layer over this rank's valid tokens. `load_E` int64: choices of each expert before dropping.
     `kept`, `dropped`: numbers of choices; their sum is load_E.sum(). Losses and entropy (in nats) are fp32 means over this micro-batch's
     tokens. `importance_loss` and `load_loss` are 0 if their weights are 0.
     """

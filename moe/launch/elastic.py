@@ -19,7 +19,7 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # origin, in the run's recipe.yaml, of the values that are changed here
+ORIGIN = "--elastic"  # origin, in the run's recipe.yaml, of the values that this file changes
 _TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 

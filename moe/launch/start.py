@@ -3,8 +3,8 @@
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
 Launchers alone do not suffice: `deepspeed` does not forward SIGTERM, ends its ranks one after another, and can exit with 0 after a rank was
-killed. So each rank writes a status file, from which success or failure is read, and signals are sent to all ranks directly. Nothing here
-imports torch. moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
+killed. So each rank writes a status file, from which success or failure is read, and signals are sent to all ranks directly. This file
+imports no torch. moe/launch/verdict.py judges the end; moe/launch/restarts.py decides whether the run starts again (`--restarts`).
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
 
 
 def _sent(number: int) -> int:
-    """Return the signal to send to ranks after signal `number` came here: SIGTERM for SIGHUP (a closed terminal), else `number`."""
+    """Return the signal to send to ranks after the launcher got signal `number`: SIGTERM for SIGHUP (a closed terminal), else `number`."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 

@@ -185,7 +185,7 @@ class Transformer(nn.Module):
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers sequences from the ranks' shards
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
         self.router_spec = router
-        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # made here, before `hold` removes layers
+        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # must be made before `hold` removes layers
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))

@@ -31,7 +31,7 @@ class Context:
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each of the L tokens (columns) in its
     sequence. `length`: tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat
     begins. `document_BS` int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`:
-    the same of the encoder's tokens, for cross attention. `source`: number of leading columns held here that the encoder reads; 0: no
+    the documents of the encoder's tokens, for cross attention. `source`: number of this rank's first columns that the encoder reads; 0: no
     encoder.
 
     `auxiliary_scale`: factor on auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T`
@@ -187,7 +187,7 @@ class Context:
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def positions(self, length: int, *, device: torch.device) -> Tensor:
-        """Return the positions of the `length` tokens of a sequence that are held here, int64 [length]; from 0 on without `place_L`."""
+        """Return the positions of this rank's `length` tokens of a sequence, int64 [length]. Without `place_L`, they count from 0."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:

@@ -1,4 +1,4 @@
-"""The core of attention: softmax(q k) v. Only here does a token attend to other tokens.
+"""The core of attention: softmax(q k) v. Only in this step does a token read other tokens.
 
     softmax_core    causal: a token sees itself and earlier tokens of its document, or the last `window` of them
     open_core       every token sees all keys of its document

@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _entered(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries of the heads here [B, H, L, C], latent [B, L, R] and common key [B, 1, L, P], before rotary positions."""
+        """Return queries of this rank's heads [B, H, L, C], latent [B, L, R] and common key [B, 1, L, P], before rotary positions."""
         latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
         low = x_BLD if self.q_down is None or self.q_down_norm is None else self.q_down_norm(self.q_down(x_BLD))
         read = [low, self.kv_down_norm(latent_BLR), rotary_BLP]

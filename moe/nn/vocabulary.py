@@ -71,7 +71,7 @@ class Others(Protocol):
         """Return the loss of this rank's own tokens, given the loss of the tokens for which it computes logits."""
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Gather logits: [..., rows here] to [..., V]."""
+        """Gather logits: [..., rows on this rank] to [..., V]."""
 
 
 class Rows(nn.Module):
@@ -100,7 +100,7 @@ class Rows(nn.Module):
 
 
 class TiledRows(Tiled):
-    """Rows cut into tiles. `others` is set here and not on the tiles."""
+    """Rows cut into tiles. `others` is set on this module, not on the tiles."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__(tiles)

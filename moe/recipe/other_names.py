@@ -1,6 +1,6 @@
 """Names in other tools (Hugging Face, DeepSpeed, torchtitan, Megatron-LM, nanoGPT) for keys of a recipe and flags of `moe`, as tables.
 
-"optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a key here: its names in other tools, each with an example of a value
+"optimizer.lr": "learning_rate=3e-4 max_lr=6e-4"        a recipe key: its names in other tools, each with an example of a value
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ VERB_OF = dict.fromkeys(("--tokens", "--samples", "--prompt", "--prompt_file", "
 }  # fmt: skip
 # flags of moe train that users write into a recipe by mistake
 OWN_FLAGS = ("nproc", "out", "launcher", "hostfile", "restarts", "cluster", "profile", "init_from", "from_step")
-# reason why no key is needed -> names in other tools that need no key here
+# reason why no key is needed -> names in other tools that need no recipe key
 NEEDLESS: dict[str, str] = {
     "moe train continues from the newest checkpoint of its run folder; --out names another folder": "resume resume_from_checkpoint "
     "auto_resume resume_from restart load load_checkpoint checkpoint.enable enable_checkpoint continue_from",
@@ -283,7 +283,7 @@ NEEDLESS: dict[str, str] = {
     "moe report RUN draws the curves": "plot_loss",
     "moe convert RUN hf:FOLDER writes the folder for a hub": "push_to_hub hub_model_id",
 }
-# key -> {value in other tools, in lower case: value here}
+# key -> {value in other tools, in lower case: value in a recipe}
 WORDS: dict[str, dict[str, str]] = {
     "precision.compute": dict.fromkeys(("bfloat16", "bf16-mixed", "torch.bfloat16", "mixed_bf16"), "bf16")
     | dict.fromkeys(("float16", "half", "16-mixed", "torch.float16", "16"), "fp16")

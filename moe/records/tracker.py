@@ -55,7 +55,7 @@ def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any]
 def open_tensorboard(folder: Path, *, first_step: int) -> Board:
     """Open TensorBoard's files. Steps from `first_step` on in older files are hidden. Raises ImportError if TensorBoard is not
     installed."""
-    from torch.utils.tensorboard import SummaryWriter  # here, because it is optional and takes half a second
+    from torch.utils.tensorboard import SummaryWriter  # not at the top: the package is optional, the import takes half a second
 
     folder.mkdir(exist_ok=True)  # without parents, so that the folder of a renamed run is not made again (the writer would)
     older = any(folder.glob("events.*"))

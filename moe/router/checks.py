@@ -1,4 +1,4 @@
-"""Combinations of router settings that are refused before a run begins, each with its reason. No torch is imported here.
+"""Combinations of router settings that are refused before a run begins, each with its reason. This file does not import torch.
 
 Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
 loss for a selection that is not learned; a value that nothing reads.
@@ -33,7 +33,9 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     that the recipe itself sets. A preset's values are not refused, so that a recipe can replace only some of them; nor are RouterSpec's
     defaults.
     """
-    from moe.recipe.router_spec import RouterSpec  # here, because it imports pydantic, which a router outside a recipe does not need
+    from moe.recipe.router_spec import (
+        RouterSpec,
+    )  # not at the top, because it imports pydantic, which a router outside a recipe does not need
 
     idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (setting, reason, instead) in unread(spec).items():

@@ -24,7 +24,7 @@ from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
 from parallel.mesh.runs import lengthened
 
-# T tokens held here, B sequences, L tokens of each on a rank of sp, S tokens of a whole sequence, G = B S tokens of all ranks
+# T tokens on this rank, B sequences, L tokens of each on a rank of sp, S tokens of a whole sequence, G = B S tokens of all ranks
 
 Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for each token
 

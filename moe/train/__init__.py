@@ -9,7 +9,7 @@ from typing import Any
 
 class _Train(ModuleType):
     def __call__(self, *args: Any, **named: Any) -> dict[str, Any]:
-        from moe.train.loop.trainer import train  # here, because it loads torch
+        from moe.train.loop.trainer import train  # not at the top, because it loads torch
 
         return train(*args, **named)
 

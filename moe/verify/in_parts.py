@@ -4,7 +4,7 @@
     in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1. Each term is rounded to the compute dtype
     in blocks    as a q x q grid of tensor-parallel ranks: y_j = sum over t of x_t W_tj. Each term is rounded to the compute dtype
     in slices    as sequence parallelism: attention to one slice of keys after another, then merged. Ranks of Colossal-AI's ring compute all
-                 scores of a query together. For this method, each rank's real code runs in turn, with the keys and values of all ranks
+                 scores of a query together, so for this ring each rank's real code runs in turn, with the keys and values of all ranks
 
 In the backward pass, gradients are summed in the same order.
 """

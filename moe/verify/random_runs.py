@@ -71,8 +71,8 @@ def _compared(number: int, drawn: Draw, limit_s: float | None, say: Say) -> dict
 
 
 def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
-    """Run a recipe on its ranks and compare it with the twin. Return its row, in which `passed` is None if the twin lacks one of its
-    settings."""
+    """Train a drawn recipe on its ranks, and compare the results with those of the plain twin, the reference implementation in twin.py.
+    Return the table row of the recipe. `passed` is None if the twin does not implement a setting of the recipe."""
     case = as_written(drawn.values, drawn.world, name="drawn")
     row = {"layout": case.layout, "kind": case.kind, "precision": case.precision, "world": case.world, "recipe": recipe_of(case)}
     if (lacks := not_in_the_twin(case.run())) is not None:

@@ -40,8 +40,8 @@ class Operator:
 
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
     pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
-    computes one or two numbers for each position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block; -1:
-    before the first block; the number of blocks: after the last block."""
+    computes one or two numbers for each position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block of
+    the model, from 0; -1: before the first block; the total number of blocks: after the last one."""
 
     name: str
     kind: Kind

@@ -82,7 +82,7 @@ def compile_async_io(say: Callable[[str], None]) -> None:
             try:
                 with each_op_as_one_file(folder):
                     get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
-            except RuntimeError:  # files of another version may not compile as one file
+            except RuntimeError:  # sources of an untested DeepSpeed version may not compile as one file
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
         lines = str(failed).splitlines()

@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Declare that the next backward pass completes these parameters' gradients, so that their sums may start during it."""
 
     def start_sums(self, names: Sequence[str]) -> None:
-        """Start the sums of these parameters' complete gradients now instead of in `reduce`. Some engines do nothing here. Collective."""
+        """Start the sums of these parameters' complete gradients now instead of in `reduce`. Does nothing in some engines. Collective."""
 
     def reduce(self) -> None:
         """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""

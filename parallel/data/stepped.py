@@ -86,6 +86,6 @@ class Stepped(OfStages):
                 fill_stepped(parameter, self.optimizer, partial(load, name), kept=kept, steps=steps, start=start)
 
     def start(self, name: str) -> Sequence[int]:
-        """Return the index of the first element of the tensor that the optimizer updates, within this rank's tensor- or expert-parallel
-        shard; (): all zeros."""
+        """Return the index of the first element that this rank's optimizer updates, one number for each dim, within the rank's tensor- or
+        expert-parallel shard. An empty sequence means index 0 in every dim."""
         return ()

@@ -310,7 +310,7 @@ class Kfac:
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
         """Yield (kind, name of the linear, layout, this rank's shard) for each tensor of a checkpoint. Collective.
-        kind: "A" (running factor), "A_inverse" (used now) or "A_next" (inverse not used yet); the same for G."""
+        kind: "A" (running factor), "A_inverse" (used now) or "A_next" (inverse not used yet); "G", "G_inverse" or "G_next"."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():

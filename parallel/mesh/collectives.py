@@ -378,7 +378,7 @@ def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list
 def finish_all_to_all(started: StartedRows) -> Tensor:
     """Wait for the rows [sum(receive), ...] and return them. In the backward pass, the gradient of this function starts to send the rows'
     gradients."""
-    buffer, started.buffer = started.buffer, None  # a buffer kept here would keep its autograd graph alive
+    buffer, started.buffer = started.buffer, None  # a buffer that `started` kept would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)
     return out

@@ -11,7 +11,7 @@ An axis has the name of the coordinate in which its ranks differ: the ranks of o
 column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
 
 A rank makes only the process groups of which it is a member, and training never lists all groups, so 100,000 ranks start as fast as eight.
-No torch here: the caller of `Mesh.connect` gives it a function that makes groups. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
+This file needs no torch: the caller of `Mesh.connect` passes a group maker. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Checks a schedule: it must be complete and free of deadlock. Also sorts its actions topologically. Starts no processes.
 
 number    0   1   2   3   4   5        index of an action; rank 0's actions first, then rank 1's
-action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
+action    0F0 0B0 0U  1F0 1B0 1U       1F0: stage 1, operation F, micro-batch 0
+source    -   4   -   0   -   -        number of the action whose result is received: action 3 (1F0) waits for action 0 (0F0)
+target    1   -   -   -   0   -        rank to which the result is sent: 0F0 sends to rank 1
 order     0 3 4 5 1 2                  topological order: each rank in turn runs until it must wait
 
 Letters F, B, I, W, S and U are the operations of actions: see Op in schedule.py.

@@ -3,7 +3,7 @@
     CPU    sums have a fixed order for a fixed number of threads, and so have gloo's sums, so these settings change nothing
     GPU    torch replaces or refuses operators that add with atomics; cuBLAS gets a workspace of fixed size; cuDNN does not autotune
 
-Source: torch's notes on reproducibility. NCCL's order of sums depends on the ranks and on its version, and is not set here.
+Source: torch's notes on reproducibility. NCCL's order of sums depends on the ranks and on its version, and is not set in this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of the C library that Python does not offer: kill a process when its parent dies; keep or return freed memory. No torch here.
+"""Functions of the C library that Python does not offer: kill a process when its parent dies; keep or return freed memory. Needs no torch.
 
 Linux's default for freed memory is neither fast nor small. Each tensor of 32 MiB or more gets new pages, which Linux clears. For a layer of
 128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the heap that no other process can use.

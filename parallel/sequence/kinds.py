@@ -1,6 +1,6 @@
-"""Facts about the methods of sequence-parallel attention, for checks, planner, model and verify. No torch here.
+"""Facts about the methods of sequence-parallel attention, for checks, planner, model and verify. This file does not import torch.
 
-A new method is its file in this folder, its SequenceKind here, and its name in `Named`. Costs are closed forms, which `python -m
+A new method is its file in this folder, its SequenceKind in this file, and its name in `Named`. Costs are closed forms, which `python -m
 tests.counted sequence` compares with counted bytes.
 """
 

@@ -15,7 +15,7 @@ from parallel.numerics.position_bias import Bias
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Gradients, Tokens
 
-# B batch, L tokens held here, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
+# B batch, L tokens on this rank, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
 
 SavedTensors = tuple[Tensor, ...]
 Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]

@@ -24,7 +24,7 @@ from parallel.mesh.mesh import Axis
 from parallel.numerics.position_bias import Bias
 from parallel.sequence.softmax import repeated
 
-# B batch, L tokens held here, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head
+# B batch, L tokens on this rank, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Ranks:
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
         """Return the DTensor of the ranks' local tensors, as shards or copies. torch chooses the placement of its gradient."""
-        from torch.distributed.tensor import DTensor  # here, because it takes a second to import
+        from torch.distributed.tensor import DTensor  # not at the top: the import takes a second
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)
 

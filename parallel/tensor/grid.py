@@ -26,7 +26,7 @@ from parallel.mesh.runs import run_lengths
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
 
-# B sequences, L length, D channels here, N tokens here
+# B sequences, L length, D channels on this rank, N tokens on this rank
 
 
 Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several W -> x W^T for each W
@@ -50,7 +50,7 @@ def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Return x W^T for each module's weight W. The weights are read here, in the layer's forward pass, so that ZeRO-3 gathers them."""
+    """Return x W^T for each module's weight W. The weights are read in the layer's forward pass, so that ZeRO-3 gathers them."""
     return multiply(x, [module.weight for module in modules])
 
 

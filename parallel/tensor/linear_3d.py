@@ -40,8 +40,9 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 @dataclass(frozen=True)
 class Cube(Style):
     """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
-    Fills the slot (style.py) `product` of its module, and for a first product `products` of its layer. copied: there are fewer key-value
-    heads than rows, so neighbours along tp_row hold the same outputs."""
+    Replaces the function with which a module multiplies by its weight (attribute `product`), and, if place is "first", the function with
+    which a layer multiplies one x by several weights (attribute `products`). copied: there are fewer key-value heads than rows of the cube,
+    so neighbours along tp_row hold the same outputs."""
 
     place: Literal["first", "second"]
     copied: bool = False

@@ -31,7 +31,7 @@ from parallel.mesh.mesh import Axis
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 from parallel.numerics.weight_gradient import gradients_or_later
 
-# B sequences, L length, l length of a shard, I inputs here, O outputs here, T tokens, R ranks, n positions of a chunk
+# B sequences, L length, l length of a shard, I inputs and O outputs on this rank, T tokens, R ranks, n positions of a chunk
 
 
 def row_product(h_BLI: Tensor, weight_OI: Tensor, *, axis: Axis, chunks: int, sliced: bool) -> Tensor:

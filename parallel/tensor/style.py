@@ -133,6 +133,6 @@ def apply(model: nn.Module, plan: Plan, layouts: Layouts, mesh: Mesh) -> None:
     for name, parameter in list(model.named_parameters()):
         shape = layouts[name].local_shape(mesh)
         if tuple(parameter.shape) != shape:
-            assert parameter.is_meta, f"{name} has values already"
+            assert parameter.is_meta, f"{name} is not on the meta device"
             module, _, last = name.rpartition(".")
             setattr(model.get_submodule(module), last, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))

@@ -192,7 +192,7 @@ CASES: list[tuple[str, str, str]] = [
     ("eval hf:model", "RUN_DIR: got hf:model, a model of transformers", "moe convert hf:model runs/NAME"),
     ("convert model runs/new", "FROM_RUN: got model, a model of transformers, needed hf:model", "moe convert hf:model runs/new"),
     (T + "--init_from empty_folder --nproc 2", "--init_from: got empty_folder, which has no checkpoint", "--init_from runs/NAME"),
-    (T + "--lora.rank 2 --nproc 2", "lora.rank: got 2 without weights to begin with, needed --init_from", "--init_from runs/NAME"),
+    (T + "--lora.rank 2 --nproc 2", "lora.rank: got 2 without weights to start from, needed --init_from", "--init_from runs/NAME"),
     (T + "--train.trackers [trackio] --nproc 2", "train.trackers: got trackio, which is not installed", "pip install trackio"),
     (T + "--init_from model", "--init_from: got model, a model of transformers, needed hf:model", "--init_from hf:model"),
     (

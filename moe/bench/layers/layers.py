@@ -132,7 +132,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
     """This project's dropless layer as in training, with statistics and balance loss. master: dtype of the weights; None: the case's
     dtype."""
     s = case.shape
-    # a plain namespace instead of RouterSpec, which needs packages that a machine with a GPU may lack
+    # a plain namespace instead of RouterSpec, because RouterSpec needs pydantic and this benchmark does not
     spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
     sizes: dict[str, Any] = {"of_layer": lambda nth: s.experts, "d_ff": None, "ffn": None, "skip": 0, "free": 0}
     options: dict[str, Any] = {"kernels": kernels, "dropout": 0.0, "shared_gate": False, "residual": False, "biases": False}

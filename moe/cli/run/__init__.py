@@ -42,7 +42,7 @@ def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
 
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag or word that differs from its default and is not in `allowed`."""
+    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
             shown = field.name.upper() if is_word(field) else f"--{field.name}"

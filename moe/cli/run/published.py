@@ -1,7 +1,7 @@
 """Accepts `hf:DIR` instead of a recipe's name: the model that DIR/config.json describes.
 
 moe plan hf:models/qwen --cluster h100-8        reads config.json alone
-moe train hf:models/qwen --data.path texts/     also converts the tensors into RUN/base; the run begins with them
+moe train hf:models/qwen --data.path texts/     also converts the tensors into RUN/base; the run starts from them
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
         raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder on this machine", fix=fix)
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
-        needed, fix = "one model to begin with", "remove --init_from, or give a recipe"
+        needed, fix = "one model to start from", "remove --init_from, or give a recipe"
         raise BadInput("--init_from", got=f"it with {PREFIX}{source}", needed=needed, fix=fix)
     if isinstance(flags, Train) and not flags.dry_run:
         yield _converted(flags, overrides, source)
@@ -60,7 +60,7 @@ def _described(source: Path) -> Iterator[Path]:
 
 
 def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
-    """Return flags for a run that begins with the model in `source`. Convert the model into RUN/base, unless the run has a checkpoint.
+    """Return flags for a run that starts from the model in `source`. Convert the model into RUN/base, unless the run has a checkpoint.
     Raises BadInput for a wrong recipe, before tensors are read, and if the run's checkpoint comes from another model."""
     from moe.checks.advice import check_for_user
     from moe.convert.huggingface.convert import into_base

@@ -32,7 +32,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed=needed, fix="remove --kinds")
     given = {name: value for name, value in dataclasses.asdict(flags).items() if name not in ("compare", "many", "peer", *_OF_PEER)}
     if flags.device != "cuda":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed uses the CPU even on a machine with a GPU, here and in child processes
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed uses the CPU even on a machine with a GPU, in this process and its children
     if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
-# T tokens here, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
+# T tokens on this rank, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
 
 
 class AllGather(Dispatcher):

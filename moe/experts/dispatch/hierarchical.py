@@ -185,7 +185,7 @@ class OncePerNode(Exchange):
         return between, Hop(inner, self.kernels, places, forward, list(from_ranks), max(widths)), rows
 
     def _computed(self, tokens: Tokens, plan: Plan, rows_P: list[int], experts: Experts, dropout: Dropout | None) -> Tensor:
-        """Return the sum of gate * expert(x) over each token's choices of experts held here, [T, D]. `rows_P`: number of such choices on
+        """Return the sum of gate * expert(x) over each token's choices of this rank's experts, [T, D]. `rows_P`: number of such choices on
         each etp rank."""
         from moe.experts.dispatch.network import Arrived, compute
         from moe.experts.experts import Routed
@@ -198,7 +198,7 @@ class OncePerNode(Exchange):
             sum_TD: Tensor = experts(tokens.x_TD, counts=Routed(tokens.gate_TK, plan), dropped_RF=dropped_RF)
             return sum_TD
         rows_RD = self.kernels.permute(tokens.x_TD, plan)
-        # in `moe rehearse` tensors have no values, so the choices are unknown: assume equally many rows for each expert held here
+        # in `moe rehearse` tensors have no values, so the choices are unknown: assume equally many rows for each local expert
         counts_E = supposed(plan.counts_E, lambda: _even(len(rows_RD), len(plan.counts_E)))
         arrived = Arrived(all_gather(counts_E.unsqueeze(0), self.etp), rows_P)
         rows_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)

@@ -22,7 +22,7 @@ from parallel.mesh.collectives import all_gather, reduce_scatter
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# T tokens, R rows here, A rows of all ranks, D model, F hidden units held here, E experts held here, P ranks of the etp axis, S slots
+# on this rank: T tokens, R rows, F hidden units, E experts. A rows of all ranks, D model, P ranks of the etp axis, S slots
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Numbers of received rows. `counts_PE` int64: on each etp rank, for each expert held here. `rows_P`: their sums over experts, already
-    on the host.
+    """Numbers of received rows. `counts_PE` int64: on each etp rank, for each of this rank's experts. `rows_P`: their sums over experts,
+    already on the host.
     """
 
     counts_PE: Tensor

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moe.kernels.rows import Plan
     from moe.router.router import Routing
 
-# T tokens, K choices, D model, E experts, H experts held here, P ranks of the ep axis, N ranks of the etp axis, S slots
+# T tokens, K choices, D model, E experts, H experts on this rank, P ranks of the ep axis, N ranks of the etp axis, S slots
 
 
 class Padded(Dispatcher):

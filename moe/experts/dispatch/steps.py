@@ -1,6 +1,6 @@
 """Sends rows to the ranks that hold their experts, and the results back: in one step, or in one step for each chunk of a rank's experts.
 
-x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of the experts held here, by expert
+x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of this rank's experts, by expert
 y_TD <--combine-- results in the same order          <--inverse, exchange---------- their results
 """
 
@@ -67,7 +67,7 @@ class Steps(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, plan, steps = self._permuted(x_TD, routing)
         rows, positions = [*self._cut(rows_RD, steps)], list[Tensor | None]([None] * self.chunks)
-        del rows_RD  # here and below: without this reference, rows are freed as soon as they are sent
+        del rows_RD  # at each `del`: without this reference, rows are freed as soon as they are sent
         if dropout is not None:
             cut = self._cut(dropout.position_T[plan.token_R], steps)
             positions = [step.follow(position_R) for step, position_R in zip(steps, cut, strict=True)]

@@ -57,7 +57,7 @@ class GuideRule:
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
     """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
 
-    one_device: plan for one device that needs the least memory, even if it does not fit. offloaded: the same with model states in the
+    one_device: plan for one device that needs the least memory, even if it does not fit. offloaded: such a plan with model states in the
     host's memory; None without such a plan.
     """
     limit = cluster.memory_bytes()

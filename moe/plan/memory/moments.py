@@ -103,7 +103,7 @@ class _Stage(NamedTuple):
     kind of layer. elements: parameters of its layers.
 
     kept, ends_kept: bytes that a micro-batch keeps from its forward pass (F) until its backward pass (B, or I if it is split), in the
-    stage's layers and outside of them. pending, ends_pending: the same from I (gradients of inputs) until W (gradients of weights).
+    stage's layers and outside of them. pending, ends_pending: such bytes from I (gradients of inputs) until W (gradients of weights).
     of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
     """
 
@@ -368,9 +368,9 @@ class _Step:
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
     def _at_work(self, stage: _Stage, held: Elements, once: bool, at_i: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
-        """Return the last and the first layer of each kind in a stage, whose backward pass may be the memory peak. Each as (sizes of the
-        layer, bytes already freed by later layers, parameters whose gradient does not exist yet, gathered bytes of ZeRO stage 3 during its
-        backward pass, the same while its gradients are reduced). once: no backward pass has ended yet. at_i: I keeps what W needs."""
+        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. Entries: (sizes,
+        bytes freed by later layers, parameters without a gradient yet, bytes gathered by ZeRO-3 in the backward pass, bytes gathered while
+        gradients are reduced). once: no backward pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
         kinds = stage.kinds
         if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds

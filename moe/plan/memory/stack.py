@@ -36,7 +36,7 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 @hashed_once
 @dataclass(frozen=True)
 class Stack:
-    """Coefficients of one training software. The top of this file explains the fields without a comment."""
+    """Coefficients of one training framework. The top of this file explains the fields without a comment."""
 
     name: str
     norm: int = 2
@@ -69,9 +69,9 @@ class Stack:
     bucket_elements: float = 0  # number of elements of a gradient bucket
     bucket_bytes: int = 2  # bytes of an element of a gradient bucket
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
-    gradients: Literal["kept", "freed"] = "kept"  # whether the software's gradient buffers stay allocated between steps
+    gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    pending: float = 1.0  # bytes of a product's input and output gradient between I and W / their bytes in the compute dtype
+    pending: float = 1.0  # bytes of a product's input and its output's gradient from I to W (see kept.py) / bytes in the compute dtype
 
 
 # This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.

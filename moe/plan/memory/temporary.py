@@ -250,7 +250,7 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in other software than this project's trainer. held:
+    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held:
     parameters of the rank. table: of the embedding. units: of each kind of layer."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held

@@ -71,7 +71,7 @@ def train(
     checkpoints instead of resuming. from_step: resume from this step's checkpoint, and rename later ones. allow_changes: recipe keys that
     may differ from the checkpoint's although they change what the model computes. cluster: cluster file for the prediction of memory and
     time (default: this machine's). force: start even if the prediction says that the run does not fit into memory. init_from: another run's
-    folder or checkpoint; this run begins with its weights and tokenizer. restart: set by a launcher that restarted the run. profile: record
+    folder or checkpoint; its weights and tokenizer are the initial ones. restart: set by a launcher that restarted the run. profile: record
     the time of each region of the code for a few steps.
 
     A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text

@@ -1,6 +1,6 @@
 """Builds a rank's job from a recipe: mesh, data, model in its engine, checkpoint, records and display.
 
-A run resumes from its own checkpoint, or begins with another run's weights and tokenizer (--init_from), or with new weights.
+A run resumes from its own checkpoint, or starts from another run's weights and tokenizer (--init_from), or from random weights.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Start:
     """Checkpoints that a run starts from. resumed: values other than tensors that it takes from them."""
 
     found: Reader | None  # the run's own checkpoint, which it resumes; None for a new run
-    source: Reader | None  # the checkpoint of --init_from; None if the run does not begin with it
+    source: Reader | None  # the checkpoint of --init_from; None without --init_from
     base: Reader | None  # the model to which this run adds adapters; None without adapters
     resumed: Resumed
     writes: bool = False  # whether this rank writes the run's folder: rank 0, if steps are left
@@ -218,7 +218,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 
 
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> tuple[Records, Progress]:
-    """Open metrics.jsonl, trackers and the display. Write an event if the run resumes at `step` or begins with another run's weights."""
+    """Open metrics.jsonl, trackers and the display. Write an event if the run resumes at `step` or starts from another run's weights."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
     goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
@@ -265,7 +265,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
     if aside is not None:
         yield f"later checkpoints are set aside, in {aside}"
     if start.source is not None:
-        yield f"begins with the weights and the tokenizer of {start.source.path}"
+        yield f"starts from the weights and the tokenizer of {start.source.path}"
     elif arguments.init_from is not None and not (run.lora.rank and _moved(arguments)):
         yield f"--init_from {arguments.init_from} has no effect: the run continues from its own checkpoint (--fresh starts over)"
 

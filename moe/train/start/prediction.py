@@ -61,7 +61,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
             place = replace(place, cluster=place.cluster.holding(world.size))
         found = predict(run, place)
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
-    except Exception as error:  # an error here must not stop a run that would work
+    except Exception as error:  # an error in the prediction must not stop a run that would work
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
     least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
     *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()

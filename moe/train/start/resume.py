@@ -1,4 +1,4 @@
-"""Values other than tensors that a run takes from the checkpoint that it resumes or begins with, and a check that the model is the same.
+"""Values other than tensors that a run takes from the checkpoint that it resumes or starts from, and a check that the model is the same.
 
 recipe                                    compared with this run's: changes are refused, or allowed and recorded (moe/recipe/changes.py)
 tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids
@@ -55,7 +55,7 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Return the values for a new run that begins with another run's weights (`--init_from`). Raises BadInput if the recipes differ in
+        """Return the values for a new run that starts from another run's weights (`--init_from`). Raises BadInput if the recipes differ in
         a key that alters what the model computes, unless it is in `allowed`."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")

@@ -67,9 +67,9 @@ class Cached:
         self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512, record: RoutingRecord | None = None
     ) -> None:
         if record is not None and source:
-            needed = "a decoder alone: encoder and decoder each number their positions from 0"
-            fix = "record a pass over encoder's and decoder's tokens"
-            raise BadInput("record", got="one of an encoder-decoder", needed=needed, fix=fix)
+            needed = "a decoder-only model, because encoder and decoder each number their positions from 0"
+            fix = "record a forward pass over the tokens of both"
+            raise BadInput("record", got="a record for an encoder-decoder", needed=needed, fix=fix)
         self.model, self.source, self.record, self.at_once = model, source, record, at_once
         self.max_length = max_length or model.config.max_length
         self.cache, self.start = KeyValueCache(0, 0), -1
@@ -133,8 +133,8 @@ class Written:
 
 
 def can_cache(model: Transformer) -> bool:
-    """Return whether `Cached` supports the model. It does not if experts choose their tokens, because a token's output then depends on
-    later tokens, nor an encoder-decoder with model.document_mask."""
+    """Return whether `Cached` supports the model. It supports neither experts that choose their tokens, because a token's output then
+    depends on later tokens, nor model.document_mask in an encoder-decoder."""
     return not (model.halves and model.config.document_mask) and all(
         method_of(layer.router.spec).tokens_choose for layer in moe_layers(model)
     )

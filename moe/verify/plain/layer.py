@@ -2,8 +2,8 @@
 
     logits = W x ; probabilities ; chosen experts ; their slots ; gates ; y = sum of gate * expert(x) ; losses
 
-This code shares nothing with moe/router, moe/experts and moe/kernels except the recipe's settings, so that a fault there is not repeated
-here. Experts and slots are chosen token by token with Python lists.
+This code shares nothing with moe/router, moe/experts and moe/kernels except the recipe's settings, so that it does not repeat their
+faults. Experts and slots are chosen token by token with Python lists.
 Gates have an entry for every token and expert, which is 0 if the token was not sent to the expert.
 Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (2106.05974), Expert Choice (2202.09368), Shazeer et al.
 (1701.06538), ST-MoE (2202.08906), DeepSeek-V3 (2412.19437), BASE (2103.16716), Hash layers (2106.04426), PR-MoE (2201.05596).

@@ -183,7 +183,7 @@ class Step:
 
     def _entered(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for own, parameter in module.named_parameters(name, recurse=False):
-            self._hook(_name(own), parameter)  # FSDP2 accumulates gradients in gathered parameters, which exist from here on
+            self._hook(_name(own), parameter)  # FSDP2 accumulates gradients in gathered parameters, which exist from this call on
         if _in_backward():
             if self.choices is not None:
                 self.choices.check_recomputed(name)

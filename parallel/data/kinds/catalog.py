@@ -1,4 +1,4 @@
-"""Lists the data-parallel engines by name. A new engine needs its own file, a file of facts in this folder, and a row here."""
+"""Lists the data-parallel engines by name. A new engine needs its own file, a file of facts in this folder, and a row in this list."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def energy_above_idle(clock: Clock, idle_power: float) -> float:
 
 
 def efficient_clocks(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """Return the Pareto-optimal clocks, the fastest first: each saves energy above idle compared with all faster ones. Raises BadInput,
-    which names `action`, if there is no clock."""
+    """Return the Pareto-optimal clocks, the fastest first. A slower clock is kept if its `energy_above_idle` is less than that of all
+    faster clocks. Raises BadInput, which names `action`, if there is no clock."""
     if not clocks:
         raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
     kept: list[Clock] = []

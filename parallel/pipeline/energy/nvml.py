@@ -1,4 +1,4 @@
-"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here). This needs root on most machines.
+"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only by this file). This needs root on most machines.
 
     with connect(ranks) as gpus:          raises NoControl without a driver, GPUs or permission to lock their clocks
         gpus.lock(rank, 1080)             called before an action

@@ -91,7 +91,7 @@ def test_a_cluster_that_is_elsewhere_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["switch_tiny", "--lora.rank", "4"], "lora.rank: got 4 without weights to begin with"),
+        (["switch_tiny", "--lora.rank", "4"], "lora.rank: got 4 without weights to start from"),
         (["dense_tiny", "--cluster", "h1000"], "cluster: got h1000"),
         (["dense_tiny", "--cluster", "none.yaml"], "cluster: got none.yaml, needed a file that exists"),
         (["dense_tiny", "--nproc", "3", "--cluster", "a100-80-8", "--train.global_batch", "16"], "train.global_batch"),

@@ -135,5 +135,5 @@ def test_a_stack_is_told_which_networks_and_which_of_their_units_are_here() -> N
 
 def test_what_has_values_is_not_cut() -> None:
     model = network()
-    with pytest.raises(AssertionError, match=r"0.up.weight has values already"):
+    with pytest.raises(AssertionError, match=r"0.up.weight is not on the meta device"):
         apply(model, PLAN, lay_out(model, PLAN, tiled_dim=lambda name: 0), Mesh.of(Degrees(tp=2), 1))

@@ -184,7 +184,7 @@ def test_a_run_keeps_adapters_alone_and_goes_on(kind: str, ranks: int, home: Pat
 def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, tmp_path: Path) -> None:
     run = adapted(home, train={"steps": 1, "save_every": 1})
     (said,) = trained.train(run, tmp_path / "a")
-    assert said == "lora.rank: got 2 without weights to begin with, needed --init_from, the run or checkpoint whose weights are frozen; " \
+    assert said == "lora.rank: got 2 without weights to start from, needed --init_from, the run or checkpoint whose weights are frozen; " \
         "fix: --init_from runs/NAME"  # fmt: skip
     moved = tmp_path / "moved"
     shutil.copytree(base, moved)

@@ -82,7 +82,7 @@ def test_a_record_of_texts_longer_than_a_context_is_refused() -> None:
     cached = Cached(model, record=RoutingRecord(1, 20))
     with pytest.raises(BadInput, match="record: got a text whose context is cut to begin at token 7, needed texts of at most 14 tokens"):
         list(continued(cached, [[3]], num_tokens=20, max_length=LENGTH, vocab_size=VOCABULARY, sampling=Sampling(), seeds=[0]))
-    with pytest.raises(BadInput, match="record: got one of an encoder-decoder"):
+    with pytest.raises(BadInput, match="record: got a record for an encoder-decoder"):
         Cached(model, source=3, record=RoutingRecord(1, 20))
 
 
