@@ -55,7 +55,11 @@ def test_a_key_is_typed_and_says_what_changing_it_alters(key: str) -> None:
     assert TypeAdapter(hint).validate_python(default) == default
     for condition in (*facts(key).of, *facts(key).off_without):
         for reader, names in settings(condition):
-            there = [*choices(reader), *(["true"] if field_of(reader).annotation is bool else [ABOVE_0])]
+            there = [
+                *choices(reader),
+                *(["true"] if field_of(reader).annotation is bool else [ABOVE_0]),
+                *(["null"] if field_of(reader).default is None else []),
+            ]
             assert reader in known_keys() and set(names) <= set(there), condition
 
 

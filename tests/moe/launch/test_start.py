@@ -478,7 +478,7 @@ def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counte
 def test_ranks_that_this_command_ended_are_not_blamed_on_the_kernel() -> None:
     ranks = [Rank(0, 1, ended_at=9.0, code=-11), Rank(1, 2, ended_at=9.5, code=-9), Rank(2, 3, ended_at=9.6, code=-9)]
     _, lines = verdict({}, ranks, 3, 1, ended_here={2})
-    assert "SIGSEGV" in lines[0] and "by the launcher" in lines[1] and "ended here" in lines[2]
+    assert "SIGSEGV" in lines[0] and "by the launcher" in lines[1] and "by moe train" in lines[2]
     assert not any("memory" in line for line in lines[1:])
 
 

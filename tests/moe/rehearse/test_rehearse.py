@@ -294,7 +294,7 @@ def test_a_collective_of_a_host_tensor_is_found() -> None:
         ("--world 1 --sharding.kind dp --sharding.replicas 2", "sharding.kind: got dp, whose replicas are threads"),
         (
             "--world 4 --sharding.kind zero --sharding.stage 2 --sharding.offload.optimizer cpu",
-            "sharding.offload: got offload, which copies states",
+            "sharding.offload: got offload, which copies tensors to the host",
         ),
     ],
 )

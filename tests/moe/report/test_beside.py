@@ -25,7 +25,7 @@ def run(folder: Path, overrides: dict[str, str], losses: dict[int, float], *, su
 
 
 def test_what_differs_and_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = run(tmp_path / "a", {}, {10: 2.0, 20: 1.5}, summary={"validation_loss": 1.5, "steps": 20, "world": 2})
+    a = run(tmp_path / "a", {}, {10: 2.0, 20: 1.5}, summary={"validation_loss": 1.5, "bits_per_byte": 2.1, "steps": 20, "world": 2})
     b = run(tmp_path / "b", {"optimizer.lr": "0.0007", "router.num_choices": "2"}, {10: 2.1, 20: 1.6, 30: 1.375})
     assert cli.main(["report", str(a), str(b)]) == 0
     printed = capsys.readouterr().out

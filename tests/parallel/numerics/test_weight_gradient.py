@@ -35,7 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0, "ffn": "swiglu", "num_kv_heads": 1}},
     "switch": {"model": {"moe_every": 2, "ffn": "relu", "positions": "t5"}, "router": SWITCH},
     "glam": {"model": {"moe_every": 2, "ffn": "geglu", "tied_embeddings": False}, "router": GLAM},
-    "shared": {"model": {"moe_every": 1, "ffn": "gelu"}, "experts": {"shared": 1, "shared_gate": True, "residual": True}, "router": GLAM},
+    "shared": {"model": {"moe_every": 1, "ffn": "gelu"}, "experts": {"shared": 1, "shared_gate": True}, "router": GLAM},
+    "residual": {"model": {"moe_every": 1, "ffn": "gelu"}, "experts": {"residual": True}, "router": GLAM},
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -180,8 +181,9 @@ def test_the_products_that_can_put_off_are_the_plain_ones(case: str) -> None:
         torch.testing.assert_close(gradients(other)[name], want, rtol=2e-5, atol=1e-7, msg=name)
 
 
-def test_without_being_asked_products_are_torchs_own() -> None:
-    model = model_of("shared")
+@pytest.mark.parametrize("case", ["shared", "residual"])
+def test_without_being_asked_products_are_torchs_own(case: str) -> None:
+    model = model_of(case)
     assert not any(getattr(module, "recast", False) for module in model.modules())
     pending = Pass(model).inputs_alone()
     left = {name for name, _ in model.named_parameters()} - gradients(model).keys()
