@@ -108,19 +108,24 @@ class MoELayer(nn.Module):
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
         if self.spread is None:
-            y_TD, report = self._routed(x_TD, context, Groups(length))
+            y_TD, report = self._output(x_TD, context, Groups(length))
             return y_TD.view_as(x_BLD), report
         (mine, share), exchange = self.spread.mine(context, batch), self.spread.exchange
-        y_TD, report = self._routed(exchange.cut(x_TD), mine, self.spread.groups(batch, length))
+        y_TD, report = self._output(exchange.cut(x_TD), mine, self.spread.groups(batch, length))
         return exchange.join(y_TD, total=len(x_TD)).view_as(x_BLD), self.spread.together(report, share=share)
 
-    def _routed(self, x_TD: Tensor, context: Context, groups: Groups) -> tuple[Tensor, LayerReport]:
+    def _output(self, x_TD: Tensor, context: Context, groups: Groups) -> tuple[Tensor, LayerReport]:
+        if self.shared is None and self.residual is None:
+            return self._routed(x_TD, context, groups, self.dispatcher)
+        add_unrouted = cache(partial(self._unrouted, x_TD))  # cache: if the dispatcher calls it, the call below reuses the result
+        y_TD, report = self._routed(x_TD, context, groups, replace(self.dispatcher, meanwhile=add_unrouted))
+        return add_unrouted()(y_TD), report
+
+    def _routed(self, x_TD: Tensor, context: Context, groups: Groups, dispatcher: Exchange) -> tuple[Tensor, LayerReport]:
+        """Return the output without shared and residual networks, and the report."""
         routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
-        add_unrouted, dispatcher = cache(partial(self._unrouted, x_TD)), self.dispatcher  # cache: the second call reuses the first's result
-        if self.shared is not None or self.residual is not None:
-            dispatcher = replace(dispatcher, meanwhile=add_unrouted)
         if self.router.spec.gate_on == "input":
             y_TD = _run_on_scaled_inputs(dispatcher, x_TD, sent, self.experts, dropout)
         else:
@@ -130,11 +135,11 @@ class MoELayer(nn.Module):
         if self.skip:
             y_TD = y_TD + self._skipped(x_TD, routing).to(y_TD.dtype)
         if not self.reporting:
-            return add_unrouted()(y_TD), NO_REPORT
+            return y_TD, NO_REPORT
         loss, report = self._measured(routing, context, groups.shards)
         if loss is not None:
             y_TD = join(y_TD, loss, scale=context.auxiliary_scale)
-        return add_unrouted()(y_TD), report
+        return y_TD, report
 
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
@@ -153,8 +158,7 @@ class MoELayer(nn.Module):
             c_T2 = linear_fp32(x_TD, self.coefficient.weight).softmax(-1).to(x_TD.dtype)
             residual_TD = c_T2[:, 1:] * self.residual(x_TD)
             return lambda y_TD: c_T2[:, :1] * y_TD + residual_TD
-        if self.shared is None:
-            return lambda y_TD: y_TD
+        assert self.shared is not None
         shared_TD: Tensor = self.shared(x_TD)
         if self.shared_gate is not None:
             shared_TD = linear_fp32(x_TD, self.shared_gate.weight).sigmoid().to(x_TD.dtype) * shared_TD
