@@ -155,7 +155,7 @@ def _widths(run: Run) -> dict[str, int]:
     widths = {f"model.d_ff{_split(run)}": m.d_ff // run.tp_grid().units} if len(sparse) < m.num_layers or m.ahead else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
-        widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # etp below 1 is refused with the other degrees
+        widths[f"the experts' d_ff{split}"] = units // run.degrees.etp
         if x.shared:
             widths["the shared experts' width"] = (x.shared_d_ff or units) * x.shared
         if x.residual:

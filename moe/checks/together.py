@@ -35,7 +35,7 @@ def check_run(run: Run, world_size: int) -> Run:
     """Return the run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first mistake that is found."""
     run = run.resolve(world_size)
     d = run.degrees
-    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # otherwise `check_together` refuses the degree
+    if isinstance(d.dp, int) and d.dp > 0:  # otherwise `check_together` refuses it
         check_world(Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp), world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
@@ -47,9 +47,7 @@ def check_together(run: Run) -> None:
     for key, value in run.plugins().items():
         check_there(key, value)
     for key in ("degrees.pp", "degrees.tp", "degrees.sp"):
-        if (degree := value_of(run, key)) < 1:
-            raise BadInput(key, got=degree, needed="a whole number of at least 1", fix=Set(key, 1))
-        if degree > 1 and run.sharding.named.threads:
+        if value_of(run, key) > 1 and run.sharding.named.threads:
             needed = f"ddp, {'or zero of stage 1' if key == 'degrees.pp' else 'fsdp or zero'}: dp runs all replicas in one process"
             raise clash(run, "sharding.kind", key, "ddp", needed=needed)
     check_model(run)
@@ -114,7 +112,7 @@ def _check_networks(run: Run) -> None:
 def _check_dispatch(run: Run) -> None:
     ep, etp, sparse = run.degrees.ep, run.degrees.etp, run.model.layers_with_experts()
     units = run.experts.d_ff or run.model.d_ff
-    if sparse and etp > 0 and units % etp:
+    if sparse and units % etp:
         needed = f"a divisor of the experts' d_ff={units}: each rank of etp holds an equal part of the hidden units"
         fitting = divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))
         raise BadInput("degrees.etp", got=etp, needed=needed, fix=Set("degrees.etp", *fitting))

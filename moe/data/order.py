@@ -123,12 +123,11 @@ def whole_file(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
     file: Any = tokens
     while file is not None and not isinstance(getattr(file, "base", None), mmap.mmap):
         file = getattr(file, "base", None)
-    found: np.memmap[Any, Any] | None = file
-    mapped: Any = None if found is None else found.base
-    if found is not None and mapped.size() < len(mapped):
+    if file is not None and (size := file.base.size()) < (mapped := len(file.base)):
         fix = "do not change it while a run reads it, and start again; token files of the cache are then made again"
-        got = f"{mapped.size():,} bytes: it was cut while it was read"
-        raise BadInput(f"data file {found.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
+        got = f"{size:,} bytes: it was cut while it was read"
+        raise BadInput(f"data file {file.filename}", got=got, needed=f"{mapped:,} bytes", fix=fix)
+    found: np.memmap[Any, Any] | None = file
     return found
 
 

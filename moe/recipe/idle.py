@@ -20,7 +20,7 @@ from typing import Any
 from moe.recipe.keys import ABOVE_0, facts, field_of, flat, in_words, known_keys, not_met, settings, value_of
 from moe.recipe.sections import Data, Run
 from parallel import yaml_text
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Remove, Set, written
 from parallel.store.files import user_path
 
@@ -78,7 +78,7 @@ def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> No
     if not condition.startswith("model.moe_every"):
         raise _refusal(run, key, condition)
     more = sum(other == condition for _, other in idle) - 1
-    got = "a value" + (f", and {more} more key{'s' * (more > 1)} of experts," if more else "") + " in a dense model"
+    got = "a value" + (f", and {counted(more, 'more key')} of experts," if more else "") + " in a dense model"
     fix = Set("model.moe_every", 2) | "remove them" if more else Remove(key)
     raise BadInput(key, got=got, needed="layers with experts: otherwise this key has no effect", fix=fix)
 

@@ -32,9 +32,9 @@ from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.start.restore import load_model
 from moe.train.start.resume import Resumed
 from moe.train.start.state import EXTRA, SQUARES, Counters, find, parts, resume
+from moe.train.use import opened
 from parallel.data.engine import MOMENTS, Engine
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
@@ -409,6 +409,6 @@ def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
 
 def generated(given: Saved, folder: Path, _: Callable[[str], None]) -> Taken:
     """Load as `moe generate` and `moe eval` do. Return (step, weights and routers' biases, the state that was saved)."""
-    model, _tokenizer, step = load_model(folder)
-    values = {(name, "weight"): parameter.detach() for name, parameter in model.named_parameters()}
-    return step, values | {(name, EXTRA): bias for name, bias in extra_state(model).items()}, given.states[step]
+    run = opened.open(folder)
+    values = {(name, "weight"): parameter.detach() for name, parameter in run.model.named_parameters()}
+    return run.step, values | {(name, EXTRA): bias for name, bias in extra_state(run.model).items()}, given.states[run.step]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
 from moe.convert.huggingface.convert import to_run
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from tests.moe.convert import test_huggingface as families
 
 UNGROUPED = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
@@ -33,7 +33,7 @@ def test_three_steps_are_those_of_transformers(name: str, tmp_path: Path, monkey
     monkeypatch.setitem(families.FAMILIES, family, families.FAMILIES[family] | values)
     theirs = families.made(tmp_path / "theirs", family)
     to_run(tmp_path / "theirs", tmp_path / "run", overrides={"router.balance_weight": "0"})
-    ours = load_model(tmp_path / "run")[0]
+    ours = opened.open(tmp_path / "run").model
     with torch.no_grad():
         before = families.logits(theirs)
     want, got = (

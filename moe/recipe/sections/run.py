@@ -64,12 +64,12 @@ class Run(Section):
 
     def resolve(self, world_size: int) -> Run:
         """Return the run with `auto` degrees replaced by numbers for `world_size` processes."""
-        tp, sp = max(1, self.degrees.tp), max(1, self.degrees.sp)
-        dp = max(1, world_size // max(1, self.degrees.pp * tp * sp)) if self.degrees.dp == "auto" else self.degrees.dp
-        ep = self.degrees.ep
+        d = self.degrees
+        dp = max(1, world_size // (d.pp * d.tp * d.sp)) if d.dp == "auto" else d.dp
+        ep = d.ep
         if ep == "auto":
-            ep = math.gcd(max(1, dp * tp * sp // max(1, self.degrees.etp)), *self.experts.counts) if self.model.layers_with_experts() else 1
-        return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
+            ep = math.gcd(max(1, dp * d.tp * d.sp // d.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
+        return self.model_copy(update={"degrees": d.model_copy(update={"dp": dp, "ep": ep})})
 
     def tp_grid(self) -> Grid:
         """Return the grid that the ranks of tp form. Raises BadInput if tensor.kind has no such grid."""

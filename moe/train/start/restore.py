@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from moe.checks.begins import no_base
-from moe.data import Tokenizer
-from moe.data import load as load_tokenizer
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import merged, pair_of
@@ -44,13 +42,6 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
     if path is None:
         raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
     return path
-
-
-def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """Load the checkpoint that `choose` finds. Return (model, tokenizer, step). Raises BadInput."""
-    path = choose(run_dir, step=step)
-    state = opened(path).state
-    return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
 
 def restore(path: Path) -> Transformer:

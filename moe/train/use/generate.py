@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json
 from moe.records.summary import printable
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, can_cache, continued, for_continuing
 from parallel.errors import BadInput, counted
 from parallel.store.files import read_text
@@ -175,7 +174,8 @@ def main(
     if prompt is not None and prompt_file is not None:
         raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
     sampling = Sampling(temperature, top_k, top_p)
-    model, tokenizer, at = load_model(Path(run_dir), step=step)
+    run = opened.open(run_dir, step=step)
+    model, tokenizer = run.model, run.tokenizer
     halves = model.config.kind == "encoder_decoder"
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
@@ -200,7 +200,7 @@ def main(
     print(f"{counted(made, 'token')} of {counted(len(found), 'text')} in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
     if json:
         rows = [{"prompt": f.prompt, "sample": f.sample, "text": f.text, "tokens": len(f.ids), "ended": f.ended} for f in found]
-        write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
+        write_json(json, verb="generate", rows=rows, step=run.step, seconds=seconds)
 
 
 def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:

@@ -24,7 +24,7 @@ from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
 from moe.data.tokenizer import Bytes, Given, Ids, check_separator
 from moe.recipe.load import build_run, load
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from parallel.errors import BadInput
 from parallel.store.stored import Reader
 from tests.support import trained
@@ -102,7 +102,7 @@ def files(folder: Path) -> dict[str, Tensor]:
 def test_logits_are_transformers_and_the_way_back_is_exact(family: str, tmp_path: Path) -> None:
     theirs = made(tmp_path / "a", family)
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
-    got, want = logits(load_model(tmp_path / "run")[0]), logits(theirs)
+    got, want = logits(opened.open(tmp_path / "run").model), logits(theirs)
     assert float((got - want).abs().max() / want.abs().max()) < 3e-6
     from_run(tmp_path / "run", tmp_path / "b")
     before, after = files(tmp_path / "a"), files(tmp_path / "b")
@@ -373,7 +373,7 @@ def test_the_sliding_window_survives_longer_sequences_and_a_changed_config(tmp_p
     without sliding_window has the family's window."""
     made(tmp_path / "a", "Mistral")
     to_run(tmp_path / "a", tmp_path / "run", overrides={"model.max_length": "40"})
-    assert load_model(tmp_path / "run")[0].config.sliding_window == 16
+    assert opened.open(tmp_path / "run").model.config.sliding_window == 16
     path = tmp_path / "run/huggingface/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 17}))
     from_run(tmp_path / "run", tmp_path / "b")

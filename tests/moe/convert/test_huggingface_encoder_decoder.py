@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.convert.huggingface.encoder_decoder import NO_MORE
 from moe.nn.context import Context
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from parallel.errors import BadInput
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
@@ -50,7 +50,7 @@ def made(folder: Path, name: str) -> Any:
 def test_logits_are_theirs_and_there_and_back_is_exact(name: str, tmp_path: Path) -> None:
     theirs = made(tmp_path / "theirs", name)
     to_run(tmp_path / "theirs", tmp_path / "run", overrides={})
-    ours = load_model(tmp_path / "run")[0]
+    ours = opened.open(tmp_path / "run").model
     generator = torch.Generator().manual_seed(5)
     read, written = (torch.randint(1, 290, (2, length), generator=generator) for length in (31, 9))
     with torch.no_grad():
@@ -90,7 +90,8 @@ def test_a_run_of_bytes_goes_there_and_back_with_its_sentinels(tmp_path: Path) -
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert library("a<extra_id_1>b<extra_id_0>")["input_ids"] == [97, 256, 98, 257, 0]
     assert not any("not used" in line for line in to_run(tmp_path / "back", tmp_path / "again", overrides={}))
-    model, tokenizer, _ = load_model(tmp_path / "again")
+    run = opened.open(tmp_path / "again")
+    model, tokenizer = run.model, run.tokenizer
     assert (model.config.max_length, model.vocab_size, tokenizer.describe()["kind"]) == (33, 258, "bytes")
 
 
@@ -105,7 +106,7 @@ def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, lengt
     said = to_run(tmp_path / "theirs", tmp_path / "run", overrides={"model.max_length": str(length)})
     assert any("tokenizer.json is not used" in line for line in said) != used
     assert any("<extra_id_0> is 257 in the tokenizer and 289, the vocabulary's last id, in the run" in line for line in said) == used
-    assert load_model(tmp_path / "run")[1].vocab_size == (ids if used else 256)
+    assert opened.open(tmp_path / "run").tokenizer.vocab_size == (ids if used else 256)
 
 
 def test_what_nothing_computes_is_refused(tmp_path: Path) -> None:

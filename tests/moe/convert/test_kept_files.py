@@ -13,7 +13,7 @@ import yaml
 from moe.cli.main import main
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.recipe.load import load
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from parallel.errors import BadInput
 from tests.moe.convert.test_huggingface import files, logits, made, tokenizer
 from tests.support import trained
@@ -84,7 +84,7 @@ def test_another_dtype_is_written_where_it_is_asked_for(came: Path, capsys: pyte
         assert main(["convert", str(came / "run"), f"hf:{came / name}", "--dtype", dtype]) == 0
         assert {str(tensor.dtype) for tensor in files(came / name).values()} == {f"torch.{name}"}
     assert "rounded" not in capsys.readouterr().out
-    want, got = logits(load_model(came / "run")[0]), logits(transformers.AutoModelForCausalLM.from_pretrained(came / "float32").eval())
+    want, got = logits(opened.open(came / "run").model), logits(transformers.AutoModelForCausalLM.from_pretrained(came / "float32").eval())
     assert float((got - want).abs().max() / want.abs().max()) < 3e-6
     from_run(came / "run", came / "b")
     exact, rounded = files(came / "float32"), files(came / "b")

@@ -23,7 +23,7 @@ from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
 from moe.train.loop import ending, trainer
 from moe.train.parts.callbacks import Now
-from moe.train.start.restore import load_model
+from moe.train.use import opened
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.store.stored import Reader
@@ -299,7 +299,7 @@ def test_the_loss_is_the_mean_over_all_labels_on_any_layout(layout: str, home: P
     trained.train(run, tmp_path / "run", ranks=ranks, own=lambda rank: {"data": {"train": rows, "validation": rows}})
     ids, labels = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels"))
     with torch.no_grad():
-        logits = load_model(tmp_path / "run")[0](ids[:, :-1]).logits_BLV
+        logits = opened.open(tmp_path / "run").model(ids[:, :-1]).logits_BLV
     plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
     assert trained.lines(tmp_path / "run")[0]["loss"] == pytest.approx(plain, rel=1e-6)
     assert trained.lines(tmp_path / "run", "eval")[0]["validation_loss"] == pytest.approx(plain, rel=1e-6)

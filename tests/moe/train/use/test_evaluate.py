@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from moe.data import open_data
 from moe.data.tokenizer import Bytes
 from moe.records.metrics import read_summary
-from moe.train.start.restore import load_model
-from moe.train.use import evaluate
+from moe.train.use import evaluate, opened
 from parallel.errors import BadInput
 from tests.support import trained
 
@@ -55,7 +54,8 @@ def test_another_text_is_read_whole(home: Path, out: Path) -> None:
     text = home / "other.txt"
     text.write_text("zebra quartz vortex jigsaw\n" * 150)
     row = figures(out, overrides={"data.path": str(text), "data.validation_share": "0.4"}, sequences=0)
-    model, tokenizer, _ = load_model(out)
+    run = opened.open(out)
+    model, tokenizer = run.model, run.tokenizer
     data = open_data(
         trained.recipe(home).data.model_copy(update={"path": str(text), "validation_share": 0.4}),
         max_length=LENGTH,

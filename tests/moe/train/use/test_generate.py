@@ -14,8 +14,7 @@ from moe.data import Tokenizer
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
-from moe.train.start.restore import load_model
-from moe.train.use import generate
+from moe.train.use import generate, opened
 from moe.train.use.decode import Sampling
 from moe.train.use.generate import sample
 from parallel.errors import BadInput
@@ -37,9 +36,9 @@ def out(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(out: Path) -> tuple[torch.nn.Module, Tokenizer]:
-    model, tokenizer, step = load_model(out)
-    assert step == 20 and not model.training
-    return model, tokenizer
+    run = opened.open(out)
+    assert run.step == 20 and not run.model.training
+    return run.model, run.tokenizer
 
 
 def text(model: tuple[torch.nn.Module, Tokenizer], prompt: str, num_tokens: int, **options: float) -> str:
@@ -98,7 +97,8 @@ def test_the_text_of_two_ranks_is_the_text_of_one_process(out: Path, model: tupl
 
 def test_what_a_vocabulary_holds_beyond_the_tokenizer_never_comes(home: Path, tmp_path: Path) -> None:
     trained.train(trained.recipe(home, model={"vocab_size": 300}, train={"steps": 2}), tmp_path / "run")
-    model, tokenizer, _ = load_model(tmp_path / "run")
+    run = opened.open(tmp_path / "run")
+    model, tokenizer = run.model, run.tokenizer
     first = sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH)
     model.embedding.data[256:] *= 1e4  # the tied head then gives these ids extreme logits
     assert sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH) == first
@@ -107,7 +107,7 @@ def test_what_a_vocabulary_holds_beyond_the_tokenizer_never_comes(home: Path, tm
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(BadInput, match="needed a run with a checkpoint") as refused:
-            load_model(folder)
+            opened.open(folder)
         assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
 
 
@@ -184,7 +184,8 @@ def test_the_decoders_text_is_printed_below_the_encoders_prompt(
     """A warning names a sentinel in the prompt that the model does not have."""
     config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1), max_length=99)
     tokenizer = SimpleNamespace(beginning=list)
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), tokenizer, 0))
+    run = SimpleNamespace(model=SimpleNamespace(config=config), tokenizer=tokenizer)
+    monkeypatch.setattr(opened, "open", lambda *_, **__: run)
     prompt = "a <extra_id_0> <extra_id_1>"
     written = [generate.Continued(prompt, n, [1], f"{n} b", ended=True) for n in range(2)]
     monkeypatch.setattr(generate, "generate", lambda *_, **__: written)
