@@ -117,7 +117,7 @@ class Given(Rule):
                 held = f"tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 got, shape = f"an optimizer that keeps {kind}, a {held}, for {name}", list(parameter.shape)
                 needed = f"floating-point tensors of the parameter's shape {shape}, which checkpoints can cut for any layout"
-                raise BadInput(self.key, got=got, needed=needed, fix="keep only `step` and such tensors in optimizer.state")
+                raise BadInput(self.key, got=got, needed=needed, fix="keep only `step` and such tensors in the state of the optimizer")
             kept[kind] = None
         if not _equal(self._stepped(name, whole, again=kept)[0], through):
             needed = "all of its states in optimizer.state: tensors of the parameter's shape, and `step`"
