@@ -200,7 +200,7 @@ def _typical(found: list[Any]) -> Any:
 
 
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
-    """Return a Device from measurements. units: number of multiprocessors, 1 for a CPU core; found: what kernels.measure returns."""
+    """Return a Device from measurements. units: number of multiprocessors, 1 for a CPU core; found: the result of kernels.measure."""
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
@@ -275,7 +275,8 @@ def _lines(made: Cluster) -> Iterator[str]:
     for kind, rates in one.rates.items():
         listed = ", ".join(f"{1e3 * rate:.3g} at {flops / 1e6:.3g}" for flops, rate in sorted(rates.items()))
         yield f"products, {kind}: GFLOP/s by millions of operations: {listed}"
-    yield f"memory {one.memory_gb_s:.3g} GB/s; attention {one.attention[0]:.0%} and {one.attention[1]:.0%} of the best product"
+    shares = f"forward {one.attention[0]:.0%}, backward {one.attention[1]:.0%}"
+    yield f"memory {one.memory_gb_s:.3g} GB/s; attention {shares} of the fastest product's rate"
     for kind, table in made.inside.times.items():
         for n, row in table.items():
             yield f"{kind}, {n} ranks: " + ", ".join(f"{us:.0f} us at {size // 1024} KiB" for size, us in row.items())

@@ -32,7 +32,7 @@ MOST_ACTIONS = 2**11  # limit on forward passes in a step: planning takes time q
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
-    """Make an energy plan, print it, and write it to --out. With --apply, also run it on this machine's GPUs. Raises BadInput."""
+    """Make an energy plan, print it, write it to --out. With --apply, run it on this machine's GPUs. Raises BadInput for wrong flags."""
     name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
     size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     _check(flags, name, size, slowdown)
@@ -166,7 +166,8 @@ def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
         m = PowerModel()
         print(
             f"assumed, not measured: {m.static_w + m.dynamic_w:g} W at {m.full_mhz} MHz, {m.static_w:g} of them fixed,"
-            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of each time memory's, {m.idle_w:g} W idle"
+            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of the time independent of the clock,"
+            f" {m.idle_w:g} W idle"
         )
 
 

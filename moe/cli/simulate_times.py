@@ -92,7 +92,7 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
         fix = f"--microbatches {fits}"
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
-    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} forward passes in all", fix=fix)
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:

@@ -6,11 +6,11 @@ predicted.
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
-    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for train.loss)
+    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for a train.loss of pairs)
 
-A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log has
-their number. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
-last assistant's message, and this id is appended. moe/data/chats.py stores the samples and packs them.
+A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log
+says how many. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
+assistant's last message, and this id is appended. moe/data/chats.py stores the samples and packs them.
 """
 
 from __future__ import annotations

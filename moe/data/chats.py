@@ -49,7 +49,7 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return a chat's ids, int64 [n]. An id that is not predicted is stored as -101 - id: below 0, so that it is known as such."""
+        """Return a chat's ids, int64 [n]. An id that is not predicted is returned as -101 - id, which is below 0."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
         return np.where(self.encoded.predicted_N[some], ids, marked(ids))

@@ -36,7 +36,7 @@ SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 class TextKey(NamedTuple):
     """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether at
-    most one file has keys or columns; several files must all have this name."""
+    most one file has keys or columns; several files must all have this key."""
 
     name: str
     set_by: str = "data.text_key"

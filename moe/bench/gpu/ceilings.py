@@ -27,7 +27,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def ceiling(before: dict[str, list[Row]], name: str) -> float | None:
-    """Return a measured ceiling by its name, such as copy or bfloat16, in TF/s or GB/s; None if the part did not run."""
+    """Return a measured ceiling by its name, such as copy or bfloat16, in GB/s (copy) or TF/s; None if the part `machine` did not run."""
     return next((row["rate"] for row in before.get("machine", ()) if row.get("ceiling") == name), None)
 
 

@@ -40,7 +40,8 @@ SHAPES = {
 }
 H100_TF_PER_S = 800.0  # rate of a large bf16 product
 FILL = 8  # time for a tile's first loads and for storing its result, in steps of the inner loop
-KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
+# function in moe/kernels/triton/network.py -> name in the printed table
+KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}
 TIMES = {True: 10, False: 1}  # whether the device is a GPU -> number of timed passes
 
 
@@ -87,7 +88,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
     cells = [(r["what"], "batched products without routing", r["over_limit"]) for r in ours]
     cells += [(r["what"], peer, ratio) for r in ours for peer, ratio in r["over_peers"].items()]
     absent = sorted({f"{r['implementation']}: {r['not_run']}" for r in rows if "not_run" in r})
-    wrong = [f"ANOTHER RESULT: {r['implementation']} at {r['what']}" for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    differ = [r for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    wrong = [f"RESULT DIFFERS FROM OURS: {r['implementation']} at {r['what']}" for r in differ]
     return [*table(cells, ("layer", "compared with", "our time / its time")), *absent, *wrong, *failures(rows)]
 
 

@@ -164,7 +164,7 @@ def _synchronisations(machine: Machine, step: Callable[[], Tensor]) -> int | Non
 
 
 def _kernels(machine: Machine, step: Callable[[], Tensor]) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the GPU kernels that take the most time in a step, or on a CPU of torch's operations."""
+    """Return (name, seconds) of the GPU kernels that take the most time in a step; on a CPU, of torch's operations."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.gpu else [])]) as found:

@@ -26,8 +26,8 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S = 0.02  # seconds that all stages of a rank sleep in each of: the forward pass, gradients of inputs, gradients of weights
-UPDATE_S = 0.005  # seconds that all stages of a rank sleep in an update of the weights
+PASS_S = 0.02  # seconds that a rank's stages together sleep in each of: forward pass, gradients of inputs, gradients of weights
+UPDATE_S = 0.005  # seconds that a rank's stages together sleep in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 

@@ -76,7 +76,7 @@ def _sentinels(run: Run) -> dict[int, str]:
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return `tokenizer` with the run's sentinels added. It also appends the token `ends` (id `separator`) to each text."""
+    """Return `tokenizer` with the run's sentinels. If it has no post-processor, add one that appends `ends` (id `separator`) to a text."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
