@@ -38,7 +38,7 @@ class Dropout:
 @dataclass(frozen=True)
 class Arrived:
     """Numbers of received rows. `counts_PE` int64: on each etp rank, for each of this rank's experts. `rows_P`: their sums over experts,
-    already on the host.
+    already on the host; [] with one etp rank.
     """
 
     counts_PE: Tensor
