@@ -92,7 +92,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns")
+            got, fix = f"{counted(len(cells), 'column')} in line {number}", "leave out flags that add columns"
+            raise BadInput(what, got=got, needed=f"{COLUMNS}", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:

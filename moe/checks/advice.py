@@ -46,7 +46,7 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """Return the error `bad` of a recipe on `world` processes, with a tested fix: the first of these that exists: single changes
+    """Return the error `bad` of a recipe on `world` processes, with a tested fix, which is the first of these that exists: single changes
     after which the recipe is accepted; several changes together; a change after which an error about another key remains; words that no
     change was found."""
     until = time.process_time() + _TRY_S

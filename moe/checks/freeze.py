@@ -38,7 +38,7 @@ def _check_part(run: Run, part: str) -> None:
 
 
 def _check_trained(run: Run) -> None:
-    """Raise BadInput if all weights are frozen, or if a pipeline stage could have frozen weights alone, and so no backward pass."""
+    """Raise BadInput if all weights are frozen, or if a pipeline stage could have only frozen weights, and so no backward pass."""
     parts, depth = run.train.freeze, run.model.num_layers
     layers = {layer for part in parts for layer in layers_of(part) or ()}
     inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}

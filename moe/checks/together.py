@@ -249,7 +249,7 @@ def _check_batch(run: Run) -> None:
     group, held, sparse = run.router.group, batch // (dp * m), bool(run.model.layers_with_experts())
     _check_replicas(run, held)
     if sparse and isinstance(group, int) and held % group:
-        needed, fix = f"a divisor of the {held} sequences in one rank's micro-batch", Set("router.group", *divisors(held))
+        needed, fix = f"a divisor of the {counted(held, 'sequence')} in one rank's micro-batch", Set("router.group", *divisors(held))
         raise BadInput("router.group", got=counted(group, "sequence"), needed=needed, fix=fix)
     if sparse:
         sequences = group if isinstance(group, int) else held if group == "rank" else 1

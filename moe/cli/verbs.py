@@ -221,7 +221,7 @@ class Energy:
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
     apply: bool = _flag(
-        "run --steps steps at the plan's clocks on this machine's GPUs, one per rank, then restore the clocks; needs root", False
+        "set the plan's clocks on this machine's GPUs, one per rank, as in --steps steps but without computing; needs root", False
     )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")
     out: Path | None = _flag("also write the plan as .json, or a picture as .png")

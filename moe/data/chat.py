@@ -157,7 +157,7 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
 
 
 def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
-    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput."""
+    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput for another form."""
     row = _row(line, where, field)
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
@@ -171,7 +171,8 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
 
 
 def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
-    """Return the fields of a line that are not null; if `field` names the messages, these as "messages", and tools. Raises BadInput."""
+    """Return the fields of a line that are not null; if `field` names the messages, these as "messages", and tools. Raises BadInput
+    for other lines."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

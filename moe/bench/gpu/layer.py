@@ -127,7 +127,7 @@ def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int)
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function in KERNELS adds its time to `seconds`. It waits for the GPU before and after the call."""
+    """Within the context, each call of a function in KERNELS adds its time to `seconds`, and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -183,7 +183,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: its bytes in files."""
+    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: the rank's bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {name: torch.Size(layout.shape).numel() for name, layout in started.layouts.items()}

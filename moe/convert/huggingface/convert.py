@@ -180,7 +180,7 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
 
 def into_base(source: Path, base: Path) -> list[str]:
     """Convert the transformers folder `source` to the run `base`, from whose weights a new run starts. Return lines to print. A
-    conversion that `base` already contains is replaced. If checkpoints of a run may need it, it is renamed to `base`.before-N instead."""
+    conversion that `base` already contains is replaced; if checkpoints of a run may need the old one, it is kept as `base`.before-N."""
     earlier = (base / KEPT).is_dir() and (base / "checkpoints").is_dir()
     return to_run(source, base, overrides={}, earlier=earlier)[:-1]
 
