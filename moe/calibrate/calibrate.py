@@ -3,7 +3,7 @@
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
     collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
                     cores, times include waiting for a core, as in training
-    own_step.py     whole training steps of small models, each rank by itself; they give the time that products and attention do not take
+    own_step.py     whole training steps of small models, each rank by itself; they give the time without products and attention
 
 Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
 + step_ms. The constants launch_us, pointwise and step_ms are fitted to the measured steps: least squares of relative errors, no constant
@@ -251,8 +251,8 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """Return the host's microseconds for one FSDP gather, in addition to its collective. They follow from the difference between FSDP and
-    DDP steps measured on two ranks."""
+    """Return the host's microseconds for one FSDP gather, in addition to its collective. The value follows from the difference between FSDP
+    and DDP steps measured on two ranks."""
     ENGINES[CUT].load()  # imported before ranks are forked, so that not every rank imports it
     measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)

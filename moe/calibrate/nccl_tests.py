@@ -70,7 +70,7 @@ class Measured:
 
 
 def read(text: str, *, kind: str, what: str) -> Measured:
-    """Read the output of one program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
+    """Read the output of one NCCL-tests program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
     ranks = RANK.findall(text)
     hosts = Counter(host for _, host in ranks)
     if not hosts or len(set(hosts.values())) > 1:
@@ -107,8 +107,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with these times. Raises BadInput as `Measured.law`, for send times between nodes, which a cluster file does not
-    have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput as `Measured.law`, for send times between nodes, which a cluster file does
+    not have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -128,7 +128,7 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the note for `sources`."""
+    """Return (`between` with share and latency_us of a ring of `here` ranks on each node, beginning of the note for `sources`)."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
@@ -143,7 +143,7 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with exchange_share, from the bytes that a rank sends to other nodes, and the beginning of `sources`' note."""
+    """Return (`between` with exchange_share, beginning of the note for `sources`). Only bytes that a rank sends to other nodes count."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
@@ -152,7 +152,7 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with tree_us, from an all-reduce's latency, and the beginning of the note for `sources`. A cluster has one bandwidth
+    """Return (`between` with tree_us from an all-reduce's latency, beginning of the note for `sources`). A cluster has one bandwidth
     for all-reduces and gathers, so the all-reduce's bandwidth is not used; the note has it."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us

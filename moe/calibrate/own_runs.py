@@ -140,7 +140,7 @@ class Fit:
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
-    """Fit the constants that the steps determine. All others keep their values."""
+    """Fit the constants that the steps determine. The other constants keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, told = cluster, NOISE, dict[str, float]()
     for _ in every:  # until the set of determined constants does not change
@@ -297,6 +297,6 @@ def _busiest(path: Path, run: Run) -> float:
 
 
 def shares(load_E: Sequence[float], ranks: int) -> list[float]:
-    """Return for each rank its rows / mean over ranks. The ranks hold equal numbers of consecutive experts. load_E: rows of each expert."""
+    """Return each rank's rows / mean rows of a rank. The ranks hold equal numbers of consecutive experts. load_E: rows of each expert."""
     each = len(load_E) // ranks
     return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]

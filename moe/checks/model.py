@@ -112,8 +112,8 @@ def _check_rope(run: Run) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """Raise BadInput for a model.rope.fraction with which an odd number of a head's channels is rotated, or none. The fix is a fraction
-    with an even number close to it."""
+    """Raise BadInput for a model.rope.fraction that rotates an odd number of a head's channels, or no channel. The fix is a nearby
+    fraction that rotates an even number."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     count = m.rope.turning(size)
     if count % 2 or not count:

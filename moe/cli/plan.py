@@ -135,7 +135,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _range(made: Planned, one: Ranked) -> str:
-    """Return the range of a plan's seconds that follows from errors on published runs, in brackets; "" for hosts without such runs."""
+    """Return the text of a plan's range of seconds, which follows from errors on published runs; "" if the cluster has no such runs."""
     known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 

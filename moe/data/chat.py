@@ -132,7 +132,7 @@ def check_readable(path: str, given: str | None, *, text_key: str) -> None:
 
 
 def messages_field(text_key: str) -> str | None:
-    """Return the name of the field with the messages: data.text_key. Return None for its default, with which every known form is read."""
+    """Return the name of the field with the messages: data.text_key; None for its default, with which every known form is read."""
     return None if text_key == Data.model_fields["text_key"].default else text_key
 
 
@@ -162,7 +162,7 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]
-    if not isinstance(row.get("prompt"), type(row["chosen"])):  # then the prompt is the messages that both begin with
+    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the messages with which both begin
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]
@@ -171,8 +171,8 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
 
 
 def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
-    """Return the fields of a line that are not null; if `field` names the messages, these as "messages", and tools. Raises BadInput
-    for other lines."""
+    """Return a line's JSON object without null fields. With `field`, the name of the messages' field: only "messages" and "tools". Raises
+    BadInput if the line has no object, or the object no such field."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -77,8 +77,9 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: over the ranks of tp, `axis`, which divide the tokens. `sp`, `both`
-    (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: moves tokens between the ranks of tp (`axis`), which divide them.
+    `sp`, `both` (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a
+    sequence; None: all.
     """
 
     def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:

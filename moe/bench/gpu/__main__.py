@@ -82,7 +82,7 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
 
 
 def parts() -> list[Any]:
-    """Return the parts in their order. They import triton, so without a GPU `measure` first sets TRITON_INTERPRET."""
+    """Return the parts in the order in which they run. They import triton, so without a GPU `measure` first sets TRITON_INTERPRET."""
     from moe.bench.gpu import ceilings, layer, right, step
     from moe.bench.gpu.part import Part
 

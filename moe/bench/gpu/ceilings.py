@@ -40,7 +40,7 @@ def _about(machine: Machine) -> Row:
     return about
 
 
-def _version(package: str) -> str | None:  # used instead of version_of in extensions.py, which needs psutil
+def _version(package: str) -> str | None:  # instead of version_of in parallel/process/extensions.py, which needs psutil
     try:
         return version(package)
     except PackageNotFoundError:

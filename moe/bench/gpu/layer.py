@@ -72,7 +72,7 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing each takes
+    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing a peer takes
     seconds."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
@@ -114,7 +114,7 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
 
 
 def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int) -> dict[str, float]:
-    """Return a dict: kernel -> seconds that it takes in one call of run(), as a mean over `times` calls."""
+    """Return a dict: kernel -> its seconds in one call of run(), mean over `times` calls."""
     choose("triton")
     from moe.kernels.triton import network
 

@@ -85,8 +85,8 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
-    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end`, times of the clock; `actions`, a dict: action, such as
-    "F0" for the forward pass of stage 0 -> mean seconds.
+    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end`, readings of time.perf_counter; `actions`, a dict:
+    action, such as "F0" for the forward pass of stage 0 -> mean seconds.
     """
     axis = mesh.axis("pp")
     # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S

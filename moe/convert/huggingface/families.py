@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: the tensor is transposed in the file. `half`:
-    0 for the gate projection, 1 for the up projection, if one tensor in the file has both; else None. The two are concatenated along an
-    expert's first dim, or, with `mixed`, interleaved in the last dim."""
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: the tensor is transposed in the file. `half`: 0
+    for the gate projection, 1 for the up projection, if one tensor in the file has both; else None. The two projections are concatenated
+    along an expert's first dim, or, with `mixed`, interleaved in the last dim."""
 
     theirs: str
     ours: str
