@@ -46,7 +46,7 @@ def wait(device: torch.device) -> None:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median over rounds of seconds a[round] / b[round]."""
+    """Return the median over rounds of a[round] / b[round]. a, b: seconds of each round."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 

@@ -70,7 +70,7 @@ class Constant:
     most: float = math.inf
 
     def largest(self, cluster: Cluster) -> float:
-        """Return the largest allowed x."""
+        """Return the largest allowed x, the logarithm of the factor on this constant."""
         return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
 
 
@@ -164,7 +164,7 @@ def _errors(cluster: Cluster, steps: Sequence[Step]) -> Any:
 
 
 def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
-    """Return the derivative of each step's error with respect to x of the constant `name`."""
+    """Return the derivative of each step's error with respect to x, the logarithm of the factor on the constant `name`."""
     up, down = (_errors(CONSTANTS[name].scaled(cluster, math.exp(by)), steps) for by in (STEP, -STEP))
     return (up - down) / (2 * STEP)
 
