@@ -172,7 +172,7 @@ def _check_rate(found: Measured, rate: float, most: float) -> None:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput for wrong outputs."""
+    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, write the cluster file `out`. Raises BadInput for wrong outputs."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     made = from_folder(given, folder)
