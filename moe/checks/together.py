@@ -221,8 +221,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Raise BadInput for sharding.kind dp, whose replicas are threads, with several processes, or if the sequences of a micro-batch cannot
-    be divided equally among replicas."""
+    """For sharding.kind dp, whose replicas are threads of one process: raise BadInput for several processes, and if the replicas cannot
+    have equal numbers of a micro-batch's sequences."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
