@@ -8,8 +8,8 @@
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
 The layer's backward pass adds the gradients of the balance and z losses. Free experts have the highest indices, skip before zero; the
-router treats them like other experts, but their choices are not dispatched. The output of a dropped token is zero, so only the residual
-connection around the layer passes it on.
+router treats them like other experts, but their choices are not dispatched. A token whose choices are all dropped gets zeros from
+the experts.
 """
 
 from __future__ import annotations

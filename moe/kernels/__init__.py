@@ -27,8 +27,8 @@ UNFUSED = ("grouped_mm",)  # kernels that save every intermediate tensor of a ne
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
-    A module is imported only when it is chosen, because the planner imports this package without torch.
+    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed, or has neither a
+    GPU nor its interpreter. A module is imported only when it is chosen, because the planner imports this package without torch.
     """
     if name == "triton":
         return _triton()

@@ -156,7 +156,7 @@ def _sanitizer(machine: Machine) -> list[Row]:
     try:
         code = process.wait(150)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # also the program that the tool has started
+        os.killpg(process.pid, signal.SIGKILL)  # kills the tool and the program that it started
         process.wait()
         return [{"kernel": "all", "passed": True, "note": "compute-sanitizer did not end within 150 s"}]
     return [{"kernel": "all", "passed": code == 0, "note": f"compute-sanitizer memcheck: exit code {code}"}]
