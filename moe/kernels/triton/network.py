@@ -1,4 +1,5 @@
-"""The experts' networks on rows sorted by expert, forward and backward. Saves only X and the pre-activations (SonicMoE, arXiv 2512.14080).
+"""The experts' networks on rows sorted by expert, forward and backward. Of the activations, only X and the pre-activations H and G are
+saved (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
     backward   dA = dO[token] W2^T       d gate = <dA, A> = <dO, Y>, with A computed again from H and G
@@ -35,8 +36,9 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which are then gathered and summed; None: they are rows.
+    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
+    expert, its first row, and the end of the expert's rows. `plan`: given if input and output are tokens, which are then gathered and
+    summed; None: they are rows.
     """
 
     number: int
@@ -100,7 +102,8 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
 
 
 def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
-    """Return whether to use torch's grouped product, which is CUTLASS on Hopper, for bf16 rows of a multiple of 16 bytes."""
+    """Return whether to use torch's grouped product (CUTLASS on Hopper) instead of `gemm.product`: for at least one row, in bf16, if rows
+    and both sides of the matrices are multiples of 16 bytes."""
     wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
 
@@ -223,7 +226,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, which is None without a gate, from dH and dG."""
+    """Return the gradients of w1 and w3, given `grads` = (dH, dG); for w3 without a gate None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 
@@ -244,7 +247,7 @@ def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Ten
 
 
 def _aligned(tensor: Tensor, dims: int) -> Tensor:
-    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing."""
+    """Return the tensor with zeros appended to its last `dims` dims up to multiples of ALIGNED; the tensor itself if they are multiples."""
     missing = [n for size in reversed(tensor.shape[-dims:]) for n in (0, -size % ALIGNED)]
     return F.pad(tensor, missing) if any(missing) else tensor
 

@@ -1,5 +1,5 @@
-"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes the
-gradient.
+"""The part of a router after its logits, in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes
+the gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
@@ -50,9 +50,10 @@ class Fused(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Inputs of a router in addition to its logits. `slots`: slots of an expert in a group of tokens; None if dropless. `bias_E` fp32 is
-    added to the scores that are compared. `valid_T` bool: False for padding, which is not counted. `open_groups`: (number of groups of
-    experts from which a token chooses, number of all groups). `expert_TK` int64: choices already made, with the `load_TK` of Fused.
+    """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
+    tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
+    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK` int64:
+    choices already made, with the `load_TK` of Fused.
     """
 
     num_groups: int
@@ -110,8 +111,8 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return a mask of the experts in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest scores.
-    real_TE: False for columns beyond E."""
+    """Return a mask of the experts in the OPEN best of GROUPS groups of experts. A group's score is the sum of its BEST (1 or 2) highest
+    scores. real_TE: False for columns beyond E."""
     group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
     zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
     sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]
@@ -134,7 +135,7 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K]: experts to use
-    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; it is read if `given` is, otherwise
+    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; with `given` it is read, without it
     written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to
     parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """

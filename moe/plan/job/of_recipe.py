@@ -1,6 +1,6 @@
 """Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the parallel plan. The model is not built.
 
-Bytes of fp32 optimizer states for each parameter. `optimizer_bytes` returns their means over parameters.
+Optimizer states are fp32, and take these bytes for each parameter. `optimizer_bytes` returns the means over parameters.
 
     adamw, kfac   8     two moments; assumed for a user's own optimizer too. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum

@@ -25,7 +25,7 @@ from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stag
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
 OVERLAP_SLOWDOWN = 0.126  # matrix products take longer by this fraction while collectives run; measured by Galvatron
-ADAM_BYTES = 26  # bytes that AdamW moves per parameter, without its gradient: reads, writes two moments and master copy; writes parameter
+ADAM_BYTES = 26  # bytes that AdamW moves per parameter: 12 of two moments and master copy are read and written, 2 of the parameter written
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float) -> Passes:
-    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back."""
+    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back, and of the
+    messages in `grouping`."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
