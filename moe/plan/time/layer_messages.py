@@ -3,7 +3,7 @@
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
     2d, 2.5d, 3d bytes as in tensor.py; each matrix product sends one message for each column of the grid
-    MoE layers   tokens that tp ranks divide among them (`sharing`); logits of router groups that extend over several ranks (`grouping`)
+    MoE layers   tokens that tp ranks divide among them (`sharing`); choices in router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
@@ -75,8 +75,8 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
 
 
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange logits and probabilities, if a
-    router group has tokens on several of them (moe/router/slices.py)."""
+    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
+    a router group has tokens on several of them (moe/router/slices.py)."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -85,9 +85,12 @@ def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[M
     ranks, axis = (plan.sp, "sp") if apart else (plan.sp * tp, "sp*tp")
     if ranks == 1:
         return (), ()
-    tokens, (forward, backward) = math.ceil(tokens_of(network, plan) / plan.grid.sequences / tp), e.router.balances
-    back = (Message(axis, "reduce_scatter", tokens * ranks * backward, ranks),) if backward else ()
-    return (Message(axis, "all_gather", tokens * (e.router.decides + forward), ranks),), back
+    tokens, each = math.ceil(tokens_of(network, plan) / plan.grid.sequences / tp), e.router.balances
+    groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
+    gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
+    back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
+    counts = Message(axis, "all_reduce", groups * e.router.counts, ranks)
+    return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
