@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.kept import traffic_of
 from moe.plan.time import tensor as tensor_parallel
-from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
+from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.traffic import Message, distinct
 from parallel.sequence.kinds import Attention
@@ -167,9 +167,10 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
     return Passes(added(core.forward, cost.forward / plan.sp), added(core.backward, cost.backward / plan.sp))
 
 
-def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float) -> Passes:
+def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, shared: Passes) -> Passes:
     """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back, and of the
-    messages in `grouping`."""
+    messages in `grouping`. shared: passes of the shared experts' network, which may run while rows travel. Of its backward pass only the
+    gradients of inputs count, because a schedule may put the gradients of weights off."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
@@ -191,8 +192,11 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         stride = plan.tp if messages and messages[0].axis == "sp" else 1
         return sum(collective(cluster, group_of(m.ranks, stride, per_node, plan.world), m.name, m.handed) for m in messages)
 
+    first = seconds(traffic.meanwhile) if program.shared == "overlapped" else 0.0
+    computed = shared.forward.compute, shared.backward.compute - shared.weights
+    hidden = [(1 - OVERLAP_SLOWDOWN) * min(first, window) for window in computed]
     forward, backward = (
-        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=n + len(whole))
-        for of, n, whole in zip(traffic[1:], kernels, grouping(network, plan), strict=True)
+        Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + len(whole))
+        for of, n, whole, saved in zip(traffic[1:3], kernels, grouping(network, plan), hidden, strict=True)
     )
     return Passes(forward, backward)
