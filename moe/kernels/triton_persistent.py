@@ -60,8 +60,8 @@ def persistent_product(
         sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps if a_too is None else 2 * steps):  # two loops in a row could not be flattened
             rows, matrices, first = rows_first, matrices_first, step * BLOCK_K
-            if a_too is not None:
-                if step >= steps:  # noqa: SIM102  (one condition is the compiler's, one the kernel's)
+            if a_too is not None:  # noqa: SIM102  (the compiler's condition; the next one is the kernel's)
+                if step >= steps:
                     rows, matrices, first = rows_too, matrices_too, (step - steps) * BLOCK_K
             a_MK = rows.load([begin, first])
             if TURNED:
