@@ -54,7 +54,7 @@ class Shards:
         return self.held[self.axis.index] // max(1, self.total // num_groups)
 
     def in_runs(self, num_groups: int) -> bool:
-        """Return whether every rank has equally many tokens of each group, and those of a group are consecutive."""
+        """Return whether every rank has equally many tokens of each group, and the tokens of a group are consecutive."""
         if num_groups not in self._in_runs:
             size = max(1, self.total // num_groups)
             self._in_runs[num_groups] = all(
