@@ -38,16 +38,16 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     asked, _ = load(flags.recipe, overrides)
     machines = load_cluster(flags.cluster)
     run = settled(asked, machines)
-    print(_devices(machines) + (f"; {_batch(run)}" if flags.compare is None else ""))
     if flags.compare is not None:
         from moe.cli.plan_compare import table
 
         other = settled(load(flags.compare, overrides)[0], machines)
         names = f"{flags.recipe}, {_batch(run)}", f"{flags.compare}, {_batch(other)}"
         both = _as_is(run, machines), _as_is(other, machines)
-        print(*table(names, both), sep="\n")
+        print(_devices(machines), *table(names, both), sep="\n")
         write_rows(flags.json, "plan", [_row(made, made.found.ranked[0]) for made in both], cluster=flags.cluster)
         return exit_codes.DONE
+    print(f"{_devices(machines)}; {_batch(run)}")
     if flags.explain:
         print(*guided(run, machines), "", sep="\n")
     began = time.perf_counter()

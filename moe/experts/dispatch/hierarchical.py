@@ -67,7 +67,7 @@ class Hierarchical(Dispatcher):
             counts.append(Message(axis, "counts", 8 * ranks * columns, ranks, stride))
             forward += [rows, gates, places, rows]
             backward += [rows, rows, gates]
-        return Traffic(tuple(counts), tuple(forward), tuple(backward))
+        return Traffic(tuple(counts), tuple(forward), tuple(backward), meanwhile=tuple(forward[:1]))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return OncePerNode.over(("ep_outer", "ep_inner"), mesh, sizes)
