@@ -57,7 +57,8 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return a and b of the
-    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on it.
+    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on the
+    size.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2  # the causal mask leaves half of all pairs

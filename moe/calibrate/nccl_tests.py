@@ -107,8 +107,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with the times `found`. Raises BadInput as `Measured.law`, for send times between nodes, which a cluster file does
-    not have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does, for send times between nodes, which a cluster file
+    does not have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -157,7 +157,8 @@ def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
-    return replace(cluster.between, tree_us=tree_us), f"between.tree_us: replaced (not its {2 * rate / 1000:.4g} GB/s for twice the bytes)"
+    source = f"between.tree_us (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used): replaced"
+    return replace(cluster.between, tree_us=tree_us), source
 
 
 BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # applied in this order
@@ -172,7 +173,7 @@ def _check_rate(found: Measured, rate: float, most: float) -> None:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Put the times of the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput for wrong outputs."""
+    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, write the cluster file `out`. Raises BadInput for wrong outputs."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     made = from_folder(given, folder)
@@ -182,8 +183,8 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times`, for a
-    folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do, for
+    a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:

@@ -70,7 +70,7 @@ class Constant:
     most: float = math.inf
 
     def largest(self, cluster: Cluster) -> float:
-        """Return the largest allowed x."""
+        """Return the largest allowed x, the logarithm of the factor on this constant."""
         return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
 
 
@@ -164,7 +164,7 @@ def _errors(cluster: Cluster, steps: Sequence[Step]) -> Any:
 
 
 def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
-    """Return the derivative of each step's error with respect to x of the constant `name`."""
+    """Return the derivative of each step's error with respect to x, the logarithm of the factor on the constant `name`."""
     up, down = (_errors(CONSTANTS[name].scaled(cluster, math.exp(by)), steps) for by in (STEP, -STEP))
     return (up - down) / (2 * STEP)
 
@@ -219,7 +219,8 @@ def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Fit constants of `cluster` to the runs in `folder`, print the fit, write the cluster file `out`. Raises BadInput as `measured`."""
+    """Fit constants of `cluster` to the runs in `folder`, print the fit, write the cluster file `out`. Raises BadInput as `measured`
+    does."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     steps = list(measured(folder, given))
@@ -242,7 +243,7 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
         also = f", and {TOGETHER[name]} with it" if name in TOGETHER else ""
         yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
     if found.untold:
-        yield f"not fitted, because these steps do not determine it: {', '.join(found.untold)}"
+        yield f"not fitted, because these steps do not determine their values: {', '.join(found.untold)}"
     before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
     yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
         f", {by_others:.1%} if each run is predicted from the others" if by_others else ""

@@ -56,7 +56,7 @@ def _check_latent(run: Run) -> None:
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", "T5 and Switch have no latent attention"),
-        "model.positions": ("rotary", "keys have rotary channels"),
+        "model.positions": ("rotary", "keys of latent attention have rotary channels"),
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
         "model.qk_norm": ("none", "latent attention has norms of the latents instead"),
         "model.qkv_bias": (False, "latent attention has no biases"),

@@ -148,7 +148,7 @@ def _check_casts(run: Run) -> None:
         why = "replicas copy the weights" if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if run.optimizer.kind == "kfac":
-        why = "K-FAC steps the weights that the model reads"
+        why = "K-FAC updates the weights that the model reads"
         raise clash(run, key, "optimizer.kind", "use", why, Set("optimizer.kind", "adamw"))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"
@@ -221,8 +221,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Raise BadInput for sharding.kind dp, whose replicas are threads, with several processes, or if the sequences of a micro-batch cannot
-    be divided equally among replicas."""
+    """For sharding.kind dp, whose replicas are threads of one process: raise BadInput for several processes, and if the replicas cannot
+    have equal numbers of a micro-batch's sequences."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:

@@ -167,7 +167,7 @@ class Plan:
         "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )
     explain: bool = _flag("first print the rules by which a strategy is chosen by hand, with this recipe's numbers", False)
-    order: Path | None = _flag("also search for a faster order of the best plan's pipeline actions; if one is found, write this *.csv")
+    order: Path | None = _flag("also search for a faster order of the best plan's pipeline actions, and write it, if found, to this *.csv")
     out: Path | None = _flag("also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag("also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
     json: Path | None = _flag("also write the chosen, ranked and refused plans as JSON")
@@ -221,7 +221,8 @@ class Energy:
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
     apply: bool = _flag(
-        "set the plan's clocks on this machine's GPUs, one per rank, as in --steps steps but without computing; needs root", False
+        "set the plan's clocks on this machine's GPUs, one per rank, for --steps steps without computing, then restore them; needs root",
+        False,
     )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")
     out: Path | None = _flag("also write the plan as .json, or a picture as .png")

@@ -120,10 +120,11 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         if side.experts.free and side.model.layers_with_experts():
             got = f"{counted(side.experts.free, 'expert')} without parameters in {which}"
             needed = "0: they cannot be converted to or from networks"
-            raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="keep the experts")
+            raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="do not convert this model")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
-            raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")
+            fix = "do not convert this model, or --experts.biases false"
+            raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix=fix)
     fitting = GROWING if grown else SHRINKING
     settings = replace(settings, method=fitting[0]) if settings.method == "auto" else settings
     if settings.method not in fitting:
@@ -217,7 +218,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
         needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot give the same output"
-        raise BadInput("--to", got=got, needed=needed, fix="keep the experts")
+        raise BadInput("--to", got=got, needed=needed, fix="keep experts in these layers")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

@@ -266,8 +266,7 @@ def expected_output(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference between the logits of two models on `tokens` random tokens, and the largest logit of the first model
-    (magnitudes)."""
+    """Largest magnitude of the difference between two models' logits on `tokens` random tokens, and of the first model's logits."""
 
     tokens: int
     largest_difference: float

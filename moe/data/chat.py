@@ -6,7 +6,7 @@ predicted.
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
-    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for a train.loss of pairs)
+    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, in one sequence (for a train.loss that compares them)
 
 A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log
 says how many. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
@@ -222,7 +222,7 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages with role and content. ShareGPT's from and value are renamed. Raises BadInput for another form."""
+    """Return messages with role and content. ShareGPT's keys from and value are renamed. Raises BadInput for another form."""
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="mend this line")
     return [_message(message, where) for message in given]

@@ -144,7 +144,7 @@ def packed(lengths: list[int], *, room: int) -> list[list[int]]:
     """Distribute chats over sequences by best-fit decreasing, so that the `lengths` of a sequence's chats add up to at most `room`. Return
     each sequence as the ascending list of its chats' indices. No length may be above `room`."""
     rows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # number of free ids -> the sequences with so much room
+    left: dict[int, list[int]] = {}  # number of free ids -> the sequences with this many free ids
     sizes: list[int] = []  # the keys of `left`, ascending
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = bisect_left(sizes, lengths[number])

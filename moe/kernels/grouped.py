@@ -245,8 +245,8 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, with zeros for experts without rows. Zeros, because autograd would not run a weight's hooks for
-    None."""
+    """Allocate the weights' gradients, with zeros for experts without rows, also if no expert has rows: autograd would run no hooks of a
+    weight whose gradient is None."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:

@@ -108,7 +108,7 @@ WHY: dict[str, str] = {
     "one stage": _ADAPTERS,
     "ranks must hold whole matrices": _ADAPTERS,
     "an adapter's states are small": _ADAPTERS,
-    "weights on the device": _ADAPTERS,
+    "the frozen weights on the device": _ADAPTERS,
     "has no backward pass": _FROZEN,
     "it offloads nothing else": _FETCHED,
     "FSDP offloads the optimizer to cpu alone": "FSDP's weights are at most 4 bytes a parameter over all ranks",

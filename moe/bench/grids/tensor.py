@@ -54,7 +54,7 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
     for width in WIDTHS:
         found = run_on_ranks(_measured, nproc, nproc, width, rounds, timeout_s=600)
         times, apart = slowest([seconds for seconds, _ in found]), max(apart for _, apart in found)
-        print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results apart by {apart:.0e}", flush=True)
+        print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results differ by at most {apart:.0e}", flush=True)
         rows += [{"width": width, "apart": apart} | race_row(race, times, ranks=nproc) for race in RACES]
     same = all(row.get("apart", 0.0) <= WITHIN for row in rows)
     return max(conclude(json, "tensor", rows, shape=[BATCH, LENGTH, LAYERS], rounds=rounds), exit_codes.of(same))

@@ -2,7 +2,7 @@
 
     limit   batched matrix products without routing, in which every expert has the same number of rows
     peers   installed packages: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal
-            FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks. For comparison also ours with the kernels grouped_mm
+            FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks. `ours-grouped_mm` is our layer with the kernels grouped_mm
     ours    the layer as in training, with router, balance loss and statistics
 
 Each runs once in every round; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our

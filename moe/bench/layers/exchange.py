@@ -193,5 +193,5 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
     moved: dict[str, Any] = run_on_ranks(skewed, nproc, nproc, rounds, s, timeout_s=600)[0]
     before, after = moved["largest_rank_before"], moved["largest_rank_after"]
     print(f"skewed load: the fullest rank computes {before:.2f} of an even share with experts in order, {after:.2f} after moving them;")
-    print(f"the layer with its experts then takes {moved['over_before']:.2f} of the time")
+    print(f"the layer with its experts then takes {moved['over_before']:.2f} of its time before the move")
     return conclude(json, "exchange", rows, rounds=rounds, shape=vars(s), rebalancing=moved)

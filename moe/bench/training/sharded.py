@@ -84,7 +84,7 @@ def kind_of(name: str) -> ShardedKind:
     if not found or found[1] not in ENGINES or ENGINES[found[1]].threads:
         near = did_you_mean(name, list(PLAIN))
         fix = f"did you mean {near}?" if near else f"--kinds {','.join(PLAIN)}"
-        needed = f"one of {', '.join(PLAIN)}, a kind that can offload also with +cpu, +nvme, +cpu-all or +nvme-all"
+        needed = f"one of {', '.join(PLAIN)}, with +cpu, +nvme, +cpu-all or +nvme-all if the kind can offload"
         raise BadInput("--kinds", got=name, needed=needed, fix=fix)
     return ShardedKind(name, ENGINES[found[1]].stage, sharding_of(name))
 

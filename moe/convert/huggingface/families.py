@@ -182,8 +182,8 @@ class Family:
     """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
-    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. With neither, all
-    layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and
+    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. With neither of the
+    two, all layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and
     partial_rotary_factor; `turning` None: all channels are rotated.
     """
 
