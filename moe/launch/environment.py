@@ -35,7 +35,7 @@ BEFORE_TORCH = {
     # Allocates CUDA memory in segments that can grow. Experts' numbers of rows change in each step, which would fragment fixed segments.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-# variable of BEFORE_TORCH -> a variable that it would override: if the user has set that one, the first is not set
+# variable of BEFORE_TORCH -> another variable, which it would override: if the user has set the other one, it is not set
 _INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 # Open files that a rank may need: a constant for libraries, and some for connections to each other rank. Measured: 33 with 2 ranks, 63
@@ -72,8 +72,8 @@ def set_before_torch(environment: MutableMapping[str, str]) -> None:
 
 
 def allow_open_files(world: int) -> None:
-    """Raise the limit of open files, which children inherit, to the number that a run of `world` ranks needs, if it is lower. Raises
-    BadInput if the system's hard limit is lower too."""
+    """Raise the limit of open files, which children inherit, to the number that a run of `world` ranks needs, if it is lower and `world` is
+    above 1. Raises BadInput if the system's hard limit is lower too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:

@@ -3,7 +3,8 @@
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
 Launchers do not forward all signals and exit codes, so `moe train` finds the ranks itself. All processes of a launch have the same value of
-TOKEN in their environment, even if their parent has died. A process is a rank if it has the variable RANK and its parent does not.
+TOKEN in their environment, even if their parent has died; forked ranks (moe/launch/ready.py) have the warm process's value. A process is a
+rank if it has the variable RANK and its parent does not.
 """
 
 from __future__ import annotations

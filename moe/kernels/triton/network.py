@@ -102,8 +102,8 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
 
 
 def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
-    """Return whether to use torch's grouped product (CUTLASS on Hopper) instead of `gemm.product`: for at least one row, in bf16, if rows
-    and both sides of the matrices are multiples of 16 bytes."""
+    """Return whether to use torch's grouped product (CUTLASS) instead of `gemm.product`: on Hopper or later, for at least one row, in bf16,
+    if rows and both sides of the matrices are multiples of 16 bytes."""
     wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
 

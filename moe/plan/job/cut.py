@@ -126,7 +126,8 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 
 def operations(network: Network, index: int) -> float:
-    """Number of multiplications in a layer's forward pass for one token: one for each parameter that it uses, plus causal attention."""
+    """Number of multiplications in a layer's forward pass for one token: one for each parameter that the token uses, plus those of causal
+    attention."""
     n, e = network, network.experts
     active = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(active, Plan(), index).total + n.heads * n.channels * n.length

@@ -354,7 +354,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the kept copies of multi-token prediction's weights in the compute dtype, for one further token."""
+    """Bytes of the kept copies in the compute dtype of the weights of one depth of multi-token prediction."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 

@@ -272,7 +272,8 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
 
 @lru_cache(maxsize=20_000)
 def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of multi-token prediction outside of its layer and head: three norms, and the product that merges its two inputs."""
+    """Passes of one depth of multi-token prediction outside of its layer and head: three norms, and the product that merges its two
+    inputs."""
     n, d = tokens_of(network, plan), network.width
     moved = 3 * 4 * _pointwise_bytes(plan, program) / 2 * d * n * program.pointwise
     return _products([(n, d, 2 * d)], moved, plan, cluster, program, streams=(4, 4), kernels=(9, 10), cast=False)
