@@ -63,7 +63,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     """
     if run.precision.compute not in DTYPES:
         fix = "call settle_precision first, as train() does, or set bf16"
-        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype", fix=fix)
+        raise BadInput("precision.compute", got=run.precision.compute, needed=f"one of {', '.join(DTYPES)}", fix=fix)
     model, _, layouts = laid_out(run, mesh)
     # not in laid_out: `moe show --plan` calls it, and must not run a user's code
     for num_experts in set(model.expert_counts.values()):

@@ -36,8 +36,8 @@ from parallel.errors import BadInput
 class SearchResult:
     """Result of a search. seconds: time of a step with `plan` by the search's cost model. free_seconds: time of a step with the optimum,
     even if the trainer cannot run it. assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to
-    the nearest ranks, such as `b8 f4`. stages: Alpa's stages; () for other searches. nearest: True if the trainer cannot run the optimum,
-    so that `plan` is another plan. said: a line for the user about optimum and plan."""
+    the nearest ranks, such as `b8 f4`; for layouts.py, its candidate's `rules`. stages: Alpa's stages; () for other searches. nearest: True
+    if the trainer cannot run the optimum, so that `plan` is another plan. said: a line for the user about optimum and plan."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
