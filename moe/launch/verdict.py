@@ -29,9 +29,9 @@ def verdict(
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
     """Return (exit code, lines to print). If ranks failed, there is a line for each, in the order in which they died; ranks that one error
-    ended together share a line. statuses: status files; a rank without one did not finish. asked: the signal that was sent to the ranks, or
-    None. how: "ended" if the launcher ended by itself; "killed" if this process had to kill the ranks; "early" if a signal came before all
-    ranks had started. ended_here: ranks that this process killed."""
+    ended together share a line, and for bad input there is at most its message. statuses: status files; a rank without one did not finish.
+    asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself; "killed" if this process had to
+    kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):

@@ -252,8 +252,8 @@ def measured_file() -> Path:
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """Return the cluster that `moe plan --calibrate` measured on this machine; None if there is no such file, or if it was measured on
-    another kind of device. (Several machines may share a home folder.)"""
+    """Return the cluster that `moe plan --calibrate` measured on this machine; None if there is no such file, if it cannot be read, or if
+    it was measured on another kind of device. (Several machines may share a home folder.)"""
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

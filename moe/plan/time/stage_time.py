@@ -31,7 +31,7 @@ ACCUMULATE_BYTES = 2  # per gradient of a micro-batch: it is read in 16 bits to 
 MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which their bars are too narrow
 
 Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); in an encoder-decoder: the encoder's two, then the decoder's two
-Kind = tuple[Counts, Counts, bool, bool]  # of a stage: (layers, recomputed layers, is the first stage, is the last stage)
+Kind = tuple[Counts, Counts, bool, bool]  # kind of a stage: (its layers, its recomputed layers, whether it is the first, the last)
 
 
 @dataclass(frozen=True)
