@@ -35,7 +35,7 @@ BEFORE_TORCH = {
     # Allocates CUDA memory in segments that can grow. Experts' numbers of rows change in each step, which would fragment fixed segments.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-# variable of BEFORE_TORCH -> another variable, which it would override: if the user has set the other one, it is not set
+# variable X of BEFORE_TORCH -> variable Y, which X would override: X is not set if the user has set Y
 _INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 # The number of open files that a rank is allowed: a reserve, and some for connections to each rank. At most 33 are open with 2 ranks and 41
@@ -44,9 +44,9 @@ _OPEN_FILES, _OPEN_FILES_EACH = 128, 3
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return `environment` for a launcher of `nproc` ranks: without the variables of an outer launcher, with PARENT, the import path,
-    threads of a rank, DeepSpeed's accelerator and the folder of compiled extensions. nproc None: ranks start on other machines, so nothing
-    may depend on this machine's cores and devices."""
+    """Return `environment` for a launcher of `nproc` ranks: without the variables of an outer launcher, with PARENT, the import path, the
+    number of a rank's threads, DeepSpeed's accelerator and the folder of compiled extensions. nproc None: ranks start on other machines, so
+    nothing may depend on this machine's cores and devices."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)

@@ -60,7 +60,7 @@ def _die_with(pid: int) -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    except OSError:  # a kernel before 5.3, without pidfd
+    except OSError:  # the kernel is older than 5.3 and has no pidfd
         return
     select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)

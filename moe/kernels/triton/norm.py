@@ -23,7 +23,7 @@ from moe.kernels.triton.moves import put
 # T tokens, D channels, P programs
 
 _ELEMENTS = 4096  # elements of a block: 32 for each thread
-_PROGRAMS = 4 if INTERPRETED else 264  # of the backward pass, two for each multiprocessor of an H100
+_PROGRAMS = 4 if INTERPRETED else 264  # programs of the backward pass: two for each multiprocessor of an H100
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -146,7 +146,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     positions = network.length * network.width if network.learned_positions and first else 0
     stacks = [stack for stack in network.halves if (last if stack is network else first)]
     found = dense(network, sum(map(norm, stacks)), "norms") + dense(network, positions)
-    for stack in stacks if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
+    for stack in stacks if network.shared_buckets else ():  # the first layer of a stack holds the stack's T5 bias
         of_first, _ = network.at(network.before if stack is network else 0)
         found += dense(of_first, stack.heads / plan.grid.units * stack.buckets, "attention")
     if first or (last and (network.tied or network.ahead)):  # multi-token prediction needs the embedding on the last stage

@@ -134,8 +134,8 @@ def operations(network: Network, index: int) -> float:
 
 
 def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
-    """Number of parameters of the largest stage. held: parameters of each layer. first: of the embedding. last: of the head. sizes: number
-    of layers of each stage."""
+    """Number of parameters of the largest stage. held: parameters of each layer. first, last: parameters of the embedding and of the head.
+    sizes: number of layers of each stage."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
     of_stage[0] += first
     of_stage[-1] += last

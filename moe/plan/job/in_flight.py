@@ -4,8 +4,8 @@
     gpipe             all micro-batches on every rank
 
 The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
-(parallel/pipeline/simulator/held.py). They are equal in all steps with at least a few micro-batches per rank, so they are counted in a step
-with few micro-batches.
+(parallel/pipeline/simulator/held.py). The counted numbers are equal in all steps with at least a few micro-batches per rank, so a step with
+few micro-batches is counted.
 """
 
 from __future__ import annotations

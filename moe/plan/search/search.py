@@ -204,7 +204,8 @@ def flexflow(
     seconds: float = 20.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages; micro-batches run in sequence."""
+    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages, and the fastest plan that the
+    trainer can run. Micro-batches run in sequence."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded

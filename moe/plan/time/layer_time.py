@@ -31,8 +31,8 @@ Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer, collectives included. passes: of the whole layer. core: forward pass of softmax(q k) v. second: forward pass of
-    the layer's second half: a norm, the feed-forward network or experts, and a residual addition."""
+    """Times of one layer, collectives included. passes: both passes of the whole layer. core: forward pass of softmax(q k) v. second:
+    forward pass of the layer's second half: a norm, the feed-forward network or experts, and a residual addition."""
 
     passes: Passes
     core: Pass
