@@ -28,7 +28,7 @@ class Program:
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
     gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the last backward pass of a step, or during it
-    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients` says, or as soon as a stage's are complete
+    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
     gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # computation hides all, 2/3 or none of the all-gathers of parameters
     alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients
