@@ -165,7 +165,8 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Given each expert's number of rows, write for each tile of TILE rows into out [tiles, 3]: its expert (-1: a tile without rows), its
-    first row, and the end of the expert's rows. Write the end of each expert's rows into ends [E]."""
+    first row, and the end of the expert's rows. Write the end of each expert's rows, then the number of tiles with rows, into ends [E + 1].
+    """
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts + expert_E, mask=expert_E < E, other=0).to(tl.int32)
@@ -174,6 +175,7 @@ def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.co
     tl.store(ends + expert_E, end_E, mask=(expert_E < E) & (tl.program_id(0) == 0))
     tiles_E = (count_E + TILE - 1) // TILE
     last_E = tl.cumsum(tiles_E, axis=0)
+    tl.store(ends + E, tl.max(last_E, axis=0), mask=tl.program_id(0) == 0)
     passed_TE = (last_E[None, :] <= tile_T[:, None]) & (expert_E < E)[None, :]
     expert_T = tl.sum(passed_TE.to(tl.int32), axis=1)
     mine_TE = expert_E[None, :] == expert_T[:, None]

@@ -49,7 +49,8 @@ class Router:
     kept: int = 0  # bytes per token that the routing method keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
-    balances: tuple[int, int] = (0, 0)  # bytes per token that these ranks exchange for the balance losses (forward, backward)
+    counts: int = 0  # bytes per group that these ranks exchange for the balance loss
+    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in the forward and in the backward pass
 
 
 @dataclass(frozen=True)

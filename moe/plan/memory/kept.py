@@ -204,7 +204,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
     if e.exchange is not None:
         return e.exchange.traffic(load)
-    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest),))
+    return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
