@@ -110,7 +110,7 @@ class Ready:
         self._channel = None  # _process stays set, so that `look` does not start the warm process again
 
     def _receive(self, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message from the warm process; {} if the process has ended; None if none came within `wait_s` seconds."""
+        """Return the next message from the warm process or its leader; {} if both have ended; None if none came within `wait_s` seconds."""
         assert self._channel is not None
         until = time.monotonic() + wait_s
         while b"\n" not in self._unread:

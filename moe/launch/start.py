@@ -78,8 +78,8 @@ def start(
     restarts: int = 0,
     smaller: Sequence[int] = (),
 ) -> int:
-    """Run `module` with the arguments `given` on `nproc` processes (with a hostfile: on each of its hosts; None: `world_size`'s default).
-    Return the exit code.
+    """Run `module` with the arguments `given` on `nproc` processes (None: 1), or with a hostfile on `nproc` processes of each host (None:
+    its slots). Return the exit code.
 
     grace_s: seconds that ranks have to save after a signal, before all are killed; a second signal kills them immediately. restarts:
     largest number of restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue if these restarts do
@@ -132,7 +132,7 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    killed: set[int] = set()  # ranks that were alive after the launcher had ended, so this process killed them
+    killed: set[int] = set()  # ranks that are still alive at the end, so this process kills them
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)

@@ -31,7 +31,8 @@ def main() -> int:
         return exit_codes.BAD_INPUT if exit_codes.BAD_INPUT in ended.values() else exit_codes.FAILED
     except OSError as error:
         folder = codes.parent.parent
-        bad = BadInput("--out", got=f"{folder}: {error.strerror or error}", needed="a folder that can be written", fix="choose another")
+        fix = "choose another --out"
+        bad = BadInput("--out", got=f"{folder}: {error.strerror or error}", needed="a folder that can be written", fix=fix)
         print(f"error: {bad}", file=sys.stderr, flush=True)
         return exit_codes.BAD_INPUT
     return exit_codes.DONE

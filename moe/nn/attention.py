@@ -71,7 +71,7 @@ class Sinks(nn.Module):
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # a query attends to earlier tokens, to all tokens, or to all of the encoder's output
+Half = Literal["decoder", "encoder", "cross"]  # a query attends to itself and earlier tokens, to all tokens, or to the encoder's output
 
 
 class Attention(nn.Module):

@@ -145,8 +145,8 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Apply dropout. Its random numbers depend on token and channel only, so they are equal on every layout. `first`: index of the first
-    channel on this rank."""
+    """Apply dropout. Its random numbers depend on seed, step, `name`, token and channel, so they are equal on every layout. `first`: index
+    of the first channel on this rank."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 

@@ -78,7 +78,8 @@ class RoutingRecord:
         this router."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
-            raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")
+            needed = f"a record of all layers with experts, also of layer {name.split('.')[1]}"
+            raise _refused(got, needed, "record with a model of the same layers")
         chosen = self._chosen[name] = self._chosen[name].to(position_T.device)
         if name not in self._largest:
             self._largest[name] = int(chosen.max())

@@ -110,8 +110,8 @@ def _from_file(run: Run) -> Schedule:
         if given != number:
             raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order file")
     if schedule.num_updates > 1:
-        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
-        fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
+        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one update: a file is the order of one step"
+        fix = "remove the other updates" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
         raise BadInput("pipeline.schedule", got=got, needed=needed, fix=fix)
     return schedule
 

@@ -80,7 +80,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
             raise BadInput(f"--allow-change {key}", got="a key that does not exist", needed="a key of a recipe", fix=fix)
         if kind == "shape":
             fix = "start over with --fresh or another --out; moe convert turns one model into another"
-            raise BadInput(f"--allow-change {key}", got="a key that decides the parameters' shapes", needed="the checkpoint's", fix=fix)
+            got, needed = "a key that decides the parameters' shapes", "the checkpoint's value of it"
+            raise BadInput(f"--allow-change {key}", got=got, needed=needed, fix=fix)
         if kind != "function":
             what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a name for other keys"
             fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"

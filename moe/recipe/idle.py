@@ -64,7 +64,7 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
 
 def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> None:
     """Raise BadInput for a value without effect, because a condition in its key's `Key.off_without` is not met.
-    level: key -> level of its value (see above). is_set(key, value, default): whether the user set the value."""
+    level: key -> level of its value (top of this file). is_set(key, value, default): whether the user set the value."""
     values, defaults = flat(run), flat(Run())
     conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if is_set(key, values[key], defaults[key]))
     idle = [

@@ -85,8 +85,8 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the activation and its derivative at h, in fp32. gelu's tanh form equals h * sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3)), which
-    is computed. NaN stays NaN."""
+    """Return the activation and its derivative at h, in fp32. gelu is its tanh form, computed as the equal h * sigmoid(2 sqrt(2 / pi) (h +
+    0.044715 h^3)). NaN stays NaN."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":

@@ -105,7 +105,7 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
 
 
 def torch_multiplies(rows_RI: Tensor) -> bool:
-    """Return whether to use torch's grouped product, which is CUTLASS's for bf16 on Hopper and B200."""
+    """Return whether to use torch's grouped product, which is CUTLASS's for bf16 on Hopper and B200. It needs at least one row."""
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and torch_groups(rows_RI.device)
 
 

@@ -23,7 +23,7 @@ from moe.kernels.triton.moves import put
 # T tokens, D channels, P programs
 
 _ELEMENTS = 4096  # elements of a block: 32 for each thread
-_PROGRAMS = 4 if INTERPRETED else 264  # of the backward pass, two for each multiprocessor of an H100
+_PROGRAMS = 4 if INTERPRETED else 264  # programs of the backward pass: two for each multiprocessor of an H100
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,7 +48,7 @@ def norm_forward(x, gain, out, statistics, T, D, EPS: tl.constexpr, CENTRED: tl.
 def norm_backward(
     grad, x, gain, statistics, grad_x, sums, T, D, blocks, CENTRED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Compute the gradient of x, and sums[program] = sum over its tokens of grad * (x - mean) * scale."""
+    """Compute the gradient of x, and sums[program] = sum over the program's tokens of grad * (x - mean) * scale."""
     width_D = tl.arange(0, BLOCK_D)
     gain_D = tl.load(gain + width_D, mask=width_D < D, other=0.0).to(tl.float32)
     sum_D = tl.zeros((BLOCK_D,), tl.float32)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads a row of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
-_LEAST = torch.finfo(torch.float32).tiny  # least probability of which a logarithm is taken
+_LEAST = torch.finfo(torch.float32).tiny  # smaller probabilities are raised to this value before their logarithm
 _ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 

@@ -6,10 +6,10 @@ Memory is checked before time because it is cheaper. A plan that fits without re
 recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit, larger
 micro-batches of the same plan with the same recompute do not fit either. A plan with one micro-batch a step is computed in any case: no
 gradients of earlier micro-batches exist, so it may need less. The ranking is a best-first branch and bound. Each plan waits with a lower
-bound of its seconds. The plan with the smallest bound gets its next, tighter
-bound, and at last its exact seconds. A plan is ranked when its exact seconds are smaller than all bounds that wait. For most plans, exact
-seconds are never computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast
-plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
+bound of its seconds. The plan with the smallest bound gets its next, tighter bound, and at last its exact seconds. A plan is ranked when
+its exact seconds are smaller than all bounds that wait. For most plans, exact seconds are never computed. Among plans whose seconds are
+equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less memory comes first, then the one
+with fewer kinds of parallelism.
 """
 
 from __future__ import annotations

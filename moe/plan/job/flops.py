@@ -44,8 +44,8 @@ def size(run: sections.Run) -> Size:
 
 
 def multi_token_size(run: sections.Run) -> tuple[int, float]:
-    """Return (number of parameters, forward FLOPs per token) of multi-token prediction. Each further token has a block, a product that
-    merges its two inputs, three norms, and the model's head."""
+    """Return (number of parameters, forward FLOPs per token) of multi-token prediction. Each depth has a block, a product that merges its
+    two inputs, and three norms, and uses the model's head."""
     model, block = run.model, block_size(run, layer=run.model.num_layers)
     join = 2 * model.d_model**2
     each = block.forward + 2.0 * join + head_forward(run)

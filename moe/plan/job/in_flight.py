@@ -4,8 +4,8 @@
     gpipe             all micro-batches on every rank
 
 The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
-(parallel/pipeline/simulator/held.py). They are equal in all steps with at least a few micro-batches per rank, so they are counted in a
-step with few micro-batches.
+(parallel/pipeline/simulator/held.py). The counted numbers are equal in all steps with at least a few micro-batches per rank, so a step with
+few micro-batches is counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build a schedule. The last four stay cached, because a schedule computes its order of actions at first use and stores it."""
+    """Build a schedule. The last four schedules stay cached, because a schedule computes its order of actions at first use and stores
+    it."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 

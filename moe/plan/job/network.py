@@ -166,7 +166,7 @@ class Network:
     adapters: Adapters | None = None
     frozen: tuple[str, ...] = ()  # parts in moe/recipe/frozen.py that are not trained in any layer
     frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
-    ahead: int = 0  # number of further tokens of multi-token prediction
+    ahead: int = 0  # number of depths of multi-token prediction: further tokens that each token predicts
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
     windows_in_chunks: float = 0.0  # fraction of layers that compute sliding windows in chunks and so keep keys and values twice
     windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask instead of chunks (flops.py)

@@ -300,7 +300,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    if network.encoder is not None and layers and not first:  # the first norm counts encoder's or decoder's input, not both
+    if network.encoder is not None and layers and not first:  # the first layer counts its half's input; the other half's is received too
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
@@ -308,7 +308,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 
 
 def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, these are the tokens of encoder and decoder."""
+    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, it sends the tokens of encoder and decoder."""
     return plan.compute_bytes * network.width * sum(tokens_of(half, plan, stack).between for half in network.halves)
 
 
@@ -354,7 +354,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the kept copies of multi-token prediction's weights in the compute dtype, for one further token."""
+    """Bytes of the kept copies in the compute dtype of the weights of one depth of multi-token prediction."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 

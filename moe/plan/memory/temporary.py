@@ -251,8 +251,8 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held: number of
-    the rank's parameters. table: number of the embedding's. units: number of each kind of layer's that are gathered together."""
+    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held, table:
+    numbers of parameters of the rank and of the embedding. units: for each kind of layer, the number that is gathered at the same time."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])

@@ -38,7 +38,8 @@ def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str
 
 
 def plan_of(program: Program) -> Plan:
-    """Return the Plan with the program's shardings: degrees, kind of tensor parallelism and engine. Raises BadInput if no plan has them."""
+    """Return the Plan with the program's shardings: degrees, kind of tensor parallelism and engine. Raises BadInput if no plan has these
+    shardings."""
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
@@ -54,8 +55,8 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Mesh axes of a plan. data, tensor: axes that cut the batch, and dense matrices. experts, expert_hidden: axes that cut these two
-    dims."""
+    """Mesh axes of a plan. data: axes that cut the batch. tensor: axes that cut dense matrices. experts, expert_hidden: axes that cut the
+    dims of these names in experts' weights."""
 
     data: Axes
     tensor: Axes

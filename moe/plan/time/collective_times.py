@@ -132,7 +132,7 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
         return base + within
     b = cluster.between
     leaving = num_bytes * copies * (n - group.inside) / n
-    # an all-to-all by nodes (copies < 1) sends one message to each node, not to each rank, which is long enough for the full rate
+    # an all-to-all by nodes (copies < 1) sends one long message to each node instead of one to each rank, and so reaches the full rate
     reached = b.exchange_share if copies >= 1.0 else 1.0
     rate = min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * reached
     spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)

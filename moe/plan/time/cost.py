@@ -67,7 +67,7 @@ PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
-    """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
+    """Predict the time of one step. program: None: this project's trainer. The cluster's number of nodes is not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
     gradient reductions and parameter gathers, and builds no schedule.

@@ -31,8 +31,8 @@ KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a pro
 
 @dataclass(frozen=True)
 class Pass(Summed):
-    """Seconds of a forward or backward pass. compute: on the device. kernels: number of kernels that the host launches. tensor, sequence,
-    experts: collectives over tp, sp, ep that no computation hides."""
+    """Seconds of a forward or backward pass. compute: computation on the device. kernels: number of kernels that the host launches. tensor,
+    sequence, experts: collectives over tp, sp, ep that no computation hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
