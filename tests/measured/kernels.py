@@ -32,7 +32,7 @@ def main(*, also: str | None = None, json: str | None = None) -> int:
     ptxas warns of it."""
     rows: list[dict[str, Any]] = []
     cases = json_format.loads(_python(None, "-c", CASES))
-    runs = [(folder, _python(folder, "-c", VERSION).strip(), target) for folder in {None: 0, also: 0} for target in TARGETS]
+    runs = [(folder, _python(folder, "-c", VERSION).strip(), target) for folder in dict.fromkeys((None, also)) for target in TARGETS]
     with ThreadPoolExecutor(2) as pool:  # a compiler uses one core
         printed = pool.map(lambda run: _python(run[0], "-m", "tests.support.compiled", str(run[2]), *cases).splitlines(), runs)
         for (_, version, target), lines in zip(runs, printed, strict=True):
