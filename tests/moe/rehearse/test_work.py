@@ -243,8 +243,8 @@ class Shapes:
     ("times", "ep", "etp", "kernels"), [(10, 1, 1, "auto"), (3, 1, 1, "triton_persistent"), (3, 2, 1, "grouped_mm"), (10, 2, 2, "auto")]
 )
 def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(times: int, ep: int, etp: int, kernels: str) -> None:
-    """Ten (or three) passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
-    could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
+    """Ten (or three) passes with other choices, of which other numbers are dropped, call the same operators with the same shapes, so a CUDA
+    graph could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
     world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
     router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
     with rehearsal(world) as pretended, pytest.MonkeyPatch.context() as patch:
