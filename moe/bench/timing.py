@@ -58,7 +58,7 @@ def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison of two functions. ours, theirs: their names in `in_turn`. most: largest allowed ratio of their seconds, ours / theirs;
+    """Comparison of two functions. ours, theirs: the functions' names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs;
     None: no limit."""
 
     name: str

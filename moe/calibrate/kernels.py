@@ -25,7 +25,8 @@ SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
 def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Return the median seconds of call(), after two warm-up calls. It is repeated for about `seconds`, at least three times."""
+    """Return the median seconds of 3 to 1000 calls of call(), made for about `seconds` after two warm-up calls. On a CPU with one thread,
+    these are seconds of CPU time."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def once() -> float:

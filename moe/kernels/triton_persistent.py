@@ -5,7 +5,7 @@
                         stores                     tile 0               tile 132
 
 Each multiprocessor computes one tile after another in one flattened loop, so the next tile's first blocks are loaded while a tile is
-stored. TMA copies the blocks of rows and weights, so it needs compute capability 9.0. All other kernels are those of `triton`, also for
+stored. TMA copies the blocks of rows and weights, so it needs compute capability 9.0. `triton` has all other kernels, also the products of
 fp32 rows, which have no tensor cores. No GPU has timed it yet, so it is a choice and not the default.
 """
 

@@ -58,7 +58,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)
     if not hosts:
-        raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
+        raise BadInput("--hostfile", got=f"{path} without a host", needed="a line HOST slots=N", fix="for example: worker-0 slots=8")
     return hosts
 
 

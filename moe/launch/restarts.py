@@ -5,8 +5,8 @@ faults, and a run that never saves ends soon. (torchrun counts all restarts of a
 further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted after bad input (exit code 2), a user's signal, or lack of
 memory, if no rank started, or if the same Python error recurs before a new checkpoint.
 
-With `--elastic MIN`, a run that would give up continues with fewer processes (moe/launch/elastic.py), and the count restarts at 0. It then
-leaves out the GPU of the rank that died first in most of the failed attempts.
+With `--elastic MIN`, a run that would end after N restarts or a recurring error continues with fewer processes (moe/launch/elastic.py), and
+the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from parallel.errors import BadInput
 
 
 def main() -> int:
-    """Run torchrun. Return 0; BAD_INPUT if a rank ended with that code; otherwise 1. CODES.json gets {"rank": exit code} (negative: a
-    signal)."""
+    """Run torchrun. Return DONE if no rank failed; BAD_INPUT if a rank ended with that code or the log folder cannot be made; otherwise
+    FAILED. If ranks failed, CODES.json gets {"rank": exit code} of them (negative: a signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

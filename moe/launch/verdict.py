@@ -30,8 +30,8 @@ def verdict(
 ) -> tuple[int, list[str]]:
     """Return (exit code, lines to print). There is one line for each group of ranks that failed in the same way, in the order in which they
     died. statuses: status files; a rank without one did not finish. asked: the signal that was sent to the ranks, or None. how: "ended" if
-    the launcher ended by itself; "killed" if ranks must be killed; "early" if a signal came before all ranks had started. ended_here:
-    ranks that this process killed."""
+    the launcher ended by itself; "killed" if this process had to kill the ranks; "early" if a signal came before all ranks had started.
+    ended_here: ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):

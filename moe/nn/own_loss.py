@@ -37,8 +37,8 @@ class Predictions(NamedTuple):
 
 
 class OwnLoss:
-    """The user's function `name` (module:name). On the first micro-batch it is checked whether each sequence's loss depends on that
-    sequence alone."""
+    """The user's function `name` (module:name). The first micro-batch also checks that each sequence's loss depends on that sequence
+    alone."""
 
     def __init__(self, name: str) -> None:
         self.name, self.tried = name, False

@@ -23,7 +23,7 @@ from parallel.errors import BadInput, counted
 # B sequences, L length, T tokens of a forward pass, K choices
 
 Experts = Mapping[int, Any]  # layer -> array or tensor of integers [B, L, K]
-_ROWS = "rows of different experts, or only of -1 (the router chooses)"
+_ROWS = "for each token K different experts, or -1 alone (the router chooses)"
 
 
 class RoutingRecord:
@@ -44,7 +44,7 @@ class RoutingRecord:
         shapes = {array.shape[:2] for part in arrays for array in part.values()}
         if len(shapes) != 1:
             got = "no layer" if not shapes else " and ".join(f"[{b}, {n}, ...]" for b, n in sorted(shapes))
-            raise _refused(got, "arrays [B, L, K] of the same sequences for each layer with experts", "give every layer's")
+            raise _refused(got, "arrays [B, L, K] with equal B and L, one for each layer with experts", "give every layer's array")
         record = RoutingRecord(*shapes.pop())
         for part in arrays:
             for layer, array in part.items():
@@ -97,7 +97,7 @@ class RoutingRecord:
 
 def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     array = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
-    what, integers = f"of layer {layer} {array.dtype} of shape {list(array.shape)}", np.issubdtype(array.dtype, np.integer)
+    what, integers = f"{array.dtype} of shape {list(array.shape)} in layer {layer}", np.issubdtype(array.dtype, np.integer)
     if not integers or array.ndim != 3 or 0 in array.shape:
         raise _refused(what, "integers [B, L, K]", "for example: numpy.int32, one row of experts for each token")
     if array.max() >= 2**31 or array.min() < -1:

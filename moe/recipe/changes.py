@@ -1,4 +1,4 @@
-"""Compares the recipe of a resumed run with the recipe in its checkpoint. Some changed keys are refused; a line states the effect of
+"""Compares the recipe of a resumed run with the recipe in its checkpoint. Some changes are refused; a printed line states the effect of the
 others."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with different values in the two recipes. A router key with the value "preset" has its preset's value."""
+    """Return every key with different values in the two recipes. For a router key with the value "preset", its preset's value is
+    compared."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 

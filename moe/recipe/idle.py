@@ -108,5 +108,5 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if level(f"data.{key}") >= decided and is_set(f"data.{key}", value, Data.model_fields[key].default):
-            needed, fix = f"{reader}, which alone reads it", Remove(f"data.{key}")
+            needed, fix = f"{reader}: otherwise this key has no effect", Remove(f"data.{key}")
             raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=needed, fix=fix)

@@ -98,7 +98,7 @@ WHY: dict[str, str] = {
     "stages keep older versions": _STALE,
     "no gradient norm of the whole model": _STALE,
     "the other engines step once for all": _STALE,
-    "a direction is made of a whole matrix": _FACTORS,
+    "K-FAC's direction needs a whole matrix": _FACTORS,
     "whole matrices, on one rank": _FACTORS,
     "a K-FAC factor belongs to a whole matrix": _FACTORS,
     "a tile is a part of a matrix": _TILE,
@@ -113,8 +113,8 @@ WHY: dict[str, str] = {
     "it offloads nothing else": _FETCHED,
     "FSDP offloads the optimizer to cpu alone": "FSDP's weights are at most 4 bytes a parameter over all ranks",
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
-    "T5 and Switch have none": _T5,
-    "the latents are normed": "DeepSeek's latents are normed, and have no biases or bounds",
+    "T5 and Switch have no": _T5,
+    "latent attention has n": "DeepSeek's latents are normed, and have no biases or bounds",
     "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
 

@@ -42,7 +42,8 @@ SHAPES = {
 }
 H100_TF_PER_S = 800.0  # rate of a large bf16 product
 FILL = 8  # time for a tile's first loads and for storing its result, in steps of the inner loop
-KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
+# function in moe/kernels/triton/network.py -> name in the printed table
+KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}
 PERSISTENT = "persistent product"
 TIMES = {True: 10, False: 1}  # whether the device is a GPU -> number of timed passes
 
@@ -82,7 +83,7 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing each takes
+    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing a peer takes
     seconds."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
@@ -98,7 +99,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
     cells = [(r["what"], "batched products without routing", r["over_limit"]) for r in ours]
     cells += [(r["what"], peer, ratio) for r in ours for peer, ratio in r["over_peers"].items()]
     absent = sorted({f"{r['implementation']}: {r['not_run']}" for r in rows if "not_run" in r})
-    wrong = [f"ANOTHER RESULT: {r['implementation']} at {r['what']}" for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    differ = [r for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    wrong = [f"RESULT DIFFERS FROM OURS: {r['implementation']} at {r['what']}" for r in differ]
     return [*table(cells, ("layer", "compared with", "our time / its time")), *absent, *wrong, *failures(rows)]
 
 
@@ -123,7 +125,7 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
 
 
 def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[str, float]:
-    """Return a dict: kernel -> seconds that it takes in one pass of the layer, as a mean over TIMES passes."""
+    """Return a dict: kernel -> its seconds in one pass of the layer, mean over TIMES passes."""
     run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels=kernels)
     run()  # compiles
     from moe.kernels.triton import network
@@ -137,7 +139,7 @@ def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[st
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function in KERNELS adds its time to `seconds`. It waits for the GPU before and after the call."""
+    """Within the context, each call of a function in KERNELS adds its time to `seconds`, and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from parallel.fixes import Set
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNED = 16  # products take widths that are multiples of it, since others are loaded two bytes at a time
+ALIGNED = 16  # operands of products are padded to multiples of this width, because rows of other widths are loaded element by element
 _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
@@ -39,8 +39,8 @@ def check_dtype(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a matrix product: `m` rows times `n` columns, summed over `k` at a time by `warps` of 32 threads, with loads pipelined
-    `stages` deep. `group` row tiles take the same columns one after another, so that these columns stay in the L2 cache.
+    """Tile [m, n] of a product's result, summed in steps of `k` by `warps` warps of 32 threads, with loads pipelined `stages` deep. For
+    each column tile, `group` row tiles are computed one after another, so that the loaded columns stay in the L2 cache.
     """
 
     m: int
@@ -65,8 +65,8 @@ def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """Return the tile for `m` rows. `products`: number of weights by which each loaded tile of rows is multiplied. `epilogue`: sums are
-    changed before the store."""
+    """Return the tile for `m` rows. `products`: number of weights by which each loaded tile of rows is multiplied. `epilogue`: whether the
+    kernel changes the sums before it stores them."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project

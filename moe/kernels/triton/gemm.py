@@ -1,6 +1,6 @@
 """Grouped matrix products. Each row tile belongs to one expert. Some products have an epilogue, which changes a tile before its store.
 
-    up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
+    up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* scale]    rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
     weights   dW = left^T right over one expert's rows, left or right gathered, or neither
@@ -46,7 +46,8 @@ def placed(tile, rows, columns, group, across):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
+    """Return this program's column tile, and of its row tile the expert, the first row, and the end of the expert's rows. GROUP: as in
+    `in_group`."""
     row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
     at = tiles + 3 * row
     return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -54,7 +55,8 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """Return each row's source: its token or, without `choice`, the row itself. Rows beyond `end`, which are not stored, get any source."""
+    """Return each row's source: its token or, without `choice`, the row itself. Rows beyond `end`, which are not stored, get some valid
+    source."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -72,7 +74,7 @@ def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
 
 @triton.jit
 def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl.constexpr):
-    """Load [K, N] of the expert's [inner, columns] matrix. TURNED: memory holds its transpose [columns, inner]."""
+    """Load the block [K, N] of the expert's [inner, columns] matrix. TURNED: memory holds its transpose [columns, inner]."""
     at += expert.to(tl.int64) * inner * columns
     at_KN = at + n_N.to(tl.int64)[None, :] * inner + k_K[:, None] if TURNED else at + k_K.to(tl.int64)[:, None] * columns + n_N[None, :]
     if EVEN:
@@ -83,7 +85,8 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the activation and its derivative at h, in fp32. gelu's tanh form is computed as h * sigmoid(2u). NaN stays NaN."""
+    """Return the activation and its derivative at h, in fp32. gelu's tanh form equals h * sigmoid(2 sqrt(2 / pi) (h + 0.044715 h^3)), which
+    is computed. NaN stays NaN."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
@@ -119,7 +122,8 @@ def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
 
 @triton.jit
 def place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
-    """Return the offset of a tile's corner, each element's 32-bit offset from it (64 bits would cost registers), and the valid elements."""
+    """Return the offset of a tile's corner, each element's 32-bit offset from the corner (64 bits would cost registers), and a mask of the
+    elements inside the matrix and before `end`."""
     corner = begin.to(tl.int64) * width
     mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
@@ -131,9 +135,9 @@ def up(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward
-    pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x
-    has rows instead of tokens.
+    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: None if no backward pass
+    follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x has
+    rows instead of tokens.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -203,7 +207,7 @@ def product(
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, out [R, columns]. w is [E, inner, columns], or [E,
-    columns, inner] if TURNED. tiles: (expert, first row, end) of each row tile; a negative expert marks a tile without rows.
+    columns, inner] if TURNED. tiles: of each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:

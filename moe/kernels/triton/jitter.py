@@ -1,5 +1,5 @@
-"""Jitter of a router's input, in one kernel for forward and one for backward. They also compute the random numbers: hashes of the tokens'
-positions.
+"""Jitter of a router's input: one kernel, which the backward pass runs on the gradient. It also computes the random numbers, hashes of the
+tokens' positions.
 
 The formulas are those of parallel/numerics/random.py and of `jittered` in moe/router/scores.py. The backward pass computes the random
 numbers again, so none are saved.

@@ -1,4 +1,5 @@
-"""The experts' networks on rows sorted by expert, forward and backward. Saves only X and the pre-activations (SonicMoE, arXiv 2512.14080).
+"""The experts' networks on rows sorted by expert, forward and backward. Of the activations, only X and the pre-activations H and G are
+saved (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
     backward   dA = dO[token] W2^T       d gate = <dA, A> = <dO, Y>, with A computed again from H and G
@@ -35,9 +36,10 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which are then gathered and summed; None: they are rows.
-    `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: multiplies 16-bit rows instead of `product`, if given.
+    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
+    expert, its first row, and the end of the expert's rows. `plan`: given if input and output are tokens, which are then gathered and
+    summed; None: they are rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: multiplies 16-bit rows instead of
+    `product`, if given.
     """
 
     number: int
@@ -227,7 +229,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, which is None without a gate, from dH and dG."""
+    """Return the gradients of w1 and w3, given `grads` = (dH, dG); for w3 without a gate None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of 16-bit tokens, one kernel for each pass: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
 
     forward     blocks of tokens                              x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
-    backward    P programs, some blocks each                gradient of x; sum of the gain's gradient of each program, summed afterwards
+    backward    P programs, some blocks each                gradient of x; gradient of the gain, summed in each program, then over programs
 
 scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) uses 0 in place of the mean. No atomics, so results repeat bit by
 bit.

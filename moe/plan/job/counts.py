@@ -188,8 +188,8 @@ def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[i
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage. The numbers differ by at most one. One layer less goes to the last stage, then to the first, then to
-    the others from the last to the second."""
+    """Number of layers of each stage. The numbers differ by at most one. If some stages must have one layer less, these are the last stage,
+    then the first, then the others from the last to the second."""
     size = -(-layers // stages)
     smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
     return tuple(size - (stage in smaller) for stage in range(stages))

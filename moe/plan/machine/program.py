@@ -36,6 +36,7 @@ class Program:
     gather_us: float = 0.0  # host's time for an all-gather or reduction of a layer's sharded parameters: copies to and from buffers
     tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that products hide
     experts_overlap: float = 0.0  # fraction of the dispatch to experts that computation hides
+    shared: Literal["waited", "overlapped"] = "waited"  # rows are sent to experts before the shared network runs, or while it runs
     transfers: Literal["parts", "whole"] = "parts"  # between stages, each tp rank sends its part of the tensor, or the whole tensor
     interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # messages between interleaved stages
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
@@ -62,6 +63,7 @@ OWN = Program(
     staged="by stage",
     shards="micro-batch",
     casts="use",
+    shared="overlapped",
     # `moe rehearse --device cuda` counts these three numbers of kernels
     capacity_kernels=2,
     dispatch_kernels=(12, 9),
@@ -75,6 +77,7 @@ OWN_ON_CPU = replace(
     staged="as gradients",
     gradients="after",
     gathers="waited",
+    shared="waited",
     alone=1.0,
     capacity_kernels=0,
     dispatch_kernels=(45, 45),

@@ -86,8 +86,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs the output of the norm before (attention, the feed-forward network or experts). It does not
-    need it if all weights that multiply it are frozen. A router always needs it."""
+    """Return for a layer's two norms, before attention and before the feed-forward network or experts, whether the backward pass needs the
+    norm's output: if it trains weights that multiply this output, or if a router reads it."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
@@ -142,7 +142,8 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
-    """Number of key heads that the backward pass reads, as a mean over layers. `_attention` counts layers with chunked windows."""
+    """Number of key heads that the backward pass reads, as a mean over layers. Keys of windows in chunks are left out: `_attention` adds
+    them."""
     repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
     return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
@@ -203,7 +204,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
     if e.exchange is not None:
         return e.exchange.traffic(load)
-    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest),))
+    return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
@@ -231,8 +232,8 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token. itemsize: bytes of an element of activations. In fp32: the jitter and the
-    jittered input, the inputs of the norm and of the noise's matrix, the experts' probabilities."""
+    """Bytes that the router and its losses keep for each token: in fp32 the jitter and the jittered input, the inputs of the norm and of
+    the noise's matrix, logits and probabilities; and `Router.kept`. itemsize: bytes of an element of activations."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -281,9 +282,9 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W outside of layers: for the head's gradient, its input and the gradient of the logits.
-    For each further token of multi-token prediction, the same, and inputs and output gradients of its layer's products and of the product
-    that merges its inputs."""
+    """Bytes that a micro-batch keeps between I and W outside of layers: the head's input and the gradient of the logits, from which W
+    computes the head's gradient. Each depth of multi-token prediction keeps the same, and the inputs and output gradients of its layer's
+    products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
@@ -381,7 +382,8 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that multi-token prediction keeps for one further token: two norms, the product of both, a layer, the last norm, logits."""
+    """Bytes that one depth of multi-token prediction keeps: two norms, the product that merges their outputs, a layer, the last norm,
+    logits. index: the depth's layer."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps an fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics

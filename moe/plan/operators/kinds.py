@@ -115,8 +115,8 @@ def _check_weights(program: Program, kind: _Kind) -> str:
         less = Sharding(tuple(tuple(axis for axis in axes if of_experts or axis not in kind.data) for axes in got.dims))
         if less != wanted:
             dim = next(i for i, (a, b) in enumerate(zip(less.dims, wanted.dims, strict=True)) if a != b)
-            says = f"{names[dim]}:{wanted.dims[dim][0]}" if wanted.dims[dim] else f"nothing on {names[dim]}"
-            raise _other(name, str(got), f"{wanted} as tensor.kind 1d has it", f"add {says}" if wanted.dims[dim] else f"lay {says}")
+            fix = f"add {names[dim]}:{wanted.dims[dim][0]}" if wanted.dims[dim] else f"do not cut {names[dim]}"
+            raise _other(name, str(got), f"{wanted} as tensor.kind 1d has it", fix)
         if not of_experts:
             (whole if less == got else sharded).append(name)
     if sharded and whole:

@@ -246,9 +246,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
         Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0] - unneeded),
         Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=program.dispatch_kernels[1]),
     )
-    if e.shared_hidden:
-        passes += _ffn(network, plan, cluster, program, e.shared_hidden, e.gated)
-    return passes + exchange(network, plan, cluster, program, tokens=n)
+    shared = _ffn(network, plan, cluster, program, e.shared_hidden, e.gated) if e.shared_hidden else Passes()
+    return passes + shared + exchange(network, plan, cluster, program, tokens=n, shared=shared)
 
 
 @lru_cache(maxsize=20_000)

@@ -211,7 +211,7 @@ GOOD = np.array([[[0, 2], [1, 3], [3, 0]]])
     ("given", "line"),
     [
         ({}, "no layer"),
-        ({1: GOOD.astype(float)}, "of layer 1 float64 of shape"),
+        ({1: GOOD.astype(float)}, "got float64 of shape"),
         ({1: GOOD[0]}, r"of shape \[3, 2\]"),
         ({1: GOOD, 2: GOOD[:, :2]}, r"\[1, 2, ...\] and \[1, 3, ...\]"),
         ({1: np.where(GOOD == 1, 3, GOOD)}, r"\[3, 3\] for position 1 of sequence 0 in layer 1"),

@@ -130,7 +130,7 @@ def test_an_order_that_cannot_end_and_plans_that_nothing_can_use_are_refused(hom
     for changed, said in (
         (
             {"degrees": {"pp": 1}},
-            "pipeline.energy_plan: got it with degrees.pp=1, needed stages, .*; fix: set it to null, or degrees.pp to 2",
+            "pipeline.energy_plan: got a plan with degrees.pp=1, needed stages, .*; fix: set it to null, or degrees.pp to 2",
         ),
         ({"pipeline": {"schedule": "two_bw"}}, "got it with two_bw, .*; fix: set it to null, or pipeline.schedule to 1f1b"),
     ):
