@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ def main(*, also: str | None = None, json: str | None = None) -> int:
     """Print the table. Returns 1 if a kernel needs too much shared memory, spills over 32 bytes, loads two bytes at a time, or
     ptxas warns of it."""
     rows: list[dict[str, Any]] = []
-    for folder in (None, also)[: 1 if also is None else 2]:
-        version = _python(folder, "-c", VERSION).strip()
-        cases = json_format.loads(_python(folder, "-c", CASES))
-        for target, name in TARGETS.items():
-            lines = _python(folder, "-m", "tests.support.compiled", str(target), *cases).splitlines()
-            rows += [{"triton": version, "target": name} | json_format.loads(line) for line in lines]
-            print(f"Triton {version}, {name}: {len(lines)} kernels", flush=True)
+    cases = json_format.loads(_python(None, "-c", CASES))
+    runs = [(folder, _python(folder, "-c", VERSION).strip(), target) for folder in dict.fromkeys((None, also)) for target in TARGETS]
+    with ThreadPoolExecutor(2) as pool:  # a compiler uses one core
+        printed = pool.map(lambda run: _python(run[0], "-m", "tests.support.compiled", str(run[2]), *cases).splitlines(), runs)
+        for (_, version, target), lines in zip(runs, printed, strict=True):
+            rows += [{"triton": version, "target": TARGETS[target]} | json_format.loads(line) for line in lines]
+            print(f"Triton {version}, {TARGETS[target]}: {len(lines)} kernels", flush=True)
     rows = [row | {"passed": good(row)} for row in rows]
     print(table(rows))
     for row in rows:

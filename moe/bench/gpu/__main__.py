@@ -111,10 +111,13 @@ def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)
     gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]
+    times = {(r["kernel"], r["what"]): r["seconds"] for r in rows.get("kernels", []) if "kernel" in r}
+    ratios = {what: taken / times["product", what] for (kernel, what), taken in times.items() if kernel == "persistent product"}
+    faster = [f"set experts.kernels to triton_persistent: {x:.2f} of the product's time at {what}" for what, x in ratios.items() if x < 1]
     races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
     slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
     waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
-    return [*wrong, *gain, *slower, *waits] or ["no measurement suggests a change"]
+    return [*wrong, *gain, *faster, *slower, *waits] or ["no measurement suggests a change"]
 
 
 if __name__ == "__main__":

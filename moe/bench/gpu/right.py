@@ -109,11 +109,20 @@ def _networks(
         for dtype in dtypes:
             rounded = [t.to(dtype) for t in inputs]
             want = _results(reference, [t.float() for t in rounded], ffn, plan)
-            got = _results(choose("triton"), rounded, ffn, plan)
-            error = max(_error(a, b) for a, b in zip(got, want, strict=True))
-            row: Row = {"network": ffn, "load": load, "sizes": [tokens, experts, width, hidden], "dtype": str(dtype).removeprefix("torch.")}
-            found.append(row | {"error": error, "limit": LIMITS[dtype], "passed": error <= LIMITS[dtype]})
+            for name in _kernels(machine, dtype):
+                got = _results(choose(name), rounded, ffn, plan)
+                error = max(_error(a, b) for a, b in zip(got, want, strict=True))
+                row: Row = {"kernels": name, "network": ffn, "load": load, "sizes": [tokens, experts, width, hidden]}
+                row["dtype"] = str(dtype).removeprefix("torch.")
+                found.append(row | {"error": error, "limit": LIMITS[dtype], "passed": error <= LIMITS[dtype]})
     return found
+
+
+def _kernels(machine: Machine, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the values of `experts.kernels` to check. In fp32, and without TMA, `triton_persistent` has no kernel of its own."""
+    from moe.kernels.triton.device import has_tma
+
+    return ("triton", "triton_persistent") if dtype != torch.float32 and has_tma(machine.device) else ("triton",)
 
 
 def _results(kernels: ModuleType, inputs: list[Tensor], ffn: str, plan: Plan) -> list[Tensor]:
