@@ -74,6 +74,9 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
+_AROUND = {"all_gather": 5}  # kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
+
+
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
     a router group has tokens on several of them (moe/router/slices.py)."""
@@ -191,7 +194,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         return sum(collective(cluster, group_of(m.ranks, stride, per_node, plan.world), m.name, m.handed) for m in messages)
 
     forward, backward = (
-        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=n + len(whole))
+        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=n + sum(_AROUND.get(m.name, 1) for m in whole))
         for of, n, whole in zip(traffic[1:], kernels, grouping(network, plan), strict=True)
     )
     return Passes(forward, backward)
