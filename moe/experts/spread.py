@@ -8,7 +8,7 @@
 
 A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. The experts' ranks
 (ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or a balance loss. If a
-group has tokens on several ranks, each of them gathers the scores of the whole group (moe/router/slices.py).
+group has tokens on several ranks, they exchange its choices (moe/router/slices.py).
 """
 
 from __future__ import annotations
