@@ -199,7 +199,7 @@ def _check_given(d: Data) -> None:
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:
-            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}"))
+            raise BadInput(f"data.{key}", got=f"data.{key} with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}"))
     if d.objective != "next_token":
         got, fix = f"{d.objective} with data.source={d.source}", Set("data.objective", "next_token")
         raise BadInput("data.objective", got=got, needed="next_token", fix=fix)

@@ -8,6 +8,7 @@ from math import isqrt
 from typing import Any
 
 from moe.cli.run import refuse
+from moe.cli.verbs import NOT_SIMULATED
 from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_of, micro_batch, stages_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -20,7 +21,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 # default speeds: what Megatron-LM reached on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # words of the error for a recipe's key on the command line, without --recipe
-NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
+NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
 OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size which the schedule's file already sets
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
@@ -110,7 +111,7 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
 def times_of(given: dict[str, Any]) -> Times:
     """Return the times that flags set. given: flag -> value. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     needed = "--recipe RECIPE, which gives the FLOPs and bytes"
-    refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="it without a recipe", needed=needed)
+    refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="without a recipe", needed=needed)
     times = Times(**given)
     if not 0 <= times.weight_share <= 1:
         raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
@@ -192,7 +193,7 @@ class OfRecipe(Costs):
 
 def not_counted(run: Run) -> list[str]:
     """Return the settings that the simulation ignores, such as "degrees.tp 2": it treats each pipeline rank as one device."""
-    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
+    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in NOT_SIMULATED if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
@@ -202,7 +203,7 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
     from a user's file; None: a schedule of the catalog."""
     from moe.recipe.load import load
 
-    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives times")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="with --recipe", needed="one of the two: the model gives times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:

@@ -100,6 +100,10 @@ def open_data(
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
             sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
+        if len({bool(one.index.get("pairs")) for one in each}) > 1:
+            of_pairs = ", ".join(s.path for s, one in zip(data_config.sources, each, strict=True) if one.index.get("pairs"))
+            needed = "one of the two: a loss reads pairs or single chats"
+            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=needed, fix="one run after the other")
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.source == "chat":
         return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, log=log)

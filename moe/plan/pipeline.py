@@ -70,7 +70,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
         alone = run.degrees.pp == 1
         other = Set("degrees.pp", 2) if alone else Set("pipeline.schedule", ADVISED)
         needed = "stages, and a schedule that drains the pipeline, because an energy plan is for one step"
-        got = f"it with {'degrees.pp=1' if alone else p.schedule}"
+        got = f"{what} with {'degrees.pp=1' if alone else p.schedule}"
         raise BadInput(what, got=got, needed=needed, fix=Set("it", None) | other)
     assert p.energy_plan is not None
     schedule = _named(run, 1)

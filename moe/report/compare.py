@@ -28,6 +28,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
     of a label were evaluated are drawn. baseline: a label. A second panel then shows the other labels' losses minus this label's, seed by
     seed. Missing folders are made. Raises BadInput for an unknown baseline."""
     from moe.report import style
+    from moe.report.history import History
 
     curves = {label: evaluations(label, seeds) for label, seeds in runs.items()}
     if not curves or (baseline is not None and baseline not in curves):
@@ -35,7 +36,8 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
         raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    return style.save(lambda: _figure(curves, baseline, title), out_png)
+    nats = all(History.of(lines).in_nats for seeds in runs.values() for lines in seeds)
+    return style.save(lambda: _figure(curves, baseline, title, unit=" (nats per token)" if nats else ""), out_png)
 
 
 def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
@@ -55,7 +57,7 @@ def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
     return np.array(steps), np.array([[values[step] for step in steps] for values in found])
 
 
-def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, title: str | None) -> Figure:
+def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, title: str | None, *, unit: str) -> Figure:
     import numpy as np
 
     from moe.report import style
@@ -70,7 +72,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, tit
         text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
         _band(axes[0], steps, values, tone=tones[label], mark=marks[label], label=text)
     axes[0].set_title(title or "Validation loss, mean and range over seeds")
-    axes[0].set_ylabel("validation loss (nats per token)")
+    axes[0].set_ylabel(f"validation loss{unit}")
     axes[0].set_ylim(*_range(list(curves.values())))
     axes[0].legend(loc="upper right")
     if below:

@@ -59,6 +59,7 @@ from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import keep_newest
+from parallel.store.files import step_of
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
 from parallel.watch.outcome import of_all
@@ -109,7 +110,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
-    if run.train.loss == "cross_entropy" and data.has_pairs:
+    if data.has_pairs and not run.train.has_own_loss:
         needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
         raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     run = in_steps(run, data, arguments.say)
@@ -123,7 +124,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
     _restore(run, arguments, mesh, training, data, start)
-    aside = None if arguments.from_step is None else set_aside(out / "checkpoints", world, after=arguments.from_step)
+    # checkpoints of later steps were passed over as damaged, or --from_step names an earlier one; in place they would count for train.keep
+    aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
     if start.writes:
         _write_folder(run, arguments, data, start)
     records, progress = _open_output(run, arguments, start, training.counters.step)
@@ -258,8 +260,8 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were moved
-    (--from_step)."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were
+    moved."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
