@@ -22,7 +22,7 @@ import yaml
 
 from moe.launch import exit_codes
 from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.store.files import check_writable, read_text, write_text
 
 # name of a program -> key of `inside.times`
@@ -82,7 +82,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
         got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
         raise BadInput(what, got=got, needed="one table, measured on one group of ranks", fix=fix)
     if len(times) < LEAST_SIZES:
-        raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
+        raise BadInput(what, got=counted(len(times), "size"), needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
     return Measured(what, kind, sum(hosts.values()), len(hosts), times)
 
 
@@ -92,7 +92,9 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns")
+            raise BadInput(
+                what, got=f"{counted(len(cells), 'column')} in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns"
+            )
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:
@@ -120,9 +122,9 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
         needed = "all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf between nodes"
-        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
+        raise BadInput(found.what, got=counted(found.nodes, "node"), needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
-    source += f", NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
+    source += f", NCCL-tests, {found.what}, {counted(found.ranks, 'rank')} on {counted(found.nodes, 'node')}"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
@@ -197,7 +199,10 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
-        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
+        got, fix = (
+            " and ".join(f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}" for nodes, ranks in several),
+            "move the others to another folder",
+        )
         raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):

@@ -226,8 +226,9 @@ def summary_line(row: dict[str, Any]) -> str:
 
 def _assumed(row: dict[str, Any]) -> str:
     left_out = f"; not counted: {', '.join(row['not_counted'])} (moe plan counts them)" if row["not_counted"] else ""
+    sequences = counted(row["sequences_a_microbatch"], "sequence")
     return (
-        f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {row['sequences_a_microbatch']} sequences a micro-batch;"
+        f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {sequences} a micro-batch;"
         f" states: 16 bytes a parameter, 4 for each older version; only matrix products and messages take time{left_out}"
     )
 

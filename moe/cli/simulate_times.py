@@ -11,7 +11,7 @@ from moe.cli.run import refuse
 from moe.cli.verbs import NOT_SIMULATED
 from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_of, micro_batch, stages_of
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import fewer_ranks
 from parallel.pipeline.simulator.held import peak_held, weight_versions
@@ -86,7 +86,7 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
-    got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
+    got = f"{microbatches} on {counted(times, 'stage')}" + (f" of {batches} batches" if batches and batches > 1 else "")
     # `fits` is a multiple of twice the number of ranks, which DualPipe needs
     fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:
@@ -104,7 +104,7 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
-    got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"
+    got = f"{microbatches} on {counted(stages, 'stage')}, in {counted(filled, 'batch')}, which this continuous pipeline needs to fill"
     raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
 
 
@@ -129,7 +129,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
         raise BadInput(flag, got=value, needed="a time above 0 and below 1e12, or one for each stage with commas between", fix=f"{flag} 1")
     if len(numbers) not in (1, schedule.num_stages):
         needed = f"1 time, or {schedule.num_stages}: one for each stage of {schedule.name}"
-        raise BadInput(flag, got=f"{len(numbers)} times", needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
+        raise BadInput(flag, got=counted(len(numbers), "time"), needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
     return numbers[0] * schedule.num_ranks / schedule.num_stages if len(numbers) == 1 else numbers
 
 

@@ -115,7 +115,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
     count = f"{counted(len(lengths) - 1, 'chat')}{' in pairs' * (each == 2)}"
-    sizes = f"{count}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
+    sizes = f"{count}, {counted(int(starts[-1]), 'token')}, {shown.sum()} of them predicted{cuts}{dropped}"
     about = f"{sizes}; the longest chat has {counted(max(lengths), 'token')}"
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 

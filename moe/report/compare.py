@@ -10,7 +10,7 @@ from moe.recipe.changes import changes
 from moe.recipe.load import load
 from moe.records.metrics import read, read_summary
 from moe.records.summary import MISSING, summary_rows
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import written
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
     steps = sorted(set.intersection(*map(set, found))) if found else []
     if not steps:
         got, fix = (
-            f"no step at which all {len(seeds)} seeds have validation_loss",
+            f"no step with validation_loss in each of {counted(len(seeds), 'seed')}",
             "give every seed the same train.steps and train.eval_every",
         )
         raise BadInput(f"runs of {label}", got=got, needed="at least one evaluation in common", fix=fix)
@@ -68,7 +68,7 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, tit
     marks = dict(zip(curves, "osD^vPX" * len(curves), strict=False))
     tones = dict(zip(curves, style.colours(len(curves)), strict=True))
     for label, (steps, values) in curves.items():
-        seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
+        seeds = counted(len(values), "seed")
         text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
         _band(axes[0], steps, values, tone=tones[label], mark=marks[label], label=text)
     axes[0].set_title(title or "Validation loss, mean and range over seeds")

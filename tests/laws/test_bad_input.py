@@ -689,6 +689,12 @@ def test_no_line_lists_more_than_five_names(results) -> None:
     assert [err for _, _, err, _ in results.values() if long.search(err)] == []
 
 
+def test_no_line_has_one_thing_in_the_plural(results) -> None:
+    """A line says 1 head, not 1 heads: `counted` joins a number and a noun. No fix or got says `it` for a flag."""
+    many = re.compile(r"(?<![\w.,/*=-])1 (?!as |is |this |less |across )[a-z-]+[^s\W]s\b|: got it\b")
+    assert [err for _, _, err, _ in results.values() if many.search(err)] == []
+
+
 def processor_seconds(command: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
     before = os.times()
     got = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60)

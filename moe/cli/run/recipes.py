@@ -72,7 +72,9 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
     for flag in (name for name in READ if getattr(flags, name) is not None):
-        raise BadInput(f"--{flag}", got=f"--{flag} without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate")
+        raise BadInput(
+            f"--{flag}", got=f"--{flag} without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate"
+        )
     refuse({"nproc": flags.nproc}, got="without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")

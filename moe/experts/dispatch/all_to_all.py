@@ -30,7 +30,7 @@ class AllToAll(Dispatcher):
 
     def check(self, *, ranks: int, held: int) -> None:
         if held % self.chunks:
-            needed = f"a divisor of the {held} experts that a rank holds (num_experts / ep)"
+            needed = f"a divisor of {held}, the experts that a rank holds (num_experts / ep)"
             fix = Set("it", *divisors(held)) | "lower degrees.ep"
             raise BadInput("dispatch.overlap_chunks", got=self.chunks, needed=needed, fix=fix)
 

@@ -37,6 +37,7 @@ from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
+from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks
@@ -158,7 +159,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
         got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
     steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
-    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {batch} sequences; an epoch has {train.num_windows}")
+    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
@@ -304,7 +305,7 @@ def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None,
 def title(run: Run, world: World) -> list[str]:
     """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
-    counted = size(run)
+    parameters = size(run)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
     layout = (
@@ -315,7 +316,7 @@ def title(run: Run, world: World) -> list[str]:
     )
     lines = [
         f"{world.size} x {world.device.type} · {layout} · {run.engine_text} · {p.compute} compute, {p.master} master",
-        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
+        f"{count(parameters.total)} parameters, {count(parameters.active)} active · {tokens:,} tokens a step",
     ]
     if run.lora.rank or run.train.freeze:
         lines.append(f"{trained_parameters(run):,} parameters are trained, {'of adapters' if run.lora.rank else 'the others are frozen'}")
