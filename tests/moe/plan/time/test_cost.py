@@ -212,8 +212,7 @@ def test_the_shared_network_hides_the_exchange_that_runs_meanwhile(shared: int, 
     alone, both = (replace(SPARSE, experts=replace(experts, shared_hidden=size)) for size in (0, shared))
     plan, waits = Plan(dp=8, ep=8, microbatch=4), replace(OWN, shared="waited")
     routed, waited, found = (
-        layer_time(network, plan, A100, program, sparse=True).passes
-        for network, program in ((alone, OWN), (both, waits), (both, OWN))
+        layer_time(network, plan, A100, program, sparse=True).passes for network, program in ((alone, OWN), (both, waits), (both, OWN))
     )
     products = waited.forward.compute - routed.forward.compute, waited.backward.compute - routed.backward.compute
     inputs = products[1] - (waited.weights - routed.weights)
