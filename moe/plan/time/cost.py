@@ -24,7 +24,7 @@ from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time
 from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-ADAM_BYTES = 26  # bytes that AdamW moves per parameter, without its gradient: reads, writes two moments and master copy; writes parameter
+ADAM_BYTES = 26  # bytes that AdamW moves per parameter: 12 of two moments and master copy are read and written, 2 of the parameter written
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
-    """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
+    """Predict the time of one step. program: None: this project's trainer. The cluster's number of nodes is not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
     gradient reductions and parameter gathers, and builds no schedule.
