@@ -200,6 +200,6 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     hidden = [(1 - OVERLAP_SLOWDOWN) * min(first, window) for window in computed]
     forward, backward = (
         Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + sum(_AROUND.get(m.name, 1) for m in whole))
-        for of, n, whole, saved in zip(traffic[1:3], kernels, grouping(network, plan), hidden, strict=True)
+        for of, n, whole, saved in zip((traffic.forward, traffic.backward), kernels, grouping(network, plan), hidden, strict=True)
     )
     return Passes(forward, backward)
