@@ -32,6 +32,7 @@ from tests.campaigns import faults
 from tests.mutations import run
 from tests.mutations.every import MUTATIONS
 from tests.planner import planner
+from tests.support import trained
 from tests.support.command import measurements
 from tests.support.ranks import run_on_ranks
 
@@ -184,9 +185,10 @@ def test_python_on_a_page_is_python(page: Path) -> None:
         compile(block, page.name, "exec")
 
 
-@pytest.mark.long
 def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each block has names of its own. That `moe` can be imported alone is the law of tests/moe/test_public_face.py."""
+    """Each block has names of its own. Without a sample and a report, which took two thirds of the time and have tests of their own.
+    tests/moe/test_public_face.py imports `moe` in a new process."""
+    trained.home(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert len(README_BLOCKS) > 1
     for block in README_BLOCKS:
