@@ -6,9 +6,10 @@
                 sequence (tensor.sequence_parallel)
     channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
 
-A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. The experts' ranks
-(ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or a balance loss. If a
-group has tokens on several ranks, each of them gathers the scores of the whole group (moe/router/slices.py).
+D is the model's width, t the number of tp ranks, q the grid's side. A run is a contiguous chunk of tokens. The lengths of runs differ by at
+most one, so any number of tokens can be divided. The experts' ranks (ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A
+group is a set of tokens that share capacity or a balance loss. If a group has tokens on several ranks, each of these ranks gathers the
+scores of the whole group (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: over the ranks of tp, `axis`, which divide the tokens. `sp`, `both`
-    (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: moves tokens between the ranks of tp (`axis`), which divide them.
+    `sp`, `both` (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a
+    sequence; None: all.
     """
 
     def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:

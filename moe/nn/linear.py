@@ -112,8 +112,8 @@ class Added(nn.Module):
 
 class FeedForward(nn.Module):
     """The dense feed-forward network: activation(x W1) [* x W3] W2. If a rank has a shard of the hidden units, the result is a partial sum.
-    Tensor parallelism replaces `enter` (applied to x), `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is
-    sent once for both). A compiled function can replace `activate`.
+    Tensor parallelism replaces `leave` (applied to the output), and either `enter` (applied to x) or `products` (of x with w1 and w3, so
+    that x is sent once for both). A compiled function can replace `activate`.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
@@ -145,8 +145,8 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Apply dropout. Its random numbers depend on token and channel only, so they are equal on every layout. `first`: index of the first
-    channel on this rank."""
+    """Apply dropout. Its random numbers depend on seed, step, `name`, token and channel, so they are equal on every layout. `first`: index
+    of the first channel on this rank."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 

@@ -12,7 +12,7 @@ Sources: FasterMoE (PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
 from __future__ import annotations
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
@@ -30,13 +30,14 @@ class AllToAll(Dispatcher):
 
     def check(self, *, ranks: int, held: int) -> None:
         if held % self.chunks:
-            needed = f"a divisor of the {held} experts that a rank holds (num_experts / ep)"
+            needed = f"a divisor of the {counted(held, 'expert')} that a rank holds (num_experts / ep)"
             fix = Set("it", *divisors(held)) | "lower degrees.ep"
             raise BadInput("dispatch.overlap_chunks", got=self.chunks, needed=needed, fix=fix)
 
     def traffic(self, load: Load) -> Traffic:
         rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
-        return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=(rows,))
+        first = min(1.0, 2 / self.chunks)  # rows of two chunks are under way
+        return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=rows, meanwhile=first)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         from moe.experts.dispatch.steps import Steps

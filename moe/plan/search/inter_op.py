@@ -76,7 +76,7 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
-        fix = "give devices more memory, or take more of them, or smaller micro-batches"
+        fix = "give devices more memory, or take more devices or smaller micro-batches"
         raise BadInput("stages", got=f"{layers} layers on {devices} devices", needed="stages that fit into memory", fix=fix)
     return found
 

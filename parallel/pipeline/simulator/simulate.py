@@ -115,7 +115,7 @@ def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: flo
 
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
-    """Return the time that one more batch adds in a long run: the makespan of `batches` + 1 batches minus that of `batches`.
+    """Return the time that one more batch adds in a long run: the makespan of `batches` + 1 batches minus the makespan of `batches`.
     build: n -> the schedule of n batches. time: schedule -> its makespan. The result is smaller than one batch's makespan if a rank can
     start its next batch before the last rank has ended the current one."""
     return time(build(batches + 1)) - time(build(batches))

@@ -62,7 +62,7 @@ def test_every_layer_gives_the_same_output_and_a_peer_that_computes_something_el
     words = [sys.executable, "-c", SETUP + TWICE, str(tmp_path / "rows.json")]
     got = subprocess.run(words, capture_output=True, text=True, timeout=180)
     right, _, wrong = got.stdout.partition("a wrong peer")
-    assert got.returncode == 1 and "ANOTHER RESULT" not in right and "ANOTHER RESULT" in wrong, got.stderr
+    assert got.returncode == 1 and "RESULT DIFFERS" not in right and "RESULT DIFFERS" in wrong, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     judged = [row for row in rows if "passed" in row]
     assert len(judged) > 20 and all(row["passed"] for row in judged)

@@ -239,10 +239,12 @@ class Shapes:
         return launched
 
 
-@pytest.mark.parametrize(("ep", "etp", "kernels"), [(1, 1, "auto"), (1, 1, "grouped_mm"), (2, 1, "grouped_mm"), (2, 2, "auto")])
-def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, etp: int, kernels: str) -> None:
-    """Five passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
-    could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
+@pytest.mark.parametrize(
+    ("times", "ep", "etp", "kernels"), [(10, 1, 1, "auto"), (3, 1, 1, "triton_persistent"), (3, 2, 1, "grouped_mm"), (10, 2, 2, "auto")]
+)
+def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(times: int, ep: int, etp: int, kernels: str) -> None:
+    """Ten (or three) passes with other choices, of which other numbers are dropped, call the same operators with the same shapes, so a CUDA
+    graph could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
     world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
     router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
     with rehearsal(world) as pretended, pytest.MonkeyPatch.context() as patch:
@@ -253,7 +255,7 @@ def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, et
         layer.to_empty(device=world.device)
         layer.dispatcher = open_exchange(sections.Dispatch(kind="padded"), mesh, Sizes(32, 8, 2, layer.experts.kernels)).layer("here")
         shapes = Shapes(pretended, patch)
-        for number in range(5):
+        for number in range(times):
             shapes.found = []
             layer.zero_grad()
             patch.setattr("moe.router.router.balanced_logits", partial(any_logits, number))
