@@ -97,7 +97,7 @@ def test_peak_memory_counts_what_was_held_at_once() -> None:
 def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Path) -> None:
     """A machine with a GPU may have no package but torch. The bench must run there, so these other packages are hidden."""
     without = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
-    code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8', rounds=1, json=sys.argv[1]))"
+    code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8 k1 fp32 balanced', rounds=1, json=sys.argv[1]))"
     got = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120)
     assert got.returncode == 0, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
