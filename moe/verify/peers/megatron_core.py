@@ -94,7 +94,7 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def _model(model: str, heads: int, degrees: dict[str, int], sequence: bool, dispatcher: str) -> Any:
