@@ -9,7 +9,7 @@ import math
 from moe.checks.clash import check_others, clash
 from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.recipe.shapes import divisible_inputs
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
@@ -120,7 +120,7 @@ def _check_fraction(m: Model) -> None:
         even = max(2, 2 * round(share * size / 2))
         tries = ((math.ceil(even / size * 10**digits) + up) / 10**digits for digits in range(1, 9) for up in (0, 1))
         fitting = next((value for value in tries if value <= 1 and Rope(fraction=value).turning(size) == even), None)
-        got = f"{share:g} of {size} channels of a head, which is {count}"
+        got = f"{share:g} of {counted(size, 'channel')} of a head, which is {count}"
         said = Set("it", fitting, said=f"{fitting:g}, which is {even} channels") if fitting else Set("model.head_size", size + size % 2)
         raise BadInput("model.rope.fraction", got=got, needed="an even number of channels: they are rotated in pairs", fix=said)
 
@@ -149,7 +149,7 @@ def _check_shards_of_halves(run: Run) -> None:
     read = max(1, sp) * max(1, tp)
     written = math.lcm(read, 2 * sp) if sp > 1 and run.sequence.position_order == "zigzag" else read
     if m.source_length % read or m.target_length % written:
-        got = f"{m.max_length}, with {m.target_length} tokens for the decoder"
+        got = f"{m.max_length}, with {counted(m.target_length, 'token')} for the decoder"
         keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
         needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both lengths"
         near = divisible_inputs(m.max_length, read=read, written=written)

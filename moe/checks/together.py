@@ -101,7 +101,7 @@ def _check_free(run: Run) -> None:
 def _check_networks(run: Run) -> None:
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
-        needed = f"one for each of the {len(layers)} layers with experts ({some(map(str, layers))}), or one number for all"
+        needed = f"one for each of {counted(len(layers), 'layer')} with experts ({some(map(str, layers))}), or one number for all"
         fix = f"list {counted(len(layers), 'number')}, or change model.moe_every"
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
@@ -200,7 +200,9 @@ def _check_given(d: Data) -> None:
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:
-            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}"))
+            raise BadInput(
+                f"data.{key}", got=f"data.{key} with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}")
+            )
     if d.objective != "next_token":
         got, fix = f"{d.objective} with data.source={d.source}", Set("data.objective", "next_token")
         raise BadInput("data.objective", got=got, needed="next_token", fix=fix)
@@ -249,7 +251,7 @@ def _check_batch(run: Run) -> None:
     group, held, sparse = run.router.group, batch // (dp * m), bool(run.model.layers_with_experts())
     _check_replicas(run, held)
     if sparse and isinstance(group, int) and held % group:
-        needed, fix = f"a divisor of the {counted(held, 'sequence')} in one rank's micro-batch", Set("router.group", *divisors(held))
+        needed, fix = f"a divisor of {held}, the sequences in one rank's micro-batch", Set("router.group", *divisors(held))
         raise BadInput("router.group", got=counted(group, "sequence"), needed=needed, fix=fix)
     if sparse:
         sequences = group if isinstance(group, int) else held if group == "rank" else 1

@@ -43,7 +43,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     measured: MeasuredProfile | None = None
     costs: Costs | None = None
     if flags.profile is not None:
-        refuse({"recipe": recipe, **times}, got="it with --profile", needed="one of the two: the profile already has times")
+        refuse({"recipe": recipe, **times}, got="with --profile", needed="one of the two: the profile already has times")
         measured = read_profile(flags.profile)
     elif recipe:
         costs = of_recipe(recipe, overrides, times, size, from_file)
@@ -68,11 +68,11 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
 def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> None:
     check_least(flags, **dict.fromkeys(size, 1))
     if name.endswith(".csv"):
-        refuse(size, got=f"it with {name}", needed=OF_FILE)
+        refuse(size, got=f"with {name}", needed=OF_FILE)
     if not 0 <= slowdown <= 10:
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
     if (ahead := flags.ahead) is not None and (ahead < 0 or name != "1f1b"):
-        got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"it for {name}", "remove --ahead")
+        got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"--ahead for {name}", "remove --ahead")
         raise BadInput("--ahead", got=got, needed="at least 0, and the schedule 1f1b, the only one with movable forward passes", fix=fix)
     if flags.steps is not None and (flags.steps < 1 or not flags.apply):
         raise BadInput("--steps", got=flags.steps, needed="at least 1, with --apply", fix="--apply --steps 1")

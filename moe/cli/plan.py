@@ -90,7 +90,7 @@ def _check(flags: verbs.Plan) -> None:
         refuse_others(
             flags,
             ("recipe", "cluster", "compare", "json"),
-            got="it with --compare",
+            got="with --compare",
             needed="no flags but --cluster and --json: both recipes are predicted as they are written",
         )
     if out is not None and out.suffix not in (".yaml", ".yml"):
@@ -105,7 +105,7 @@ def _check(flags: verbs.Plan) -> None:
             check_writable(path, what=what)
     if flags.search != "enumerate" and (flags.as_is or flags.exhaustive):
         flag = "--as-is" if flags.as_is else "--exhaustive"
-        raise BadInput(flag, got=f"it with --search {flags.search}", needed="one of the two", fix=f"remove {flag}")
+        raise BadInput(flag, got=f"{flag} with --search {flags.search}", needed="one of the two", fix=f"remove {flag}")
 
 
 def _as_is(run: Run, cluster: Cluster) -> Planned:

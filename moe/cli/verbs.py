@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+NOT_SIMULATED = ("tp", "sp", "etp")  # axes of degrees that `moe simulate` and `moe energy` do not count
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 

@@ -55,7 +55,7 @@ def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
-            got, needed = f"it with --method {given['method']}", f"--method {' or '.join(methods)}"
+            got, needed = f"--{key} with --method {given['method']}", f"--method {' or '.join(methods)}"
             raise BadInput(f"--{key}", got=got, needed=needed, fix=f"remove --{key}")
         if key in given and "method" not in given and methods[0] not in ("copy", "merge"):
             raise BadInput(f"--{key}", got="no --method", needed=f"--method {' or '.join(methods)}", fix=f"--method {methods[0]}")

@@ -240,11 +240,11 @@ def _layer(conversion: Conversion, layer: int) -> str:
         scaled = f"; down projection times {factor:g}" if factor != 1 else ""
         beside = "; residual network: the dense one" if run.experts.residual else ""
         beside += "; shared experts: new, their down projection zero" if run.experts.shared else ""
-        return f"dense -> {new} experts, {one}{scaled}; router new, seed {run.train.seed}{beside}"
-    into = f"{new} experts" if new else "dense"
+        return f"dense -> {counted(new, 'expert')}, {one}{scaled}; router new, seed {run.train.seed}{beside}"
+    into = counted(new, "expert") if new else "dense"
     how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
     beside = "; shared experts joined to it" if not new and before.experts.shared else ""
-    return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
+    return f"{counted(old, 'expert')} -> {into}: {how}{beside}{'; their router rows' if new else ''}"
 
 
 def expected_output(conversion: Conversion) -> str:

@@ -33,7 +33,6 @@ from parallel.store.files import read_text, user_path
 
 # value of "from" -> role
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
-NO_TEMPLATE = "a template, because this model came with none"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -116,7 +115,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
     count = f"{counted(len(lengths) - 1, 'chat')}{' in pairs' * (each == 2)}"
-    sizes = f"{count}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
+    sizes = f"{count}, {counted(int(starts[-1]), 'token')}, {shown.sum()} of them predicted{cuts}{dropped}"
     about = f"{sizes}; the longest chat has {counted(max(lengths), 'token')}"
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 
@@ -204,7 +203,7 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
         raise BadInput(where, got="tools of another form", needed="null or a list of objects", fix="mend this line")
     if template is None:
         fix = "--data.chat_template FILE.jinja, or start from a model that has one (--init_from)"
-        raise BadInput("data.chat_template", got="null", needed=NO_TEMPLATE, fix=fix)
+        raise BadInput("data.chat_template", got="null", needed="a template, because this model came with none", fix=fix)
     try:
         return _rendered(template.for_tools(tools), first, after, tools)
     except BadInput as bad:

@@ -47,7 +47,7 @@ def persistent_product(
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute what `product` of gemm.py computes, by any number of programs. `used` [1]: number of row tiles that have rows. Blocks of rows
-    may reach into the next expert's rows, whose sums are not stored; beyond a tensor's end they are zeros."""
+    may reach into the next expert's rows; the sums of these are not stored; beyond a tensor's end they are zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)
     if a_too is not None:

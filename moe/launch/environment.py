@@ -80,7 +80,7 @@ def allow_open_files(world: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         fix = f"raise nofile in /etc/security/limits.conf, or ulimit -n {needed} in the shell or batch script that lowers it"
-        raise BadInput("ulimit -n", got=hard, needed=f"at least {needed} open files a process for {world} ranks", fix=fix)
+        raise BadInput("ulimit -n", got=hard, needed=f"at least {needed} open files a process for {counted(world, 'rank')}", fix=fix)
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 

@@ -63,7 +63,8 @@ class Linear(nn.Module):
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy."""
+    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy. A GPU computes it
+    without tensor cores: TF32 would change choices, and exact sums of bf16 products need 13 more kernels (docs/inside/log.md)."""
     return linear(x_TI, weight_OI, dtype=sum_dtype(x_TI.dtype))
 
 

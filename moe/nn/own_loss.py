@@ -17,7 +17,7 @@ from torch import Tensor
 from moe.nn.context import Context
 from moe.nn.vocabulary import as_targets
 from moe.recipe.plugin import loaded
-from parallel.errors import BadInput, where
+from parallel.errors import BadInput, counted, where
 
 # B sequences, L tokens of each
 
@@ -70,7 +70,7 @@ class OwnLoss:
         count = len(given.logp_BL)
         if not isinstance(loss_B, Tensor) or loss_B.shape != (count,) or not loss_B.is_floating_point():
             shown = f"{loss_B.dtype} of shape {list(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"a {type(loss_B).__name__}"
-            needed = f"a loss for each of the {count} sequences: numbers of shape [{count}]"
+            needed = f"a loss for each of {counted(count, 'sequence')}: numbers of shape [{count}]"
             raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 alone")
         if torch.is_grad_enabled() and given.logp_BL.requires_grad and not loss_B.requires_grad:
             got, needed = f"{self.name}, whose losses have no gradient", "losses computed from logp_BL"

@@ -62,7 +62,7 @@ class RoutingRecord:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
-            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {length} tokens"
+            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {counted(length, 'token')}"
             raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., positions=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
@@ -84,8 +84,10 @@ class RoutingRecord:
         if name not in self._largest:
             self._largest[name] = int(chosen.max())
         if chosen.shape[1] != num_choices or self._largest[name] >= num_experts:
-            got = f"{chosen.shape[1]} choices of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
-            raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it with a model of the same router")
+            got = f"{counted(chosen.shape[1], 'choice')} of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
+            raise _refused(
+                got, f"{counted(num_choices, 'choice')} of experts 0 to {num_experts - 1}", "record it with a model of the same router"
+            )
         return chosen[position_T].long()
 
     def _join(self, layer: int, array: npt.NDArray[np.int32]) -> None:

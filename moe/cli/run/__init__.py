@@ -36,18 +36,20 @@ def check_least(flags: Any, **least: float) -> None:
 
 
 def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given."""
+    """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given. got: what the message
+    says after the flag's name, such as "with --compare"."""
     for name, value in flags.items():
         if value is not None:
-            raise BadInput(f"--{name}", got=got, needed=needed, fix=f"remove --{name}")
+            raise BadInput(f"--{name}", got=f"--{name} {got}", needed=needed, fix=f"remove --{name}")
 
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`."""
+    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: as in
+    `refuse`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
             shown = field.name.upper() if is_word(field) else f"--{field.name}"
-            raise BadInput(shown, got=got, needed=needed, fix=f"remove {shown}")
+            raise BadInput(shown, got=f"{shown} {got}", needed=needed, fix=f"remove {shown}")
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:

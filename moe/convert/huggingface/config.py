@@ -25,7 +25,7 @@ from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Famil
 from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 
 LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
@@ -162,7 +162,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
         _refuse("layer_types", sorted(set(kinds)), "full_attention for all, or none: this family has no other layers")
     if set(kinds) - set(_SLIDES.values()) or len(kinds) not in (0, count):
-        _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {count} layers")
+        _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {counted(count, 'layer')}")
     asked = bool(config.get("use_sliding_window"))
     if rule is None and asked:
         _refuse("use_sliding_window", asked, "false: this family has no windows")

@@ -12,7 +12,7 @@ Sources: FasterMoE (PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
 from __future__ import annotations
 
 from moe.experts.dispatch.dispatcher import Dispatcher, Exchange, Sizes
-from parallel.errors import BadInput, counted
+from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh, divisors
 from parallel.mesh.traffic import Load, Message, Traffic
@@ -30,7 +30,7 @@ class AllToAll(Dispatcher):
 
     def check(self, *, ranks: int, held: int) -> None:
         if held % self.chunks:
-            needed = f"a divisor of the {counted(held, 'expert')} that a rank holds (num_experts / ep)"
+            needed = f"a divisor of {held}, the experts that a rank holds (num_experts / ep)"
             fix = Set("it", *divisors(held)) | "lower degrees.ep"
             raise BadInput("dispatch.overlap_chunks", got=self.chunks, needed=needed, fix=fix)
 

@@ -106,7 +106,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 def torch_groups(device: torch.device) -> bool:
     """Return whether torch's grouped product is one kernel, which it is for compute capability 9 and 10. On other GPUs it is a loop over
-    experts, for whose numbers of rows the host waits."""
+    experts; the host waits for their numbers of rows."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

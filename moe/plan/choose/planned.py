@@ -49,6 +49,14 @@ FIRST = Space(
 )
 
 
+class TooLarge(BadInput):
+    """No plan fits into memory. over_bytes: bytes of the smallest plan above a device's memory."""
+
+    def __init__(self, over_bytes: float, *, got: str, needed: str, fix: Fix) -> None:
+        super().__init__("plan", got=got, needed=needed, fix=fix)
+        self.over_bytes = over_bytes
+
+
 class Speed(NamedTuple):
     """Speed of a plan. tflops: TFLOP/s of one device. mfu: model FLOPs utilization, tflops / the device's peak; None if unknown."""
 
@@ -218,8 +226,8 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
         fix = typed(larger) if works else "change the size in that reason, or take another --cluster"
         return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="at least one", fix=fix)
     mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
-    return BadInput(
-        "plan",
+    return TooLarge(
+        nearest.over_bytes,
         got=f"{gib(nearest.over_bytes)} GiB a device too much for the smallest plan ({described(nearest.example)})",
         needed=f"at most {cluster.memory_bytes() / _GIB:.4g} GiB",
         fix=any_of(mends or ["a smaller model, or devices with more memory"]),

@@ -28,7 +28,7 @@ from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Sizes
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
@@ -190,7 +190,7 @@ def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:
-        said += f", {len(one.program.conflicts)} conflicts between propagated shardings"
+        said += f", {counted(len(one.program.conflicts), 'conflict')} between propagated shardings"
     if other:
         said += f"; the trainer cannot run the best legal layout, {other} ({free / seconds:.0%} of the time)"
     return SearchResult(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]

@@ -74,6 +74,9 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
+_AROUND = {"all_gather": 5}  # kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
+
+
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
     a router group has tokens on several of them (moe/router/slices.py)."""
@@ -196,7 +199,7 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     computed = shared.forward.compute, shared.backward.compute - shared.weights
     hidden = [(1 - OVERLAP_SLOWDOWN) * min(first, window) for window in computed]
     forward, backward = (
-        Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + len(whole))
-        for of, n, whole, saved in zip(traffic[1:3], kernels, grouping(network, plan), hidden, strict=True)
+        Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + sum(_AROUND.get(m.name, 1) for m in whole))
+        for of, n, whole, saved in zip((traffic.forward, traffic.backward), kernels, grouping(network, plan), hidden, strict=True)
     )
     return Passes(forward, backward)

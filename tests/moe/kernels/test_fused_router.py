@@ -178,9 +178,12 @@ def test_jitter_has_the_random_numbers_of_torch_operations(dtype: torch.dtype) -
     torch.testing.assert_close(made[0], made[1], rtol=0 if DEVICE.type == "cpu" else 1e-6, atol=0)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forked ranks cannot use the GPU of their parent")
 def test_sequences_with_tokens_on_two_ranks_are_routed_as_whole_sequences() -> None:
     """Together, the ranks' choices, drops, gates, losses, report and gradients are those of torch operations for whole sequences."""
-    cases = [(name, padded) for name in FUSED if name not in ("jitter", "one sigmoid") for padded in (False, True)]
+    cases = [
+        (name, number % 2 == 0) for number, name in enumerate(FUSED) if name not in ("jitter", "one sigmoid")
+    ]  # every second is padded
     positions = [range(9), range(9, L)]
 
     def work(rank: int) -> list[tuple[bool, list[Tensor], list[Tensor]]]:

@@ -188,27 +188,37 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
 
 
 GROUPS = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2}
-# dispatch section, ep, router section, kernels forward, kernels backward
-LAUNCHES: list[tuple[dict[str, Any], int, dict[str, Any], int, int]] = [
-    ({}, 1, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
-    ({}, 1, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
-    ({}, 1, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
-    ({}, 1, {"preset": "mixtral"}, 14, 16),
-    ({}, 1, GROUPS, 16, 16),
-    ({"kind": "all_to_all"}, 4, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
-    ({"kind": "all_to_all"}, 4, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    ({"kind": "all_to_all"}, 4, GROUPS, 24, 20),
+ALL = {"kind": "all_to_all"}
+ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which has tokens on all ranks of tp
+# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks
+LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
+    ({}, {}, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
+    ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
+    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
+    ({}, {}, {"preset": "mixtral"}, 14, 16),
+    ({}, {}, GROUPS, 16, 16),
+    (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
+    (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
+    (ALL, {"ep": 4}, GROUPS, 24, 20),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 31, 21),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 40, 20),
 ]
 
 
-@pytest.mark.parametrize(("dispatch", "ep", "router", "forward", "backward"), LAUNCHES)
+@pytest.mark.parametrize(("dispatch", "degrees", "router", "forward", "backward"), LAUNCHES)
 def test_a_layer_launches_few_kernels_and_the_planner_counts_them(
-    dispatch: dict[str, Any], ep: int, router: dict[str, Any], forward: int, backward: int
+    dispatch: dict[str, Any], degrees: dict[str, int], router: dict[str, Any], forward: int, backward: int
 ) -> None:
-    work = walked(dispatch, None, {"ep": ep}, **router).work
+    (run, world), found = one_layer(dispatch, None, degrees, **router), walked(dispatch, None, degrees, **router)
+    work = found.work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
-    run, _ = one_layer(dispatch, None, {"ep": ep}, **router)
+    if "ep" in degrees:  # of 8 sequences of 32 tokens no choice is dropped; rows of 32 bf16 numbers go and come back, forward and backward
+        assert found.counts["ep", "all_to_all"].bytes == 4 * (8 * 32 // world) * run.router.num_choices * 32 * 2
+    if "tp" in degrees:  # the planner counts the kernels that divide tokens over tp with tensor parallelism
+        return
     predicted = _experts(network_of(run), plan_of(run), load_cluster("h100-8"), OWN)
     for passing, one in (("forward", predicted.forward), ("backward", predicted.backward)):
         assert one.kernels == pytest.approx(work["layers.0.moe", passing].kernels, abs=2), passing
