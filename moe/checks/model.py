@@ -55,13 +55,13 @@ def check_model(run: Run) -> None:
 def _check_latent(run: Run) -> None:
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", "T5 and Switch have none"),
-        "model.positions": ("rotary", "keys have rotary channels"),
+        "model.kind": ("decoder", "T5 and Switch have no latent attention"),
+        "model.positions": ("rotary", "keys of latent attention have rotary channels"),
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
-        "model.qk_norm": ("none", "the latents are normed"),
-        "model.qkv_bias": (False, "the latents are normed"),
-        "model.clip_qkv": (None, "the latents are normed"),
-        "model.scales.attention": (None, "the scale of latent attention is YaRN's alone"),
+        "model.qk_norm": ("none", "latent attention has norms of the latents instead"),
+        "model.qkv_bias": (False, "latent attention has no biases"),
+        "model.clip_qkv": (None, "latent attention has no bounds"),
+        "model.scales.attention": (None, "only YaRN scales the logits of latent attention"),
     }
     if m.num_kv_heads == m.num_heads:
         del works["model.num_kv_heads"]
@@ -112,8 +112,8 @@ def _check_rope(run: Run) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """Raise BadInput for a model.rope.fraction with which an odd number of a head's channels is rotated, or none. The fix is a fraction
-    with an even number close to it."""
+    """Raise BadInput for a model.rope.fraction that rotates an odd number of a head's channels, or no channel. The fix is a nearby
+    fraction that rotates an even number."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     count = m.rope.turning(size)
     if count % 2 or not count:
@@ -128,7 +128,7 @@ def _check_fraction(m: Model) -> None:
 def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", "T5 and Switch have none"),
+        "model.kind": ("decoder", "T5 and Switch have no multi-token prediction"),
         "train.loss": ("cross_entropy", "blocks of multi-token prediction learn by it"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
@@ -151,7 +151,7 @@ def _check_shards_of_halves(run: Run) -> None:
     if m.source_length % read or m.target_length % written:
         got = f"{m.max_length}, with {counted(m.target_length, 'token')} for the decoder"
         keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
-        needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both"
+        needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both lengths"
         near = divisible_inputs(m.max_length, read=read, written=written)
         fix: Fix | str = Set("it", *near) if near else f"fewer ranks: no length of span corruption is divided by {read} and {written}"
         raise BadInput("model.max_length", got=got, needed=needed, fix=fix)

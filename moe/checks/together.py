@@ -144,10 +144,11 @@ def _check_casts(run: Run) -> None:
     if p.compute == "fp32" or p.compute == p.master:
         raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
     if p.casts not in run.carrier.casts:
-        why = "replicas copy the weights" if run.sharding.named.threads else "its engine already gathers or holds them in precision.compute"
+        casts = "the engine already gathers or holds the weights in precision.compute"
+        why = "replicas copy the weights" if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if run.optimizer.kind == "kfac":
-        why = "K-FAC steps the weights that the model reads"
+        why = "K-FAC updates the weights that the model reads"
         raise clash(run, key, "optimizer.kind", "use", why, Set("optimizer.kind", "adamw"))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"
@@ -190,8 +191,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. data.path is
-    also refused with samples from a program; a plug-in may read it."""
+    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text.
+    With samples, data.sources is refused, and data.path if they come from a program; a plug-in may read it."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
@@ -222,8 +223,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Raise BadInput for sharding.kind dp, whose replicas are threads, with several processes, or if the sequences of a micro-batch cannot
-    be divided equally among replicas."""
+    """For sharding.kind dp, whose replicas are threads of one process: raise BadInput for several processes, and if the replicas cannot
+    have equal numbers of a micro-batch's sequences."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:

@@ -32,7 +32,7 @@ MOST_ACTIONS = 2**11  # limit on forward passes in a step: planning takes time q
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
-    """Make an energy plan, print it, and write it to --out. With --apply, also run it on this machine's GPUs. Raises BadInput."""
+    """Make an energy plan, print it, write it to --out. With --apply, set this machine's GPU clocks. Raises BadInput for wrong flags."""
     name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
     size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     _check(flags, name, size, slowdown)
@@ -91,7 +91,7 @@ def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None)
 
 def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
     """Return (profile, watts of a waiting rank, seconds of a message). profile(rank, action): returns the possible clocks, each with
-    seconds and joules. All come from the user's profile `measured`; without one, from the power model and `costs`, the times at full
+    seconds and joules. All values come from the user's profile `measured`; without one, from the power model and `costs`, the times at full
     clock."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
@@ -166,7 +166,8 @@ def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
         m = PowerModel()
         print(
             f"assumed, not measured: {m.static_w + m.dynamic_w:g} W at {m.full_mhz} MHz, {m.static_w:g} of them fixed,"
-            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of each time memory's, {m.idle_w:g} W idle"
+            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of the time independent of the clock,"
+            f" {m.idle_w:g} W idle"
         )
 
 
@@ -182,7 +183,7 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Run `steps` steps at the plan's clocks on this machine's GPUs. If NVML does not permit it, print the reason in one line."""
+    """Set this machine's GPUs to the plan's clocks as in `steps` steps, without computing. If NVML does not permit it, print why."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
     # SIGTERM raises SystemExit, so that clocks are restored

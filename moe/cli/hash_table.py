@@ -67,7 +67,6 @@ def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):
         parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
-        # type: ignore[union-attr]
         mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)
         return mixed
     assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other kinds of data were refused before

@@ -1,5 +1,5 @@
-"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches an order
-of actions for given times and memory. Training runs the same schedules; it runs an order from a file with pipeline.schedule FILE.csv.
+"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches for an
+order of actions for given times and memory. Training runs the same schedules; with pipeline.schedule FILE.csv it runs a file's order.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     for line in refused:
         print(f"{line['schedule']}: {line['reason']}")
-    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until the weight gradient,")
-    print("on any rank, in micro-batches of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
+    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until weight gradients, on")
+    print("one rank, 1 = a micro-batch of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
     if model:
         print(_assumed(rows[0]))

@@ -22,7 +22,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # words of the error for a recipe's key on the command line, without --recipe
 NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size which the schedule's file already sets
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag with a schedule's file, which has the size
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
@@ -62,7 +62,8 @@ class Costs(ABC):
 
 @dataclass(frozen=True)
 class Times(Costs):
-    """Durations from flags, in any unit. forward_time, backward_time: a number for each stage, or one number for all stages of a rank."""
+    """Durations from flags, in any unit. forward_time, backward_time: one number for each stage, with commas between, or one for all of a
+    rank's stages together."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -93,7 +94,7 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
         fix = f"--microbatches {fits}"
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
-    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} forward passes in all", fix=fix)
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:

@@ -55,7 +55,8 @@ RECENT = 100  # number of training steps, the last before the checkpoint, over w
 
 
 def find(source: Path) -> Path:
-    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput."""
+    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput
+    if there is none."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -232,7 +233,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
         one = {
             "copy": "copies of the dense network",
             "granular": f"{parts(before, run)} shards of it, {new // parts(before, run)} copies of each",
-            "noise": f"copies with noise of {s.scale:g} deviations on {s.share:g} of the weights",
+            "noise": f"copies with noise of {s.scale:g} standard deviations on {s.share:g} of the weights",
             "drop": f"copies with {s.share:g} of the hidden units drawn anew",
         }[s.method]
         factor = (parts(before, run) if s.method == "granular" else 1) / even_gate_sum(run.router, new)
@@ -265,8 +266,7 @@ def expected_output(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference between the logits of two models on `tokens` random tokens, and the largest logit of the first model
-    (magnitudes)."""
+    """Largest magnitude of the difference between two models' logits on `tokens` random tokens, and of the first model's logits."""
 
     tokens: int
     largest_difference: float

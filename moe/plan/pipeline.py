@@ -70,7 +70,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
         alone = run.degrees.pp == 1
         other = Set("degrees.pp", 2) if alone else Set("pipeline.schedule", ADVISED)
         needed = "stages, and a schedule that drains the pipeline, because an energy plan is for one step"
-        got = f"{what} with {'degrees.pp=1' if alone else p.schedule}"
+        got = f"a plan with {'degrees.pp=1' if alone else p.schedule}"
         raise BadInput(what, got=got, needed=needed, fix=Set("it", None) | other)
     assert p.energy_plan is not None
     schedule = _named(run, 1)
@@ -110,8 +110,8 @@ def _from_file(run: Run) -> Schedule:
         if given != number:
             raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order file")
     if schedule.num_updates > 1:
-        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
-        fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
+        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one update: a file is the order of one step"
+        fix = "remove the other updates" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
         raise BadInput("pipeline.schedule", got=got, needed=needed, fix=fix)
     return schedule
 

@@ -68,7 +68,7 @@ def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
     choices = run.router.num_choices
     if not isinstance(rows, list) or len(rows) != run.vocab_size:
         got = counted(len(rows), "id") if isinstance(rows, list) else f"a {type(rows).__name__}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=_FIX)
+        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size} ids", fix=_FIX)
     for token, (row, experts) in enumerate(zip(rows, _rows(rows), strict=True)):
         if len(experts) != choices or any(type(e) is not int or not 0 <= e < num_experts for e in experts) or len(set(experts)) != choices:
             needed = f"{choices} different experts from 0 to {num_experts - 1}" if choices > 1 else f"an expert from 0 to {num_experts - 1}"

@@ -32,7 +32,6 @@ from parallel.process.fork import run_on_ranks
 Say = Callable[[str], None]
 Row = dict[str, Any]
 say_now: Say = partial(print, flush=True)  # each row must be printed immediately, also into a pipe
-_WITHOUT_ADAPTER = ("torchtitan", "megatron-core")
 
 
 def names() -> list[str]:
@@ -140,14 +139,11 @@ def _reason(error: str) -> str:
 
 def _adapter(peer: str) -> Any:
     """Return the adapter's module. Raises BadInput for an unknown name, and if a package is not installed."""
-    if peer in _WITHOUT_ADAPTER:
-        needed = f"one of {', '.join(names())}: {peer}'s programs are compared by record and --compare"
-        raise BadInput("--peer", got=peer, needed=needed, fix="see: docs/use/verify_yours.md")
     if peer not in names():
         meant = did_you_mean(peer, names())
         raise BadInput("--peer", got=peer, needed=f"one of {', '.join(names())}", fix=f"--peer {meant or 'transformers'}")
     adapter = import_module(f"moe.verify.peers.{peer}")
-    if lacking := [name for name in adapter.PACKAGES if find_spec(name) is None]:
+    if lacking := [name for name in adapter.PACKAGES if find_spec(name.partition(".")[0]) is None or find_spec(name) is None]:
         needed, fix = f"the package {lacking[0]}", f"pip install {adapter.PACKAGES[lacking[0]]}"
         raise BadInput("--peer", got=f"{peer} without {lacking[0]}", needed=needed, fix=fix)
     return adapter

@@ -37,7 +37,8 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of cases of one process
+# --device -> kernels of cases of one process
+ALONE = {"cuda": ("triton", "triton_persistent", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe
 

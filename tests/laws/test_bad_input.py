@@ -391,7 +391,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind dtensor --model.num_kv_heads 1",
         "degrees.tp: got 2 with tensor.kind=dtensor, needed a divisor of model.num_kv_heads=1",
-        "set tensor.kind to 1d, which holds copies",
+        "set tensor.kind to 1d, which holds copies of heads",
     ),
     ("show switch_tiny --nproc 2", "--nproc: got 2 without --plan", "add --plan"),
     ("show switch_tiny --plan --nproc 2 --rank 2", "--rank: got 2, needed 0 to 1", "another --nproc"),

@@ -193,7 +193,7 @@ def test_it_is_opened_once_for_a_model(listed: None) -> None:
     assert moved.placement == (1, 0, 2, 3, 4, 5, 6, 7) and moved.opened is first.opened
 
 
-def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, monkeypatch: pytest.MonkeyPatch, three_steps: None) -> None:
+def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, monkeypatch: pytest.MonkeyPatch, two_steps: None) -> None:
     real = Case.run
 
     def run(case: Case) -> sections.Run:

@@ -175,6 +175,40 @@ def test_a_record_of_other_ranks_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "records of 2 ranks" in capsys.readouterr().err
 
 
+def test_vectors_of_an_experts_input_follow_its_rows() -> None:
+    """Found with megatron-core: the gates of an expert's tokens, one number each, were a false deviation."""
+    draws = torch.Generator().manual_seed(0)
+    rows, gates, order = torch.randn(6, 3, generator=draws), torch.randn(6, generator=draws), torch.tensor([4, 1, 5, 0, 3, 2])
+
+    def of(rank: int, r: Tensor, g: Tensor) -> Recorded:
+        values = {Key("input", "e", "0"): r, Key("input", "e", "1"): g}
+        return Recorded(rank, 2, pieces={key: [Piece.of(value, "e", 99)] for key, value in values.items()})
+
+    for wrong in (False, True):
+        here = gates[order] if not wrong else gates[order].flip(0)
+        ranks = [of(rank, rows[order].chunk(2)[rank], here.chunk(2)[rank]) for rank in range(2)]
+        comparison = Comparison(of(0, rows, gates), ranks, [of(0, rows, gates + 1e-8)])
+        comparison.run(lambda *_: (None, ""))
+        assert [d.passed for d, _ in comparison.found if d.kind == "input"] == [True, not wrong]
+
+
+def test_the_scale_of_a_ranks_gradients_is_that_of_a_shard_that_says_its_place() -> None:
+    """Found with torchtitan: DTensors say their place, so rows of experts, in another order on each rank, were the first that looked like
+    samples, and their ratio became the scale of all gradients."""
+    x, g = (torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+    def of(rank: int, first: Tensor, own: Tensor, rows: Tensor, **placed: Any) -> Recorded:
+        values = {Key("input", "m", "0"): first, Key("output gradient", "head"): own, Key("output gradient", "expert"): rows}
+        pieces = {key: [Piece.of(value, "m", 99, hashed=key.kind == "input")] for key, value in values.items()}
+        pieces[Key("output gradient", "head")] = [replace(pieces[Key("output gradient", "head")][0], **placed)]
+        return Recorded(rank, 2, pieces=pieces)
+
+    other = torch.tensor([3, 0, 2, 1])
+    ranks = [of(r, x.chunk(2)[r], g.chunk(2)[r], 2 * g[other].chunk(2)[r], whole=(4, 3), offset=(2 * r, 0)) for r in range(2)]
+    one = of(0, x, g, g)
+    assert Comparison(one, ranks, [one]).scales == [1.0, 1.0]
+
+
 SAMPLES = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
 
 

@@ -20,7 +20,8 @@ def call(module: str, *words: Any, **flags: Any) -> int:
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput."""
+    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput if
+    it cannot be written."""
     if path is not None:
         from moe.records.results import write_json
 
@@ -53,7 +54,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
     """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput, which proposes a folder with a similar name.
-    what: the command line's word for this folder."""
+    what: name of this argument, for errors."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

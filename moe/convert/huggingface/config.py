@@ -27,12 +27,12 @@ from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, counted, some
 
-LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches are allocated for this number of tokens
+LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys of rope_parameters that recipes do not have -> values that have no effect
+# keys that may remain in rope_parameters after `_rope` has read the others -> their values without effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-# (first_k_dense_replace, n_group, topk_group) of a config without these keys
+# model_type -> (first_k_dense_replace, n_group, topk_group) of a config without these keys
 _LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
 
 

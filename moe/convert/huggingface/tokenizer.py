@@ -43,7 +43,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (value of `Tokenizer.chat`: the model's chat templates, special tokens and ids `ends`, or None; lines to print)."""
+    """Return (value of `Tokenizer.chat` or None, lines to print). The value has chat templates, special tokens, and `ends` if several."""
     about = loaded(source / "tokenizer_config.json")
     templates: dict[str, Any] = {}
     for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):
@@ -76,7 +76,7 @@ def _sentinels(run: Run) -> dict[int, str]:
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return `tokenizer` with the run's sentinels added. It also appends the token `ends` (id `separator`) to each text."""
+    """Return `tokenizer` with the run's sentinels. If it has no post-processor, add one that appends `ends` (id `separator`) to a text."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}

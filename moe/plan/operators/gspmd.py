@@ -120,7 +120,8 @@ class _State:
     conflicts: list[Conflict]
 
     def round(self, operators: Iterable[Operator], priority: int, *, contended: bool) -> set[str]:
-        """Collect all proposals from the same shardings, then apply them. Returns the names of the changed tensors."""
+        """Let every operator propose from the shardings at the start of the round, then apply all proposals. Returns the names of the
+        changed tensors."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
             for tensor, proposal in self._proposals(op, priority, contended=contended):

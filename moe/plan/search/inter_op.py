@@ -76,10 +76,9 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
-        fix = "give devices more memory, or take more of them, or smaller micro-batches"
-        raise BadInput(
-            "stages", got=f"{counted(layers, 'layer')} on {counted(devices, 'device')}", needed="stages that fit into memory", fix=fix
-        )
+        got = f"{counted(layers, 'layer')} on {counted(devices, 'device')}"
+        fix = "give devices more memory, or take more devices or smaller micro-batches"
+        raise BadInput("stages", got=got, needed="stages that fit into memory", fix=fix)
     return found
 
 

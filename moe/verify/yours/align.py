@@ -276,11 +276,14 @@ def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
     """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if the pieces are sampled or their
-    widths differ. whole, readers: if given, chunks of the width on ranks with the same samples are joined first (`_full_width`)."""
+    widths differ. A vector has rows of one number. whole, readers: if given, chunks of the width on ranks with the same samples are joined
+    first (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [
-        (p.values.double().flatten(0, -2) / (scales[r] if scales else 1.0), p) for r, p in enumerate(pieces) if p and p.values.dim() > 1
+        ((p.values[:, None] if p.values.dim() == 1 else p.values).double().flatten(0, -2) / (scales[r] if scales else 1.0), p)
+        for r, p in enumerate(pieces)
+        if p and p.values.dim()
     ]
     if not held or any(p.sampled or p.summed_over or v.shape[1] != held[0][0].shape[1] for v, p in held):
         return None

@@ -191,8 +191,10 @@ class Comparison:
         """For each rank, the factor by which its activation gradients differ from the single process's."""
         shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
         for key in shared:
-            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(self.pieces(key)) if piece is not None]
-            if len(seen) == len(self.ranks) and all(s is not None and s.part and s.part.by_samples for s in seen):
+            own = [piece for piece in self.pieces(key) if piece is not None]
+            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(own)]
+            placed = [piece.shape != piece.whole or bool(s and s.part and s.part.by_samples) for piece, s in zip(own, seen, strict=True)]
+            if len(seen) == len(self.ranks) and all(placed) and None not in seen:
                 return [multiple(s.one, s.here) for s in seen if s is not None]
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
 

@@ -189,7 +189,7 @@ def test_a_table_of_all_schedules_and_a_search_are_allowed_as_many_passes_as_one
     sizes = ["--stages", "4", "--microbatches"]
     assert cli.main(["simulate", *name, *sizes, "8"]) == 0 and cli.main(["simulate", "1f1b", *sizes, "16"]) == 0
     assert cli.main(["simulate", *name, *sizes, "16"]) == 2
-    assert "needed at most 32 passes in all; fix: --microbatches 8" in capsys.readouterr().err
+    assert "needed at most 32 forward passes in all; fix: --microbatches 8" in capsys.readouterr().err
 
 
 def test_a_pipeline_that_takes_long_to_fill_is_refused_with_sizes_that_do_not(

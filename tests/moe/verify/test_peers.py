@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,10 +51,27 @@ def _not_summed() -> AbstractContextManager[Any]:
     return mock.patch.object(tensor_parallel, "_AllReduceBackward", own)
 
 
+def _averaged() -> AbstractContextManager[Any]:
+    """Gradients that FSDP divides by the number of ranks, although the loss is a share of the global mean already."""
+    from torchtitan.distributed import fsdp
+
+    return mock.patch.object(fsdp, "disable_fsdp_gradient_division", lambda model: None)
+
+
+def _parts_of_norms() -> AbstractContextManager[Any]:
+    """Norms of which each rank sees a part of the tokens, without the sum of their gradients."""
+    from megatron.core.distributed import finalize_model_grads
+
+    module = importlib.import_module(finalize_model_grads.__module__)
+    return mock.patch.object(module, "_allreduce_non_tensor_model_parallel_grads", lambda *_: None)
+
+
 FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str, str]] = {
     "torch": ("ddp", _unreduced, "blocks.2.up.weight: gradient", "not reduced"),
     "deepspeed": ("moe", _doubled, "layers.1.moe", "x"),
     "transformers": ("olmoe tp2", _not_summed, "model.layers.1.", "not summed"),
+    "torchtitan": ("llama3 fsdp2 full_dtensor", _averaged, "lm_head.weight: gradient", "x"),
+    "megatron_core": ("gpt tp2 sequence", _parts_of_norms, "decoder.final_layernorm.weight: gradient", "not"),
 }
 
 
@@ -63,9 +81,11 @@ def test_each_adapter_has_a_fault() -> None:
 
 @pytest.mark.parametrize("peer", FAULTS)
 def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> None:
-    pytest.importorskip(peer, reason=f"pip install {peer}")
+    for module, package in importlib.import_module(f"moe.verify.peers.{peer}").PACKAGES.items():
+        pytest.importorskip(module, reason=f"pip install {package}")
     only, fault, where, word = FAULTS[peer]
-    given = {"model": only.split()[0], "only": only, "degrees": {"tp": 2} if "tp" in only else None}
+    axis = next((axis for axis in ("tp", "fsdp") if f"{axis}2" in only), None)
+    given = {"model": only.split()[0], "only": only, "degrees": axis and {axis: 2}}
     for wrong in (False, True):
         said: list[str] = []
         with fault() if wrong else nullcontext():
@@ -81,10 +101,10 @@ def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--peer torhc", "--peer: got torhc, needed one of deepspeed, torch, transformers; fix: --peer torch"),
+        ("--peer torhc", "--peer: got torhc, needed one of deepspeed, megatron_core, torch, torchtitan, transformers; fix: --peer torch"),
         ("--peer torch --model ddpp", "--model: got ddpp"),
         ("--peer torch --ep 2", "--ep: got 2, needed only --tp and --fsdp with torch"),
-        ("--peer torchtitan", "--peer: got torchtitan, needed one of deepspeed, torch, transformers: torchtitan's programs"),
+        ("--peer megatron-core", "fix: --peer megatron_core"),
         ("--peer torch --pin-routing", "--pin_routing: got --pin_routing with torch, needed a peer with routers"),
         ("--peer deepspeed --pin-routing --model zero1", "--model: got zero1, needed some of moe"),
         ("--peer torch --nproc 2", "--nproc: got --nproc with --peer"),
@@ -101,12 +121,13 @@ def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["no_such_package", "no_such.package", "json.no_such"])
+def test_a_missing_package_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from moe.verify.peers import transformers
 
-    monkeypatch.setattr(transformers, "PACKAGES", {"no_such_package": "moe-parallel[hf]"})
+    monkeypatch.setattr(transformers, "PACKAGES", {name: "moe-parallel[hf]"})
     assert moe(["verify", "--peer", "transformers"]) == 2
-    assert "got transformers without no_such_package" in (said := capsys.readouterr().err) and "pip install moe-parallel[hf]" in said
+    assert f"got transformers without {name}" in (said := capsys.readouterr().err) and "pip install moe-parallel[hf]" in said
 
 
 class _Routed(nn.Module):

@@ -1,0 +1,189 @@
+"""Adapter of torchtitan: tiny random models of its families, built and parallelized by its own functions with FSDP2, tensor and expert
+parallelism.
+
+A row's last word is the backend: with partial_dtensor, weights are DTensors inside the layers that are sharded; with full_dtensor, weights
+and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch than 2.13, whose FSDP2 refuses its types.
+
+On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
+pass there, and gradients are divided before their sum, because gloo has no sum with a factor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe.verify.pair import VOCABULARY, Pair, adamw, batch
+from moe.verify.yours.recorder import record
+
+PACKAGES = {"torchtitan": "torchtitan", "spmd_types": "spmd_types==0.2.3"}
+MODELS = ("llama3", "qwen3_moe", "deepseek_v3")
+DEGREES = ("ep", "tp", "fsdp")
+ROUTED = ("qwen3_moe", "deepseek_v3")
+BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
+_WIDTH, _EXPERTS, _ROPE = 32, 4, {"max_seq_len": 64, "theta": 1e4}
+_SHARED = {"n_layers": 2, "dim": _WIDTH, "n_heads": 4, "attn_backend": "varlen"}  # `_config` replaces the attention
+
+
+def load() -> None:
+    """Import the modules that the ranks need. torchtitan's trainer, which imports packages for datasets, is replaced by an empty class."""
+    sys.modules.setdefault("torchtitan.trainer", SimpleNamespace(Trainer=SimpleNamespace(Config=type("Config", (), {}))))  # type: ignore[arg-type]
+    for name in (
+        "components.loss",
+        "components.optimizer",
+        "distributed.spmd_types",
+        "models.llama3",
+        "models.qwen3",
+        "models.deepseek_v3",
+    ):
+        importlib.import_module(f"torchtitan.{name}")
+    from torchtitan.distributed import parallel_dims
+
+    parallel_dims.device_type = "cpu"
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+
+
+def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
+    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan's ranks of ep are those of tp and
+    fsdp, so ep has no pair of its own."""
+    heads = max(2, degrees.get("tp", 1))
+    for model in models:
+        for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
+            if names == ("ep",) or ("ep" in names and model not in ROUTED):
+                continue
+            chosen = {name: degrees[name] for name in names}
+            world = chosen.get("tp", 1) * chosen.get("fsdp", 1)
+            layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
+            for backend in BACKENDS:
+                many = partial(_many, model, heads, chosen, pin, backend)
+                yield Pair(model, f"{layout} {backend}", world, partial(_one, model, heads, pin), many)
+
+
+def _layers(model: str, heads: int) -> tuple[Any, Any, Any]:
+    """Return torchtitan's module of the family, the class of its configuration and the configurations of two layers."""
+    from torchtitan.models import deepseek_v3, llama3, qwen3
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+
+    moe = {"num_experts": _EXPERTS, "moe_hidden_dim": 32, "moe_comm_backend": "standard"}
+    if model == "llama3":
+        layers = llama3._build_llama3_layers(**_SHARED, n_kv_heads=heads, hidden_dim=48, rope=ComplexRoPE.Config(dim=8, **_ROPE))
+        return llama3, llama3.Llama3Model.Config, layers
+    if model == "qwen3_moe":
+        layers = qwen3._build_qwen3_moe_layers(
+            **_SHARED, **moe, n_kv_heads=heads, head_dim=8, top_k=2, rope=CosSinRoPE.Config(dim=8, **_ROPE)
+        )
+        return qwen3, qwen3.Qwen3Model.Config, layers
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "mscale": 1.0}
+    router = {"router_top_k": 2, "router_score_func": "sigmoid", "router_num_expert_groups": 2, "router_num_limited_groups": 1}
+    layers = deepseek_v3._build_dsv3_layers(
+        **_SHARED, **moe, **latent, **router, n_dense_layers=1, dense_hidden_dim=48, num_shared_experts=1,
+        non_blocking_capacity_factor=None, rope=ComplexRoPE.Config(dim=4, **_ROPE),
+    )  # fmt: skip
+    return deepseek_v3, deepseek_v3.DeepSeekV3Model.Config, layers
+
+
+def _built(model: str, heads: int, parallelism: Any) -> tuple[Any, Any]:
+    """Return the model without values and the function that parallelizes it."""
+    from torchtitan.models.common import Embedding, Linear
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    family, config, layers = _layers(model, heads)
+    ends = {
+        "tok_embeddings": Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=_WIDTH, param_init=family._EMBEDDING_INIT),
+        "norm": replace(layers[0].ffn_norm),
+        "lm_head": Linear.Config(in_features=_WIDTH, out_features=VOCABULARY, param_init=family._output_linear_init(_WIDTH))
+        if hasattr(family, "_output_linear_init")
+        else Linear.Config(in_features=_WIDTH, out_features=VOCABULARY, param_init=family._LINEAR_INIT),
+    }
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    chosen = config(dim=_WIDTH, vocab_size=VOCABULARY, layers=layers, **ends)
+    chosen.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    with torch.device("meta"):
+        net = chosen.build()
+    return net, next(value for name, value in vars(family).items() if name.startswith("parallelize_"))
+
+
+def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, utils
+
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    utils.set_spmd_backend(parallelism.spmd_backend)
+    net, _ = _built(model, heads, parallelism)
+    torch.manual_seed(0)
+    net.to_empty(device="cpu")
+    with torch.no_grad():
+        net.init_weights(buffer_device=None)
+        for parameter in net.parameters():  # initial values of 0 or 1 would hide faults
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({name: value.detach() for name, value in [*net.named_parameters(), *net.named_buffers()]}, folder / "weights.pt")
+    _train(folder, net, ParallelDims.from_config(parallelism, 1), batch(), pin)
+
+
+def _many(model: str, heads: int, degrees: dict[str, int], pin: bool, backend: str, folder: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, utils
+
+    names = {"ep": "expert_parallel_degree", "tp": "tensor_parallel_degree", "fsdp": "data_parallel_shard_degree"}
+    given = {names[axis]: degree for axis, degree in ({"fsdp": 1} | degrees).items()}
+    parallelism = ParallelismConfig(spmd_backend=backend, **given)
+    utils.set_spmd_backend(backend)
+    net, parallelize = _built(model, heads, parallelism)
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims.build_mesh()
+    net = parallelize(
+        net, parallel_dims=dims, training=TrainingConfig(mixed_precision_param="float32"), parallelism=parallelism,
+        compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="",
+    )  # fmt: skip
+    net.to_empty(device="cpu")
+    whole = torch.load(folder.parent / "one" / "weights.pt")
+    with torch.no_grad():
+        net.init_weights(buffer_device=None)
+        for name, value in [*net.named_parameters(), *net.named_buffers()]:
+            shards = isinstance(value, DTensor)
+            value.copy_(distribute_tensor(whole[name], value.device_mesh, value.placements) if shards else whole[name])  # type: ignore[attr-defined]
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    fsdp = degrees.get("fsdp", 1)
+    _train(folder, net, dims, batch().chunk(fsdp)[dist.get_rank() // (dist.get_world_size() // fsdp)], pin)
+
+
+def _train(folder: Path, net: Any, dims: Any, tokens: torch.Tensor, pin: bool) -> None:
+    """Record a step as torchtitan's trainer makes it: the loss is a sum over the rank's tokens, divided by the number of all tokens."""
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import register_moe_load_balancing_hook
+    from torchtitan.config import CompileConfig
+    from torchtitan.distributed import full_dtensor, spmd_types, utils
+
+    net.train()
+    inputs, targets, optimizer = tokens[:, :-1], tokens[:, 1:], adamw(net)
+    register_moe_load_balancing_hook(optimizer, [net], dims)
+    loss_of = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY).build(compile_config=CompileConfig(enable=False))
+    several = dist.get_world_size() > 1
+    if several and dims.spmd_backend != "partial_dtensor":
+        shared = full_dtensor.parallelize_inputs if dims.spmd_backend == "full_dtensor" else spmd_types.annotate_input_spmd_types
+        inputs, targets, _ = shared(dims, inputs, targets, {})
+    for step in record(folder, net, optimizer, pin=folder.parent / "one" if pin else None):
+        with utils.get_spmd_context(parallel_dims=dims if several else None)():
+            loss, _ = loss_of(net(inputs), targets, torch.tensor(float(batch()[:, 1:].numel())))
+            step.note("loss", utils.dist_sum(loss.detach(), dims.get_optional_mesh("loss")))
+            loss.backward()
+        optimizer.step()
