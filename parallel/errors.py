@@ -33,7 +33,7 @@ _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.(?:md|py))\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path of a file of the docs for the user: relative if the current folder is a checkout of this repository, else absolute."""
+    """Return the path of a file of the docs for the user: relative if the current folder is a checkout of this project, else absolute."""
     if Path(page[0]).exists():
         return page[0]
     if (there := Path(__file__).parents[1] / page[0]).exists():

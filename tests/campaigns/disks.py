@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.launch import exit_codes
+from moe.records.metrics import METRICS, whole_lines
 from parallel.errors import BadInput
 from parallel.store import checkpoint, lock
 from tests.campaigns.faults import Row
@@ -203,7 +204,7 @@ def _twice(place: Path, share: float) -> tuple[str, float]:
 
 
 def _requeued(place: Path, share: float) -> tuple[str, float]:
-    """Send SIGTERM to a run `share` seconds after its first record, and start it again without waiting, as a queue may do, until it is not
+    """Send SIGTERM to a run `share` seconds after its first step, and start it again without waiting, as a queue may do, until it is not
     refused. It must resume from the signal's checkpoint. Return (problem or "", seconds of the second run)."""
     steps, run = ("--train.steps", "100000", "--train.save_every", "0"), place / "run"
     pids: list[int] = []
@@ -214,7 +215,7 @@ def _requeued(place: Path, share: float) -> tuple[str, float]:
     )
     thread.start()
     until = time.monotonic() + LONGEST_S
-    while time.monotonic() < until and not (run / "metrics.jsonl").exists():
+    while time.monotonic() < until and not any(line.get("kind") == "train" for line in whole_lines(run / METRICS)):
         time.sleep(0.005)
     time.sleep(share)
     os.kill(pids[0], signal.SIGTERM)
@@ -231,7 +232,9 @@ def _requeued(place: Path, share: float) -> tuple[str, float]:
         return f"the first: exit code {first[0][0]}: {first[0][1][-200:]}", time.monotonic() - began
     if code != exit_codes.DONE:
         return f"the second: exit code {code}: {said[-200:]}", time.monotonic() - began
-    stopped, resumed = (re.search(rf"{words} at step (\d+)", text) for words, text in (("stopped", first[0][1]), ("resumed from .*", said)))
+    stopped, resumed = (
+        re.search(rf"{words} at step (\d+)", text) for words, text in (("stopped by a signal", first[0][1]), ("resumed from .*", said))
+    )
     same = stopped and resumed and stopped[1] == resumed[1]
     return ("" if same else f"{stopped and stopped[0]}, then {resumed and resumed[0]}"), time.monotonic() - began
 
