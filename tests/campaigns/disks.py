@@ -220,14 +220,15 @@ def _requeued(place: Path, share: float) -> tuple[str, float]:
     time.sleep(share)
     os.kill(pids[0], signal.SIGTERM)
     code: int | None = exit_codes.BAD_INPUT
-    began = time.monotonic()
-    again = _beside(place, "again")
-    while code == exit_codes.BAD_INPUT and time.monotonic() - began < LONGEST_S:
+    problem, tries, began = "", 0, time.monotonic()
+    while code == exit_codes.BAD_INPUT and not problem and time.monotonic() - began < LONGEST_S:
         few = ("train", str(place / "tiny.yaml"), "--out", str(run), "--train.steps", str(_saved(run) + 3))
-        code, said, *_ = carry_out(few, again, limit_s=LONGEST_S, cache=place / "cache")
-        if code == exit_codes.BAD_INPUT and (problem := _one_line(code, said, "trains")):
-            return problem, time.monotonic() - began
+        code, said, *_ = carry_out(few, _beside(place, f"again-{tries}"), limit_s=LONGEST_S, cache=place / "cache")
+        problem = _one_line(code, said, "trains") if code == exit_codes.BAD_INPUT else ""
+        tries += 1
     thread.join()
+    if problem:
+        return problem, time.monotonic() - began
     if first[0][0] != exit_codes.STOPPED:
         return f"the first: exit code {first[0][0]}: {first[0][1][-200:]}", time.monotonic() - began
     if code != exit_codes.DONE:
