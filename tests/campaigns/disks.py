@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.launch import exit_codes
+from moe.records.metrics import METRICS, whole_lines
 from parallel.errors import BadInput
 from parallel.store import checkpoint, lock
 from tests.campaigns.faults import Row
@@ -203,7 +204,7 @@ def _twice(place: Path, share: float) -> tuple[str, float]:
 
 
 def _requeued(place: Path, share: float) -> tuple[str, float]:
-    """Send SIGTERM to a run `share` seconds after its first record, and start it again without waiting, as a queue may do, until it is not
+    """Send SIGTERM to a run `share` seconds after its first step, and start it again without waiting, as a queue may do, until it is not
     refused. It must resume from the signal's checkpoint. Return (problem or "", seconds of the second run)."""
     steps, run = ("--train.steps", "100000", "--train.save_every", "0"), place / "run"
     pids: list[int] = []
@@ -214,24 +215,27 @@ def _requeued(place: Path, share: float) -> tuple[str, float]:
     )
     thread.start()
     until = time.monotonic() + LONGEST_S
-    while time.monotonic() < until and not (run / "metrics.jsonl").exists():
+    while time.monotonic() < until and not any(line.get("kind") == "train" for line in whole_lines(run / METRICS)):
         time.sleep(0.005)
     time.sleep(share)
     os.kill(pids[0], signal.SIGTERM)
     code: int | None = exit_codes.BAD_INPUT
-    began = time.monotonic()
-    again = _beside(place, "again")
-    while code == exit_codes.BAD_INPUT and time.monotonic() - began < LONGEST_S:
+    problem, tries, began = "", 0, time.monotonic()
+    while code == exit_codes.BAD_INPUT and not problem and time.monotonic() - began < LONGEST_S:
         few = ("train", str(place / "tiny.yaml"), "--out", str(run), "--train.steps", str(_saved(run) + 3))
-        code, said, *_ = carry_out(few, again, limit_s=LONGEST_S, cache=place / "cache")
-        if code == exit_codes.BAD_INPUT and (problem := _one_line(code, said, "trains")):
-            return problem, time.monotonic() - began
+        code, said, *_ = carry_out(few, _beside(place, f"again-{tries}"), limit_s=LONGEST_S, cache=place / "cache")
+        problem = _one_line(code, said, "trains") if code == exit_codes.BAD_INPUT else ""
+        tries += 1
     thread.join()
+    if problem:
+        return problem, time.monotonic() - began
     if first[0][0] != exit_codes.STOPPED:
         return f"the first: exit code {first[0][0]}: {first[0][1][-200:]}", time.monotonic() - began
     if code != exit_codes.DONE:
         return f"the second: exit code {code}: {said[-200:]}", time.monotonic() - began
-    stopped, resumed = (re.search(rf"{words} at step (\d+)", text) for words, text in (("stopped", first[0][1]), ("resumed from .*", said)))
+    stopped, resumed = (
+        re.search(rf"{words} at step (\d+)", text) for words, text in (("stopped by a signal", first[0][1]), ("resumed from .*", said))
+    )
     same = stopped and resumed and stopped[1] == resumed[1]
     return ("" if same else f"{stopped and stopped[0]}, then {resumed and resumed[0]}"), time.monotonic() - began
 

@@ -469,7 +469,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.eval_capacity_factor -1", "router.eval_capacity_factor: got -1", "router.eval_capacity_factor"),
     (
         T + "--router.preset glam --experts.num_experts 1",
-        "experts.num_experts: got 1, needed at least the 2 choices",
+        "experts.num_experts: got 1, needed at least a token's 2 choices",
         "router.preset to switch",
     ),
     (T + "--router.preset gshard --router.num_choices 3", "router.second: got random with 3 choices, needed", "router.second to always"),
@@ -483,8 +483,8 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.softmax_over chosen", "router.softmax_over: got chosen with one choice", "set router.softmax_over to all"),
     (T + "--router.preset mixtral --router.score sigmoid", "router.softmax_over: got chosen with score sigmoid", "softmax_over to all"),
     (T + "--router.preset mixtral --router.gates before_drop", "router.gates: got before_drop with softmax_over chosen", "to as_is"),
-    (T + "--router.second random", "router.second: got random with 1 choices, needed a top-2 preset", "router.preset to gshard"),
-    (T + "--router.num_choices 9", "experts.num_experts: got 8, needed at least the 9 choices", "set it to 9"),
+    (T + "--router.second random", "router.second: got random with 1 choice, needed a top-2 preset", "router.preset to gshard"),
+    (T + "--router.num_choices 9", "experts.num_experts: got 8, needed at least a token's 9 choices", "set it to 9"),
     (T + "--router.num_choices 0", "router.num_choices: got 0, needed greater than 0", "router.num_choices"),
     (T + "--router.select topk", "router.select: got 'topk'", "did you mean top_k?"),
     (
@@ -497,7 +497,7 @@ CASES: list[tuple[str, str, str]] = [
         "router.top_groups: got 3, needed at most expert_groups=2",
         "set it to 2",
     ),
-    (T + "--router.preset deepseek_v3", "router.top_groups: got 4 groups of 1 experts, needed at least the 8 choices", "set it to 8"),
+    (T + "--router.preset deepseek_v3", "router.top_groups: got 4 groups of 1 expert, needed at least a token's 8 choices", "set it to 8"),
     (
         T + "--router.select hash --router.balance_weight 0 --router.bias_rate 0.1",
         "router.bias_rate: got 0.1 with select hash, needed null",
@@ -585,7 +585,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "1: only all_to_all sends chunks", "dispatch.overlap_chunks to 1"),
     (
         T + "--nproc 2 --dispatch.overlap_chunks 3",
-        "dispatch.overlap_chunks: got 3, needed a divisor of the 4 experts that a rank holds",
+        "dispatch.overlap_chunks: got 3, needed a divisor of 4, the experts that a rank holds",
         "set it to one of [1, 2, 4]",
     ),
     (T + "--nproc 4 --dispatch.kind hierarchical", "dispatch.node_size: got null with dispatch.kind=hierarchical", "one of [1, 2, 4]"),

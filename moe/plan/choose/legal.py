@@ -145,7 +145,7 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
-    unit, words = plan.grid.sequences, f"{counted(plan.grid.sequences, 'row')} of tp's grid"
+    unit, words = plan.grid.sequences, f"the {plan.grid.sequences} rows of tp's grid"
     tokens = min(half.length for half in (network, network.encoder or network)) // plan.sp
     if network.experts is not None and tokens < plan.tp:
         yield f"degrees.tp={plan.tp} ranks share {counted(tokens, 'token')} of a sequence, and each must route at least one"
