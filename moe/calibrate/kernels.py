@@ -24,8 +24,8 @@ STREAM_BYTES = 64 * 2**20
 SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
-def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Return the median seconds of 3 to 1000 calls of call(), made for about `seconds` after two warm-up calls. On a CPU with one thread,
+def timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of 3 to 1000 calls of call(), made for about SECONDS after two warm-up calls. On a CPU with one thread,
     these are seconds of CPU time."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
@@ -38,7 +38,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
     for _ in range(2):
         once()
-    until, found = time.perf_counter() + seconds, [once(), once(), once()]
+    until, found = time.perf_counter() + SECONDS, [once(), once(), once()]
     while time.perf_counter() < until and len(found) < 1000:
         found.append(once())
     return median(found)

@@ -119,12 +119,12 @@ def _means(record: list[Span]) -> dict[str, float]:
     return {key: statistics.mean(seconds) for key, seconds in found.items()}
 
 
-def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
+def _transfer_seconds(axis: Axis) -> float:
     """Median seconds of a message between ranks 0 and 1, as half of a round trip; 0 on other ranks."""
     if axis.index > 1:
         return 0.0
     tensor, other, seconds = torch.zeros(ROWS, WIDTH), axis.ranks[1 - axis.index], []
-    for _ in range(times):
+    for _ in range(20):
         started = time.perf_counter()
         for turn in (0, 1):
             (dist.send if turn == axis.index else dist.recv)(tensor, other, group=axis.group)
