@@ -157,7 +157,7 @@ def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
-    source = f"between.tree_us (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used): replaced"
+    source = f"between.tree_us: replaced (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used)"
     return replace(cluster.between, tree_us=tree_us), source
 
 
