@@ -47,7 +47,7 @@ class Moment(NamedTuple):
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. freed, reducing: with stages and
-    reduce-scatters after each pass, the parameters whose gathered weights FSDP has freed, and those whose gradients it is reducing.
+    reduce-scatters after each pass, the parameters with gathered weights that FSDP has freed, and with gradients that it is reducing.
     """
 
     activations: float
@@ -133,7 +133,7 @@ class _Stage(NamedTuple):
 
 class _AtWork(NamedTuple):
     """A layer in its backward pass. gone: bytes that later layers of its stage have freed. to_come: parameters of the stage that have no
-    gradient yet. freed: parameters of the later layers. behind: parameters whose gradients are being reduced."""
+    gradient yet. freed: parameters of the later layers. behind: parameters with gradients that are being reduced."""
 
     of: LayerBytes
     gone: float
@@ -380,7 +380,7 @@ class _Step:
         once: bool,
     ) -> Iterator[Moment]:
         """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. others:
-        parameters of other stages, whose weights FSDP has freed. at_i: the action is I. The other arguments are those of `_at_loss`."""
+        parameters of other stages, which FSDP has freed. at_i: the action is I. The other arguments are those of `_at_loss`."""
         outside = self.outside
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, later, freed, behind in self._at_work(stage, once, at_i):
@@ -424,7 +424,7 @@ class _Step:
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
     def _reduced_last(self, stage: _Stage) -> Elements:
-        """Return the parameters whose gradients FSDP reduces last in a stage's backward pass: of the embedding or of the first layer."""
+        """Return the parameters that FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
     def _at_work(self, stage: _Stage, once: bool, at_i: bool) -> list[_AtWork]:
