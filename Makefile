@@ -17,7 +17,7 @@ SOURCES := moe parallel tests
 .PHONY: help setup train check test docs lint format clean
 
 help:
-	@echo "make train    train $(RECIPE) on all GPUs, or on two CPU processes; to change it: RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50'"
+	@echo "make train    train $(RECIPE) on all GPUs (a power of two), or on two CPU processes; to change it: RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50'"
 	@echo "make check    ruff, mypy and the quick tests in tests/laws: before each commit, at most 3 minutes on two cores"
 	@echo "make test     ruff, mypy and all tests, on all cores; WORKERS=1: on one core"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"

@@ -29,11 +29,11 @@ class BadInput(ValueError):
         super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got) or repr(got)}, {asked}".split())))
 
 
-_PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.md)\b")
+_PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.(?:md|py))\b")
 
 
 def _place_of(page: re.Match[str]) -> str:
-    """Return the path of a docs page for the user: relative if the current folder is a checkout of this repository, else absolute."""
+    """Return the path of a file of the docs for the user: relative if the current folder is a checkout of this project, else absolute."""
     if Path(page[0]).exists():
         return page[0]
     if (there := Path(__file__).parents[1] / page[0]).exists():

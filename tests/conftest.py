@@ -78,6 +78,12 @@ def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parts of the model: the second step reads weights and biases that the first has moved. Moments and loss scale are engines'."""
+    _take_steps(2, monkeypatch)
+
+
+@pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments, loss scale and biases have moved, and what a step leaves has been read again, also after a skipped one."""
     _take_steps(3, monkeypatch)
@@ -99,9 +105,10 @@ def process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
         del os.environ["DS_ACCELERATOR"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     yield
-    for name in [n for n in os.environ if n not in environment and n != "PYTEST_CURRENT_TEST"]:
+    now = dict(os.environ)
+    for name in now.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
-    os.environ.update(environment)
+    os.environ.update(environment.items() - now.items())
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)

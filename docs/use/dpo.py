@@ -68,6 +68,9 @@ def note(predictions):
 
 
 def main(run, pairs):
+    if REFERENCE.exists():
+        needed = "no such file yet: a run may train with it, and its reference must not change"
+        raise BadInput(str(REFERENCE), got="a file that is there already", needed=needed, fix=f"mv {REFERENCE} {REFERENCE}.old")
     base = moe.open(run)
     sizes = {"max_length": base.recipe.model.max_length, "vocab_size": base.recipe.vocab_size, "seed": 0}
     data = open_data(Data(source="chat", path=pairs), **sizes, tokenizer=base.tokenizer.describe())
@@ -80,4 +83,6 @@ def main(run, pairs):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit("usage: python dpo.py RUN_TO_BEGIN_WITH PAIRS.jsonl")
+    moe.script(lambda: main(*sys.argv[1:]))

@@ -1,1 +1,1 @@
-"""The measurements of `moe bench`, each in a file with `main(**flags) -> int`. It prints a table, and with `--json FILE` also writes it."""
+"""The measurements of `moe bench`, each in a file with `main(**flags) -> int`, which prints a table and writes it to `--json FILE`."""

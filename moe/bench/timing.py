@@ -46,19 +46,19 @@ def wait(device: torch.device) -> None:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the median over rounds of seconds a[round] / b[round]."""
+    """Return the median over rounds of a[round] / b[round]. a, b: seconds of each round."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def slowest(seconds: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return a dict: name of a function -> its seconds in each round on the slowest rank. seconds: the results of `in_turn`, one for each
-    rank."""
+    """Return a dict: name of a function -> its seconds in each round, on that round's slowest rank. seconds: the results of `in_turn`, one
+    for each rank."""
     return {name: [max(times) for times in zip(*(rank[name] for rank in seconds), strict=True)] for name in seconds[0]}
 
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison of two functions. ours, theirs: their names in `in_turn`. most: largest allowed ratio of their seconds, ours / theirs;
+    """Comparison of two functions. ours, theirs: the functions' names in `in_turn`. most: largest allowed ratio of seconds, ours / theirs;
     None: no limit."""
 
     name: str

@@ -3,7 +3,7 @@
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
     collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
                     cores, times include waiting for a core, as in training
-    own_step.py     whole training steps of small models, each rank by itself; they give the time that products and attention do not take
+    own_step.py     whole training steps of small models, each rank by itself; they give the time without products and attention
 
 Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
 + step_ms. The constants launch_us, pointwise and step_ms are fitted to the measured steps: least squares of relative errors, no constant
@@ -53,7 +53,7 @@ MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same ti
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
 # (layers, width, hidden, heads, positions, sequences) of each model; in later models, products take a larger part of a step's time
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the same order, of the model whose FSDP and DDP steps give gather_us: many small gathers
+SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the same order, of the model that gives gather_us in FSDP and DDP steps: many small gathers
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
@@ -200,7 +200,7 @@ def _typical(found: list[Any]) -> Any:
 
 
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
-    """Return a Device from measurements. units: number of multiprocessors, 1 for a CPU core; found: what kernels.measure returns."""
+    """Return a Device from measurements. units: number of multiprocessors, 1 for a CPU core; found: the result of kernels.measure."""
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
@@ -251,8 +251,8 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
 
 
 def gather_us(cluster: Cluster) -> float:
-    """Return the host's microseconds for one FSDP gather, in addition to its collective. They follow from the difference between FSDP and
-    DDP steps measured on two ranks."""
+    """Return the host's microseconds for one FSDP gather, in addition to its collective. The value follows from the difference between FSDP
+    and DDP steps measured on two ranks."""
     ENGINES[CUT].load()  # imported before ranks are forked, so that not every rank imports it
     measured = run_on_ranks(own_step.in_turn, 2, 2, [sharded(kind) for kind in (PLAIN, CUT)], timeout_s=TIMEOUT_S)[0]
     two = cluster.holding(2)
@@ -275,7 +275,8 @@ def _lines(made: Cluster) -> Iterator[str]:
     for kind, rates in one.rates.items():
         listed = ", ".join(f"{1e3 * rate:.3g} at {flops / 1e6:.3g}" for flops, rate in sorted(rates.items()))
         yield f"products, {kind}: GFLOP/s by millions of operations: {listed}"
-    yield f"memory {one.memory_gb_s:.3g} GB/s; attention {one.attention[0]:.0%} and {one.attention[1]:.0%} of the best product"
+    shares = f"forward {one.attention[0]:.0%}, backward {one.attention[1]:.0%}"
+    yield f"memory {one.memory_gb_s:.3g} GB/s; attention {shares} of the fastest product's rate"
     for kind, table in made.inside.times.items():
         for n, row in table.items():
             yield f"{kind}, {n} ranks: " + ", ".join(f"{us:.0f} us at {size // 1024} KiB" for size, us in row.items())

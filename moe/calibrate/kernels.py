@@ -24,8 +24,9 @@ STREAM_BYTES = 64 * 2**20
 SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
-def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
-    """Return the median seconds of call(), after two warm-up calls. It is repeated for about `seconds`, at least three times."""
+def timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of 3 to 1000 calls of call(), made for about SECONDS after two warm-up calls. On a CPU with one thread,
+    these are seconds of CPU time."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def once() -> float:
@@ -37,7 +38,7 @@ def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SEC
 
     for _ in range(2):
         once()
-    until, found = time.perf_counter() + seconds, [once(), once(), once()]
+    until, found = time.perf_counter() + SECONDS, [once(), once(), once()]
     while time.perf_counter() < until and len(found) < 1000:
         found.append(once())
     return median(found)
@@ -56,7 +57,8 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return a and b of the
-    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on it.
+    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on the
+    size.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2  # the causal mask leaves half of all pairs

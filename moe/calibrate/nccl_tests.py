@@ -22,7 +22,7 @@ import yaml
 
 from moe.launch import exit_codes
 from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.store.files import check_writable, read_text, write_text
 
 # name of a program -> key of `inside.times`
@@ -70,7 +70,7 @@ class Measured:
 
 
 def read(text: str, *, kind: str, what: str) -> Measured:
-    """Read the output of one program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
+    """Read the output of one NCCL-tests program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
     ranks = RANK.findall(text)
     hosts = Counter(host for _, host in ranks)
     if not hosts or len(set(hosts.values())) > 1:
@@ -82,7 +82,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
         got, fix = "a size twice, or several groups of ranks", "keep one run in a file, without NCCL_TESTS_SPLIT"
         raise BadInput(what, got=got, needed="one table, measured on one group of ranks", fix=fix)
     if len(times) < LEAST_SIZES:
-        raise BadInput(what, got=f"{len(times)} sizes", needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
+        raise BadInput(what, got=counted(len(times), "size"), needed=f"at least {LEAST_SIZES}", fix="run it with -b 8K -e 1G -f 2")
     return Measured(what, kind, sum(hosts.values()), len(hosts), times)
 
 
@@ -92,7 +92,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
         if not cells or not cells[0].isdigit():
             continue
         if len(cells) != COLUMNS:
-            raise BadInput(what, got=f"{len(cells)} columns in line {number}", needed=f"{COLUMNS}", fix="leave out flags that add columns")
+            got, fix = f"{counted(len(cells), 'column')} in line {number}", "leave out flags that add columns"
+            raise BadInput(what, got=got, needed=f"{COLUMNS}", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:
@@ -106,8 +107,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with these times. Raises BadInput for send times between nodes, which a cluster file does not have, and for times
-    that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does, for send times between nodes, which a cluster file
+    does not have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -115,25 +116,25 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
     if found.nodes == 1:
         ranks = 2 if found.kind == "send" else found.ranks  # send times do not depend on the number of ranks, so they are stored for 2
         rows = cluster.inside.times.get(found.kind, {}) | {ranks: found.times}
-        source = f"inside.times.{found.kind} of {ranks} ranks: instead, NCCL-tests, {found.what}"
+        source = f"inside.times.{found.kind} of {ranks} ranks: replaced by NCCL-tests, {found.what}"
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
         needed = "all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf between nodes"
-        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
+        raise BadInput(found.what, got=counted(found.nodes, "node"), needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
-    source += f", NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
+    source += f" by NCCL-tests, {found.what}, {counted(found.ranks, 'rank')} on {counted(found.nodes, 'node')}"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with share and latency_us of a ring of `here` ranks on each node, and the beginning of the note for `sources`."""
+    """Return (`between` with share and latency_us of a ring of `here` ranks on each node, beginning of the note for `sources`)."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
     _check_rate(found, bus, most)
     within = cluster.inside.latency_us + found.nodes * (here - 1) * cluster.inside.hop_us
-    source = "between.share, between.latency_us: instead"
+    source = "between.share, between.latency_us: replaced"
     if latency < within:
         source += f" (no latency is left for between: {latency:.3g} us fitted, {within:.3g} us by inside.latency_us and hop_us)"
     if here > 1 and bus > cluster.inside.bus(here):
@@ -142,21 +143,22 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with exchange_share, from the bytes that a rank sends to other nodes, and the beginning of `sources`' note."""
+    """Return (`between` with exchange_share, beginning of the note for `sources`). Only bytes that a rank sends to other nodes count."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
     _check_rate(found, sent, most)
-    return replace(between, exchange_share=sent / (most * between.share)), "between.exchange_share: instead"
+    return replace(between, exchange_share=sent / (most * between.share)), "between.exchange_share: replaced"
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return `between` with tree_us, from an all-reduce's latency, and the beginning of the note for `sources`. A cluster has one bandwidth
+    """Return (`between` with tree_us from an all-reduce's latency, beginning of the note for `sources`). A cluster has one bandwidth
     for all-reduces and gathers, so the all-reduce's bandwidth is not used; the note has it."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
-    return replace(cluster.between, tree_us=tree_us), f"between.tree_us: instead (2 bytes / {2 * rate / 1000:.4g} GB/s is not taken)"
+    source = f"between.tree_us (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used): replaced"
+    return replace(cluster.between, tree_us=tree_us), source
 
 
 BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # applied in this order
@@ -171,7 +173,7 @@ def _check_rate(found: Measured, rate: float, most: float) -> None:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Put the times of the outputs in `folder` into `cluster`, and write the cluster file `out`. Raises BadInput for wrong outputs."""
+    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, write the cluster file `out`. Raises BadInput for wrong outputs."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     made = from_folder(given, folder)
@@ -181,8 +183,8 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, and
-    if outputs of runs on several nodes differ in the number of nodes or ranks."""
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do, for
+    a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:
@@ -197,7 +199,10 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
-        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
+        got, fix = (
+            " and ".join(f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}" for nodes, ranks in several),
+            "move the others to another folder",
+        )
         raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):

@@ -40,7 +40,7 @@ NOISE = 0.05  # about the spread of the predictions' errors over layouts, with t
 PRIOR = math.log(2)  # prior standard deviation of x
 TOLD = 0.25  # limit on the standard deviation of x, above which the steps do not determine a constant
 MOST = math.log(4)  # largest absolute value of x
-STEP = 0.02  # difference of x for derivatives, because predicted seconds have small jumps
+STEP = 0.02  # difference of x in numerical derivatives: large compared with the small jumps of predicted seconds
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Constant:
     most: float = math.inf
 
     def largest(self, cluster: Cluster) -> float:
-        """Return the largest allowed x."""
+        """Return the largest allowed x, the logarithm of the factor on this constant."""
         return MOST if cluster.cores else min(MOST, math.log(self.most / self.value(cluster)))
 
 
@@ -140,7 +140,7 @@ class Fit:
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
-    """Fit the constants that the steps determine. All others keep their values."""
+    """Fit the constants that the steps determine. The other constants keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, told = cluster, NOISE, dict[str, float]()
     for _ in every:  # until the set of determined constants does not change
@@ -164,7 +164,7 @@ def _errors(cluster: Cluster, steps: Sequence[Step]) -> Any:
 
 
 def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
-    """Return the derivative of each step's error with respect to x of the constant `name`."""
+    """Return the derivative of each step's error with respect to x, the logarithm of the factor on the constant `name`."""
     up, down = (_errors(CONSTANTS[name].scaled(cluster, math.exp(by)), steps) for by in (STEP, -STEP))
     return (up - down) / (2 * STEP)
 
@@ -219,13 +219,14 @@ def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Fit constants of `cluster` to the runs in `folder`, print the fit, and write the cluster file `out`. Raises BadInput (`measured`)."""
+    """Fit constants of `cluster` to the runs in `folder`, print the fit, write the cluster file `out`. Raises BadInput as `measured`
+    does."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     steps = list(measured(folder, given))
     found = fitted(given, steps)
     names = some(step.run for step in steps)
-    sources = [f"{name}: instead, fitted to steps of {counted(len(steps), 'run')} ({names})" for name in found.told]
+    sources = [f"{name}: replaced, fitted to steps of {counted(len(steps), 'run')} ({names})" for name in found.told]
     made = replace(found.cluster, sources=(*given.sources, *sources))
     write_text(out, yaml.safe_dump(mapping_of(made), sort_keys=False), what="--out")
     print(*_lines(given, made, steps, found), f"wrote {out}", sep="\n")
@@ -242,7 +243,7 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
         also = f", and {TOGETHER[name]} with it" if name in TOGETHER else ""
         yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
     if found.untold:
-        yield f"not fitted, because these steps do not determine it: {', '.join(found.untold)}"
+        yield f"not fitted, because these steps do not determine their values: {', '.join(found.untold)}"
     before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
     yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
         f", {by_others:.1%} if each run is predicted from the others" if by_others else ""
@@ -288,7 +289,8 @@ def _is_device(name: str, hardware: str) -> bool:
 
 
 def _busiest(path: Path, run: Run) -> float:
-    """Return the rows of the busiest ep rank / mean over ep ranks, as the median over all layers and steps; 1 if ep is 1."""
+    """Return the rows of the busiest ep rank / mean over ep ranks, as the median over all layers and steps; 1 if ep is 1 or no loads
+    were recorded."""
     ep = run.mesh_degrees().ep
     loads = [layer.get("load") or [] for line in read(path) for layer in line.get("moe") or ()]
     found = [max(shares(load, ep)) for load in loads if sum(load) > 0 and ep > 1]
@@ -296,6 +298,6 @@ def _busiest(path: Path, run: Run) -> float:
 
 
 def shares(load_E: Sequence[float], ranks: int) -> list[float]:
-    """Return for each rank its rows / mean over ranks. The ranks hold equal numbers of consecutive experts. load_E: rows of each expert."""
+    """Return each rank's rows / mean rows of a rank. The ranks hold equal numbers of consecutive experts. load_E: rows of each expert."""
     each = len(load_E) // ranks
     return [sum(load_E[rank * each : (rank + 1) * each]) * ranks / sum(load_E) for rank in range(ranks)]

@@ -46,7 +46,7 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """Return the error `bad` of a recipe on `world` processes, with a tested fix. It has the first of these that exists: single changes
+    """Return the error `bad` of a recipe on `world` processes, with a tested fix, which is the first of these that exists: single changes
     after which the recipe is accepted; several changes together; a change after which an error about another key remains; words that no
     change was found."""
     until = time.process_time() + _TRY_S
@@ -75,8 +75,9 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
 
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
-    """Return the smallest set of changes after which the recipe is accepted; None if none is found before process time `until`. tries:
-    changes that were not enough, each with the error that remained. Changes in that error's fix are added to them."""
+    """Return the smallest set of changes after which the recipe is accepted; None if none is found with at most _FURTHER added
+    changes before process time `until`. tries: changes that were not enough, each with the error that remained. Changes in that error's fix
+    are added to them."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

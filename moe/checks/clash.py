@@ -17,7 +17,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
             ->  tiling.ffn: got 2 with optimizer.kind=kfac, needed 1: K-FAC needs whole matrices;
                 fix: set tiling.ffn to 1, or optimizer.kind to adamw
 
-    other: a key, or the cause in words. works: a value of `key` that works. fixes: alternatives to setting it. needed: the text after
+    other: a key, or the cause in words. works: a value of `key` that works. fixes: alternatives to setting `key`. needed: the text after
     "needed", instead of `works: why`.
     """
     cause = other if " " in other else f"{other}={written(value_of(run, other))}"
@@ -26,7 +26,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
 
 
 def check_others(run: Run, other: str, works: Mapping[str, tuple[object, str]], *fixes: Fix) -> None:
-    """Raise BadInput for the first key that does not have the value which works with key `other`. works: key -> (that value, why)."""
+    """Raise BadInput for the first key with a value that does not work with the key `other`. works: key -> (value that works, why)."""
     for key, (value, why) in works.items():
         if value_of(run, key) != value:
             raise clash(run, key, other, value, why, *fixes)

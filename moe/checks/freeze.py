@@ -18,7 +18,7 @@ def check_freeze(run: Run) -> None:
         return
     for part in parts:
         _check_part(run, part)
-    _check_left(run)
+    _check_trained(run)
     check_others(run, _KEY, {"lora.rank": (0, "adapters freeze all other weights")}, Remove(_KEY))
 
 
@@ -37,8 +37,8 @@ def _check_part(run: Run, part: str) -> None:
         raise BadInput(_KEY, got=part, needed=needed, fix=_without(run, part))
 
 
-def _check_left(run: Run) -> None:
-    """Raise BadInput if all weights are frozen, or all weights of a pipeline stage, which then would have no backward pass."""
+def _check_trained(run: Run) -> None:
+    """Raise BadInput if all weights are frozen, or if a pipeline stage could have only frozen weights, and so no backward pass."""
     parts, depth = run.train.freeze, run.model.num_layers
     layers = {layer for part in parts for layer in layers_of(part) or ()}
     inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
@@ -53,7 +53,7 @@ def _check_left(run: Run) -> None:
 
 
 def _lacking(run: Run) -> set[str]:
-    """Return the parts of layers in train.freeze that no layer of this model has."""
+    """Return the parts that train.freeze may name and that no layer of this model has."""
     return (set() if run.model.layers_with_experts() else {"experts", "router"}) | (set() if run.has_dense_networks else {"dense"})
 
 

@@ -10,17 +10,17 @@ from parallel.fixes import Fix, Set
 
 
 def check_lora(run: Run) -> None:
-    """Raise BadInput for targets that the model does not have, and for layouts that would shard an adapter's matrices."""
+    """Raise BadInput for targets that the model does not have, and for settings with which adapters cannot be trained."""
     if not run.lora.rank:
         return
     _check_targets(run)
     works: dict[str, tuple[object, str]] = {
         "degrees.tp": (1, "ranks must hold whole matrices (ep and etp share experts)"),
-        "degrees.pp": (1, "one stage"),
-        "tiling.ffn": (1, "whole matrices"),
-        "experts.rebalance_every": (0, "experts that stay on their ranks"),
+        "degrees.pp": (1, "adapters need all layers in one stage"),
+        "tiling.ffn": (1, "adapters need whole matrices"),
+        "experts.rebalance_every": (0, "adapters need experts that stay on their ranks"),
         "sharding.offload.optimizer": ("none", "optimizer states on the device: an adapter's states are small"),
-        "sharding.offload.parameters": ("none", "weights on the device"),
+        "sharding.offload.parameters": ("none", "adapters need the frozen weights on the device"),
         "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
     }
     no_adapters = Set("lora.rank", 0)

@@ -9,7 +9,7 @@ import math
 from moe.checks.clash import check_others, clash
 from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.recipe.shapes import divisible_inputs
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Remove, Set
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.mesh import divisors
@@ -55,13 +55,13 @@ def check_model(run: Run) -> None:
 def _check_latent(run: Run) -> None:
     m, by = run.model, "model.latent.key_rank"
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", "T5 and Switch have none"),
-        "model.positions": ("rotary", "keys have rotary channels"),
+        "model.kind": ("decoder", "T5 and Switch have no latent attention"),
+        "model.positions": ("rotary", "keys of latent attention have rotary channels"),
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
-        "model.qk_norm": ("none", "the latents are normed"),
-        "model.qkv_bias": (False, "the latents are normed"),
-        "model.clip_qkv": (None, "the latents are normed"),
-        "model.scales.attention": (None, "the scale of latent attention is YaRN's alone"),
+        "model.qk_norm": ("none", "latent attention has norms of the latents instead"),
+        "model.qkv_bias": (False, "latent attention has no biases"),
+        "model.clip_qkv": (None, "latent attention has no bounds"),
+        "model.scales.attention": (None, "only YaRN scales the logits of latent attention"),
     }
     if m.num_kv_heads == m.num_heads:
         del works["model.num_kv_heads"]
@@ -112,15 +112,15 @@ def _check_rope(run: Run) -> None:
 
 
 def _check_fraction(m: Model) -> None:
-    """Raise BadInput for a model.rope.fraction with which an odd number of a head's channels is rotated, or none. The fix is a fraction
-    with an even number close to it."""
+    """Raise BadInput for a model.rope.fraction that rotates an odd number of a head's channels, or no channel. The fix is a nearby
+    fraction that rotates an even number."""
     share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
     count = m.rope.turning(size)
     if count % 2 or not count:
         even = max(2, 2 * round(share * size / 2))
         tries = ((math.ceil(even / size * 10**digits) + up) / 10**digits for digits in range(1, 9) for up in (0, 1))
         fitting = next((value for value in tries if value <= 1 and Rope(fraction=value).turning(size) == even), None)
-        got = f"{share:g} of {size} channels of a head, which is {count}"
+        got = f"{share:g} of {counted(size, 'channel')} of a head, which is {count}"
         said = Set("it", fitting, said=f"{fitting:g}, which is {even} channels") if fitting else Set("model.head_size", size + size % 2)
         raise BadInput("model.rope.fraction", got=got, needed="an even number of channels: they are rotated in pairs", fix=said)
 
@@ -128,7 +128,7 @@ def _check_fraction(m: Model) -> None:
 def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
-        "model.kind": ("decoder", "T5 and Switch have none"),
+        "model.kind": ("decoder", "T5 and Switch have no multi-token prediction"),
         "train.loss": ("cross_entropy", "blocks of multi-token prediction learn by it"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
@@ -149,9 +149,9 @@ def _check_shards_of_halves(run: Run) -> None:
     read = max(1, sp) * max(1, tp)
     written = math.lcm(read, 2 * sp) if sp > 1 and run.sequence.position_order == "zigzag" else read
     if m.source_length % read or m.target_length % written:
-        got = f"{m.max_length}, with {m.target_length} tokens for the decoder"
+        got = f"{m.max_length}, with {counted(m.target_length, 'token')} for the decoder"
         keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
-        needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both"
+        needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both lengths"
         near = divisible_inputs(m.max_length, read=read, written=written)
         fix: Fix | str = Set("it", *near) if near else f"fewer ranks: no length of span corruption is divided by {read} and {written}"
         raise BadInput("model.max_length", got=got, needed=needed, fix=fix)

@@ -41,7 +41,7 @@ def _check_kfac(run: Run) -> None:
     if s.named.steps != "matrices" or s.named.threads:
         got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if "stage" in s.named.sharding else "")
         reason = (
-            "K-FAC's hooks expect one copy of each linear" if s.named.threads else "a direction is made of a whole matrix, not of a shard"
+            "K-FAC's hooks expect one replica of each layer" if s.named.threads else "K-FAC's direction needs a whole matrix, not a shard"
         )
         raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix=Set("sharding.kind", "ddp") | _ADAMW)
     if o.kfac.delay >= (every := o.kfac.refresh_every):

@@ -29,7 +29,7 @@ def check_pipeline(run: Run) -> None:
 
 
 def _check_without_stages(run: Run) -> None:
-    """With degrees.pp 1, raise BadInput for an unknown pipeline.schedule and wrong pipeline.layers, although they have no effect then."""
+    """With degrees.pp 1, raise BadInput for a wrong pipeline.schedule, layers or energy_plan, although these keys then have no effect."""
     p, layers = run.pipeline, run.model.num_layers
     if not p.schedule.endswith(".csv"):
         try:
@@ -57,7 +57,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
 
 
 def slow_sharding(run: Run) -> BadInput | None:
-    """Return the error for sharding that is slow with pipeline stages, unless sharding.allow_slow permits it; None for other sharding."""
+    """Return the error for sharding that is slow with pipeline stages, even if sharding.allow_slow permits it; None for other sharding."""
     s = run.sharding
     if run.degrees.pp == 1 or s.named.stage < 2 or not s.reshard:
         return None

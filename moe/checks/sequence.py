@@ -11,7 +11,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Raise BadInput unless positions and heads can be divided equally among the ranks of sp."""
+    """Raise BadInput unless positions and heads can be divided equally among the ranks of sp, and for keys without effect."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return
@@ -29,7 +29,8 @@ def without_effect(run: Run) -> list[str]:
         return []
     fields = type(run.sequence).model_fields.items()
     found = {key: value for key, field in fields if (value := getattr(run.sequence, key)) != field.default}
-    return [f"sequence.{key} {str(value).lower()} has no effect: with degrees.sp 1 sequences are whole" for key, value in found.items()]
+    why = "with degrees.sp 1 each rank has whole sequences"
+    return [f"sequence.{key} {str(value).lower()} has no effect: {why}" for key, value in found.items()]
 
 
 def _check_idle(run: Run) -> None:

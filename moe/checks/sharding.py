@@ -14,7 +14,7 @@ from parallel.store.files import user_path
 
 
 def check_sharding(run: Run) -> None:
-    """Raise BadInput for values that the recipe's kind and stage of sharding do not support."""
+    """Raise BadInput for values that the recipe's kind and stage of sharding do not support, and for an unusable offload folder."""
     if "engine" in run.sharding.named.keys:
         _check_zero(run)
     else:
@@ -42,7 +42,7 @@ def _check_zero(run: Run) -> None:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))
     if run.precision.master != "fp32" and run.carrier.steps == "elements":
-        why = "its engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute"
+        why = "DeepSpeed's engine keeps fp32 master weights in the partitions, in addition to working weights in precision.compute"
         raise clash(run, "precision.master", "sharding.engine", "fp32", why, Set("sharding.engine", "auto", said="auto, which is FSDP"))
     for key, place in _places(s.offload).items():
         if place == "none":

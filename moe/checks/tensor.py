@@ -27,7 +27,7 @@ def check_tensor(run: Run) -> None:
     if kind in GRIDS:
         _check_grid(run)
     if run.optimizer.kind == "kfac" and kind != "copied":
-        why = "a direction is made of a whole matrix, and ranks of tp hold parts"
+        why = "K-FAC's direction needs a whole matrix, and ranks of tp hold parts"
         raise clash(run, "optimizer.kind", "degrees.tp", "adamw", why, Set("degrees.tp", 1))
     if m.latent.key_rank is not None and kind not in ("copied", "1d"):
         why = "neither a grid nor DTensor cuts latent attention, whose latents belong to all heads"
@@ -80,7 +80,7 @@ def _check_line(run: Run) -> None:
             raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each rank of tp holds an equal part", fix=fix)
         if kind == "dtensor":
             needed = f"a divisor of {what}={size}: with dtensor, no two ranks of tp hold the same heads"
-            fix = Set("tensor.kind", "1d", said="1d, which holds copies") if tp % size == 0 else fix
+            fix = Set("tensor.kind", "1d", said="1d, which holds copies of heads") if tp % size == 0 else fix
             raise BadInput("degrees.tp", got=f"{tp} with tensor.kind=dtensor", needed=needed, fix=fix)
         needed = f"a divisor or a multiple of {what}={size}: each rank has equally many heads, or each head is on equally many ranks"
         raise BadInput("degrees.tp", got=tp, needed=needed, fix=fix)
@@ -114,7 +114,7 @@ def _check_sequences(run: Run) -> None:
             raise BadInput("degrees.tp", got=tp, needed=needed, fix=Set("degrees.tp", 1) | Set("model.max_length", tp * run.degrees.sp))
     held = run.train.global_batch // (dp * run.pipeline.microbatches)
     if held % unit:
-        least, got = dp * run.pipeline.microbatches * unit, f"{tp} for {held} sequences of a micro-batch"
+        least, got = dp * run.pipeline.microbatches * unit, f"{tp} for {counted(held, 'sequence')} of a micro-batch"
         fix = Set("train.global_batch", least, said=f"a multiple of {least}") | Set("degrees.tp", 1)
         raise BadInput("degrees.tp", got=got, needed=f"sequences that are a multiple of {words}: {each}", fix=fix)
     if (sequences := run.train.eval_sequences) % (dp * unit):
@@ -136,7 +136,7 @@ def check_tiling(run: Run) -> None:
     read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
-        needed = f"at most the {tokens} tokens of a micro-batch"
+        needed = f"at most {counted(tokens, 'token')}, as a micro-batch has"
         fix = Set("it", *range(min(tokens, 8), 0, -1), said=f"{tokens} or less; 8 is often enough")
         raise BadInput("recompute.loss_chunks", got=run.recompute.loss_chunks, needed=needed, fix=fix)
 

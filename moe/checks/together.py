@@ -101,7 +101,7 @@ def _check_free(run: Run) -> None:
 def _check_networks(run: Run) -> None:
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
-        needed = f"one for each of the {len(layers)} layers with experts ({some(map(str, layers))}), or one number for all"
+        needed = f"one for each of {counted(len(layers), 'layer')} with experts ({some(map(str, layers))}), or one number for all"
         fix = f"list {counted(len(layers), 'number')}, or change model.moe_every"
         raise BadInput("experts.num_experts", got=counted(len(x.num_experts), "number"), needed=needed, fix=fix)
     if x.residual and x.shared:
@@ -144,10 +144,11 @@ def _check_casts(run: Run) -> None:
     if p.compute == "fp32" or p.compute == p.master:
         raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
     if p.casts not in run.carrier.casts:
-        why = "replicas copy the weights" if run.sharding.named.threads else "its engine already gathers or holds them in precision.compute"
+        casts = "the engine already gathers or holds the weights in precision.compute"
+        why = "replicas copy the weights" if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if run.optimizer.kind == "kfac":
-        why = "K-FAC steps the weights that the model reads"
+        why = "K-FAC updates the weights that the model reads"
         raise clash(run, key, "optimizer.kind", "use", why, Set("optimizer.kind", "adamw"))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"
@@ -190,8 +191,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. data.path is
-    also refused with samples from a program; a plug-in may read it."""
+    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text.
+    With samples, data.sources is refused, and data.path if they come from a program; a plug-in may read it."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
@@ -199,7 +200,9 @@ def _check_given(d: Data) -> None:
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
     for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources if d.is_own else ())):
         if value:
-            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}"))
+            raise BadInput(
+                f"data.{key}", got=f"data.{key} with data.source={d.source}", needed="only one of the two", fix=Remove(f"data.{key}")
+            )
     if d.objective != "next_token":
         got, fix = f"{d.objective} with data.source={d.source}", Set("data.objective", "next_token")
         raise BadInput("data.objective", got=got, needed="next_token", fix=fix)
@@ -220,8 +223,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """Raise BadInput for sharding.kind dp, whose replicas are threads, with several processes, or if the sequences of a micro-batch cannot
-    be divided equally among replicas."""
+    """For sharding.kind dp, whose replicas are threads of one process: raise BadInput for several processes, and if the replicas cannot
+    have equal numbers of a micro-batch's sequences."""
     if not run.sharding.named.threads:
         return
     if run.degrees.dp != 1:
@@ -248,7 +251,7 @@ def _check_batch(run: Run) -> None:
     group, held, sparse = run.router.group, batch // (dp * m), bool(run.model.layers_with_experts())
     _check_replicas(run, held)
     if sparse and isinstance(group, int) and held % group:
-        needed, fix = f"a divisor of the {held} sequences in one rank's micro-batch", Set("router.group", *divisors(held))
+        needed, fix = f"a divisor of {held}, the sequences in one rank's micro-batch", Set("router.group", *divisors(held))
         raise BadInput("router.group", got=counted(group, "sequence"), needed=needed, fix=fix)
     if sparse:
         sequences = group if isinstance(group, int) else held if group == "rank" else 1

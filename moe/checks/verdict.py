@@ -35,7 +35,7 @@ def verdict(run: Run, world_size: int) -> Verdict:
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Return the reasons why a run that the checks accept is not recommended, each with a better choice. Its degrees must be resolved."""
+    """Return the reasons why a run that the checks accept is not recommended, each with a better choice. run: with resolved degrees."""
     found, d, sequence = [], run.degrees, run.sequence
     if (slow := slow_sharding(run)) is not None:
         found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1, or fsdp with reshard false")

@@ -1,4 +1,4 @@
-"""`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if a check fails that training needs.
+"""`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if training could not work.
 
 `moe doctor --trace FOLDER` instead finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """

@@ -32,7 +32,7 @@ MOST_ACTIONS = 2**11  # limit on forward passes in a step: planning takes time q
 
 
 def main(flags: Energy, overrides: dict[str, str]) -> int:
-    """Make an energy plan, print it, and write it to --out. With --apply, also run it on this machine's GPUs. Raises BadInput."""
+    """Make an energy plan, print it, write it to --out. With --apply, set this machine's GPU clocks. Raises BadInput for wrong flags."""
     name, slowdown, recipe = flags.name or "1f1b", flags.slowdown or 0.0, flags.recipe
     size: dict[str, Any] = {"stages": flags.stages, "microbatches": flags.microbatches, "chunks": flags.chunks}
     _check(flags, name, size, slowdown)
@@ -43,7 +43,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     measured: MeasuredProfile | None = None
     costs: Costs | None = None
     if flags.profile is not None:
-        refuse({"recipe": recipe, **times}, got="it with --profile", needed="one of the two: the profile already has times")
+        refuse({"recipe": recipe, **times}, got="with --profile", needed="one of the two: the profile already has times")
         measured = read_profile(flags.profile)
     elif recipe:
         costs = of_recipe(recipe, overrides, times, size, from_file)
@@ -68,11 +68,11 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
 def _check(flags: Energy, name: str, size: dict[str, Any], slowdown: float) -> None:
     check_least(flags, **dict.fromkeys(size, 1))
     if name.endswith(".csv"):
-        refuse(size, got=f"it with {name}", needed=OF_FILE)
+        refuse(size, got=f"with {name}", needed=OF_FILE)
     if not 0 <= slowdown <= 10:
         raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
     if (ahead := flags.ahead) is not None and (ahead < 0 or name != "1f1b"):
-        got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"it for {name}", "remove --ahead")
+        got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"--ahead for {name}", "remove --ahead")
         raise BadInput("--ahead", got=got, needed="at least 0, and the schedule 1f1b, the only one with movable forward passes", fix=fix)
     if flags.steps is not None and (flags.steps < 1 or not flags.apply):
         raise BadInput("--steps", got=flags.steps, needed="at least 1, with --apply", fix="--apply --steps 1")
@@ -91,7 +91,7 @@ def _schedule(name: str, size: dict[str, Any], measured: MeasuredProfile | None)
 
 def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs | None) -> tuple[Profile, float, float]:
     """Return (profile, watts of a waiting rank, seconds of a message). profile(rank, action): returns the possible clocks, each with
-    seconds and joules. All come from the user's profile `measured`; without one, from the power model and `costs`, the times at full
+    seconds and joules. All values come from the user's profile `measured`; without one, from the power model and `costs`, the times at full
     clock."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
@@ -166,7 +166,8 @@ def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
         m = PowerModel()
         print(
             f"assumed, not measured: {m.static_w + m.dynamic_w:g} W at {m.full_mhz} MHz, {m.static_w:g} of them fixed,"
-            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of each time memory's, {m.idle_w:g} W idle"
+            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of the time independent of the clock,"
+            f" {m.idle_w:g} W idle"
         )
 
 
@@ -182,7 +183,7 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Run `steps` steps at the plan's clocks on this machine's GPUs. If NVML does not permit it, print the reason in one line."""
+    """Set this machine's GPUs to the plan's clocks as in `steps` steps, without computing. If NVML does not permit it, print why."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
     # SIGTERM raises SystemExit, so that clocks are restored

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moe.cli.verbs import RECIPE_VERBS, is_word
+from moe.cli.verbs import NOT_SIMULATED, RECIPE_VERBS, is_word
 from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
@@ -53,7 +53,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             _refuse_flag(verb, name, value if equals else None if following.startswith("--") else following, flags)
         field, several = name[2:], hints[name[2:]] == tuple[str, ...]
         if field in values and not several:
-            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
+            raise BadInput(name, got="two values", needed="one", fix="remove one of the two")
         if flags[name] is bool:
             if equals:
                 raise BadInput(name, got=word, needed=f"{name} without a value", fix=f"write {name}, or leave it out")
@@ -116,7 +116,7 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
     if meant is not None and meant.flag in flags:
         given = "" if value is None or flags[meant.flag] is bool else f" {shlex.quote(value)}"
         return f"did you mean {meant.flag}{given}?"
-    takes = {key: verb in RECIPE_VERBS and (verb != "eval" or key.startswith("data.")) for key in known_keys()}
+    takes = {key: _reads(verb, key) for key in known_keys()}
     if meant is not None and meant.flag is None and all(takes[key] for key in meant.named):
         return meant.fix(value, typed=True)
     if verb not in RECIPE_VERBS:
@@ -126,6 +126,13 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
         return Meant({f"{word}.kind": in_our_words(f"{word}.kind", value)} if of_kind else {f"{word}.KEY": None}).fix(value, typed=True)
     found = [key for key in keys_named(word, value) if takes[key]]
     return Meant({found[0]: value}).fix(value, typed=True) if found else None
+
+
+def _reads(verb: str, key: str) -> bool:
+    """Return whether a recipe's key has an effect on the verb."""
+    if verb in ("simulate", "energy"):
+        return key not in {f"degrees.{axis}" for axis in NOT_SIMULATED}
+    return verb in RECIPE_VERBS and (verb != "eval" or key.startswith("data."))
 
 
 def _value(name: str, kind: Any, text: str) -> Any:

@@ -18,7 +18,7 @@ from moe.data.remarks import remark_lines
 from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.load import load
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.store.files import user_path, write_text
 
@@ -55,7 +55,7 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
     for count, rows in made.items():
         load_E = np.bincount(np.array(rows).reshape(len(rows), -1).ravel(), np.repeat(counts_V, choices), minlength=count)
         share_E = load_E / max(1, load_E.sum())
-        print(f"{count} experts: {share_E.min():.2%} to {share_E.max():.2%} of the choices each (even: {1 / count:.2%})")
+        print(f"{counted(count, 'expert')}: {share_E.min():.2%} to {share_E.max():.2%} of the choices each (even: {1 / count:.2%})")
     print(f"table: {path}, {run.vocab_size} ids; train with: --router.select hash --router.hash_table {path} --router.balance_weight 0")
     return exit_codes.DONE
 
@@ -67,7 +67,6 @@ def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
         return counts(train.inner, vocab_size)
     if isinstance(train, MixedTrain):
         parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
-        # type: ignore[union-attr]
         mixed: npt.NDArray[np.int64] = sum(share * _MIXTURE_TOKENS * part / part.sum() for share, part in parts).astype(np.int64)
         return mixed
     assert isinstance(train, TrainSet) and isinstance(train.windows, Windows)  # other kinds of data were refused before

@@ -57,7 +57,7 @@ def print_list(entries: dict[str, str]) -> None:
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
     """Print a completion script (`words`: --tyro-print-completion SHELL), or write it (`words`: --tyro-write-completion SHELL FILE). It
-    completes verbs, flags, dotted keys and their choices. Raises BadInput for an unknown shell."""
+    completes verbs, flags, dotted keys and their choices. Raises BadInput for an unknown shell or a missing FILE."""
     from moe.recipe.load import published_names, recipe_names
 
     least = 3 if "write" in words[0] else 2

@@ -38,16 +38,16 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
     asked, _ = load(flags.recipe, overrides)
     machines = load_cluster(flags.cluster)
     run = settled(asked, machines)
-    print(_devices(machines) + (f"; {_batch(run)}" if flags.compare is None else ""))
     if flags.compare is not None:
         from moe.cli.plan_compare import table
 
         other = settled(load(flags.compare, overrides)[0], machines)
         names = f"{flags.recipe}, {_batch(run)}", f"{flags.compare}, {_batch(other)}"
         both = _as_is(run, machines), _as_is(other, machines)
-        print(*table(names, both), sep="\n")
+        print(_devices(machines), *table(names, both), sep="\n")
         write_rows(flags.json, "plan", [_row(made, made.found.ranked[0]) for made in both], cluster=flags.cluster)
         return exit_codes.DONE
+    print(f"{_devices(machines)}; {_batch(run)}")
     if flags.explain:
         print(*guided(run, machines), "", sep="\n")
     began = time.perf_counter()
@@ -90,8 +90,8 @@ def _check(flags: verbs.Plan) -> None:
         refuse_others(
             flags,
             ("recipe", "cluster", "compare", "json"),
-            got="it with --compare",
-            needed="no flags but --cluster and --json: both recipes are run as they are written",
+            got="with --compare",
+            needed="no flags but --cluster and --json: both recipes are predicted as they are written",
         )
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
@@ -105,7 +105,7 @@ def _check(flags: verbs.Plan) -> None:
             check_writable(path, what=what)
     if flags.search != "enumerate" and (flags.as_is or flags.exhaustive):
         flag = "--as-is" if flags.as_is else "--exhaustive"
-        raise BadInput(flag, got=f"it with --search {flags.search}", needed="one of the two", fix=f"remove {flag}")
+        raise BadInput(flag, got=f"{flag} with --search {flags.search}", needed="one of the two", fix=f"remove {flag}")
 
 
 def _as_is(run: Run, cluster: Cluster) -> Planned:
@@ -121,7 +121,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
     (ranked,), cluster, speed = made.found.ranked, made.cluster, made.speed(made.found.ranked[0])
     fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.4g} GiB"
-    fits += ", but tight: it uses the last tenth" if made.found.fitting and made.tight(ranked) else ""
+    fits += ", but tight: it uses the last tenth of the memory" if made.found.fitting and made.tight(ranked) else ""
     share = "" if speed.mfu is None else f" ({speed.mfu:.1%} of the peak)"
     text = [
         f"the recipe's own plan: {described(ranked.plan)}",
@@ -135,7 +135,7 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _range(made: Planned, one: Ranked) -> str:
-    """Return the range of a plan's seconds that follows from errors on published runs, in brackets; "" for hosts without such runs."""
+    """Return the text of a plan's range of seconds, which follows from errors on published runs; "" if the cluster has no such runs."""
     known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 
@@ -204,7 +204,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _busiest(made: Planned) -> list[str]:
-    """Return one line: rows of the busiest ep rank over the mean, in the best plan; [] if each rank holds all experts."""
+    """Return one line: rows of the busiest ep rank over the mean, in the best plan; [] if ep is 1 or the model is dense."""
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []

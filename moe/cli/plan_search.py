@@ -1,10 +1,10 @@
-"""`moe plan --search` searches a strategy on the operator graph; `moe plan --order` searches an order of pipeline actions.
+"""`moe plan --search` searches for a strategy on the operator graph; `moe plan --order` for an order of pipeline actions.
 
 --search alpa | flexflow | mesh-tf | gspmd uses the method of the paper of that name (moe/plan/search/search.py, layouts.py). The recipe
 sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run. Its seconds and bytes are then
 predicted as for every other plan.
 
---order order.csv uses the predicted seconds of the best plan's stages and messages to search an order that is faster than the plan's
+--order order.csv uses the predicted seconds of the best plan's stages and messages to search for an order that is faster than the plan's
 schedule and stores no more activations (parallel/pipeline/schedules/search.py). If one is found, it is written to the file, and the
 recipe of --out has the file as pipeline.schedule.
 """
@@ -47,7 +47,7 @@ LEAST_SAVED = 1e-4  # an order of pipeline actions is written only if it saves a
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
-    """Search a plan with the method `search`. Return (the plan with predicted seconds and bytes, its recipe, a line about the search)."""
+    """Search for a plan by the method `search`. Return (the plan with predicted seconds and bytes, its recipe, a line on the search)."""
     batch, m = run.train.global_batch, run.pipeline.microbatches
     if batch % m:
         fix = Set("it", *divisors(batch))
@@ -79,7 +79,7 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
 
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
-    """Search a faster order of actions for the best plan. If one is found, write it to `path`, and set it in the best plan's recipe.
+    """Search for a faster order of actions for the best plan. If one is found, write it to `path`, and set it in the best plan's recipe.
     Return (the plans, with the changed recipe; a line about the search)."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
@@ -104,5 +104,5 @@ def _nothing_to_search(plan: Plan) -> str | None:
     if kind_of(plan.schedule).continuous or placed(plan.schedule) == "both_ways":
         return f"{plan.schedule} cannot be written as an order of one step's actions"
     if plan.stage >= 2:
-        return f"an order may delay weight gradients, but {plan.engine} sums them earlier"
+        return f"an order may delay weight gradients, but {plan.engine} sums gradients during the backward pass"
     return None

@@ -1,5 +1,5 @@
-"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches an order
-of actions for given times and memory. Training runs the same schedules; it runs an order from a file with pipeline.schedule FILE.csv.
+"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches for an
+order of actions for given times and memory. Training runs the same schedules; with pipeline.schedule FILE.csv it runs a file's order.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
     check_least(flags, **dict.fromkeys(size, 1) | {"pipelines": 2})
     if name != SEARCH:
         of_search = {"placement": flags.placement, "memory": flags.memory}
-        refuse(of_search, got=f"it with {name or 'all schedules'}", needed=f"moe simulate {SEARCH}: only it has this flag")
+        refuse(of_search, got=f"with {name or 'all schedules'}", needed=f"moe simulate {SEARCH}: only it has this flag")
     if recipe is None:
         refuse(overrides, **NEEDS_RECIPE)
     size["vertical_sync"] = None if flags.vertical_sync is None else flags.vertical_sync == "on"
     order = read_order(name) if name is not None and name.endswith(".csv") else None
     if name is not None and order is not None:
-        refuse({flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)}, got=f"it with {name}", needed=OF_FILE)
+        refuse({flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)}, got=f"with {name}", needed=OF_FILE)
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
     costs: Costs = times_of(times) if recipe is None else of_recipe(recipe, overrides, times, size, order)
     size |= {"stages": size["stages"] or RANKS, "microbatches": size["microbatches"] or MICROBATCHES}
@@ -85,10 +85,10 @@ def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tup
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     placement = flags.placement or "line"
-    refuse({flag: size[flag] for flag in OPTIONS}, got="it with search", needed="only flags of moe simulate search")
+    refuse({flag: size[flag] for flag in OPTIONS}, got="with search", needed="only flags of moe simulate search")
     check_least(flags, memory=1)
     if placement != "loop":
-        refuse({"chunks": size["chunks"]}, got=f"it with --placement {placement}", needed="--placement loop, the only one with chunks")
+        refuse({"chunks": size["chunks"]}, got=f"with --placement {placement}", needed="--placement loop, the only one with chunks")
     ranks, microbatches, chunks = size["stages"], size["microbatches"], size["chunks"] or 2
     # durations depend on a schedule's stages, not on its actions, so a schedule without actions suffices
     empty = flushed(SEARCH, homes_of(placement, ranks, chunks), microbatches, [()] * ranks)
@@ -226,8 +226,9 @@ def summary_line(row: dict[str, Any]) -> str:
 
 def _assumed(row: dict[str, Any]) -> str:
     left_out = f"; not counted: {', '.join(row['not_counted'])} (moe plan counts them)" if row["not_counted"] else ""
+    sequences = counted(row["sequences_a_microbatch"], "sequence")
     return (
-        f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {row['sequences_a_microbatch']} sequences a micro-batch;"
+        f"assumed: {row['tflops']:g} TFLOP/s and {row['link_gb_s']:g} GB/s a rank, {sequences} a micro-batch;"
         f" states: 16 bytes a parameter, 4 for each older version; only matrix products and messages take time{left_out}"
     )
 
@@ -260,7 +261,7 @@ def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     for line in refused:
         print(f"{line['schedule']}: {line['reason']}")
-    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until the weight gradient,")
-    print("on any rank, in micro-batches of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
+    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until weight gradients, on")
+    print("one rank, 1 = a micro-batch of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
     if model:
         print(_assumed(rows[0]))

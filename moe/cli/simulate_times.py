@@ -8,9 +8,10 @@ from math import isqrt
 from typing import Any
 
 from moe.cli.run import refuse
+from moe.cli.verbs import NOT_SIMULATED
 from moe.plan.pipeline import STATE_BYTES, WEIGHT_BYTES, Device, Stage, layers_of, micro_batch, stages_of
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import fewer_ranks
 from parallel.pipeline.simulator.held import peak_held, weight_versions
@@ -20,8 +21,8 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 # default speeds: what Megatron-LM reached on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # words of the error for a recipe's key on the command line, without --recipe
-NEEDS_RECIPE = {"got": "it without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size which the schedule's file already sets
+NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag with a schedule's file, which has the size
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
@@ -61,7 +62,8 @@ class Costs(ABC):
 
 @dataclass(frozen=True)
 class Times(Costs):
-    """Durations from flags, in any unit. forward_time, backward_time: a number for each stage, or one number for all stages of a rank."""
+    """Durations from flags, in any unit. forward_time, backward_time: one number for each stage, with commas between, or one for all of a
+    rank's stages together."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -85,14 +87,14 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
-    got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
+    got = f"{microbatches} on {counted(times, 'stage')}" + (f" of {batches} batches" if batches and batches > 1 else "")
     # `fits` is a multiple of twice the number of ranks, which DualPipe needs
     fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)
     if fits:
         fix = f"--microbatches {fits}"
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
-    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {most_actions:,} forward passes in all", fix=fix)
 
 
 def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
@@ -103,14 +105,14 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
-    got = f"{microbatches} on {stages} stages, in {filled} batches, which this continuous pipeline needs to fill"
+    got = f"{microbatches} on {counted(stages, 'stage')}, in {counted(filled, 'batch')}, which this continuous pipeline needs to fill"
     raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:
     """Return the times that flags set. given: flag -> value. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     needed = "--recipe RECIPE, which gives the FLOPs and bytes"
-    refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="it without a recipe", needed=needed)
+    refuse({flag: given.get(flag) for flag in WITH_RECIPE}, got="without a recipe", needed=needed)
     times = Times(**given)
     if not 0 <= times.weight_share <= 1:
         raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
@@ -128,7 +130,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
         raise BadInput(flag, got=value, needed="a time above 0 and below 1e12, or one for each stage with commas between", fix=f"{flag} 1")
     if len(numbers) not in (1, schedule.num_stages):
         needed = f"1 time, or {schedule.num_stages}: one for each stage of {schedule.name}"
-        raise BadInput(flag, got=f"{len(numbers)} times", needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
+        raise BadInput(flag, got=counted(len(numbers), "time"), needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
     return numbers[0] * schedule.num_ranks / schedule.num_stages if len(numbers) == 1 else numbers
 
 
@@ -192,7 +194,7 @@ class OfRecipe(Costs):
 
 def not_counted(run: Run) -> list[str]:
     """Return the settings that the simulation ignores, such as "degrees.tp 2": it treats each pipeline rank as one device."""
-    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
+    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in NOT_SIMULATED if getattr(run.degrees, axis) != 1]
     return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.named.stage else [])
 
 
@@ -202,7 +204,7 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
     from a user's file; None: a schedule of the catalog."""
     from moe.recipe.load import load
 
-    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="it with --recipe", needed="one of the two: the model gives times")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="with --recipe", needed="one of the two: the model gives times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+NOT_SIMULATED = ("tp", "sp", "etp")  # axes of degrees that `moe simulate` and `moe energy` do not count
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 
@@ -64,7 +65,7 @@ class Verify:
 
     many: str | None = _word_or_none("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks")
     compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
-    peer: str | None = _flag("compare a tiny model of another project, in that project's parallel layout: transformers, deepspeed, torch")
+    peer: str | None = _flag("compare another project's own parallelism of a tiny model with one process: transformers, deepspeed or torch")
     model: str | None = _flag("with --peer: comma-separated names of its models, all by default")
     ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
@@ -140,7 +141,7 @@ class Bench:
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows that contain this text, such as bf16 or E64; or only these parts of the measurement")
     kinds: str | None = _flag("comma-separated kinds of data parallelism, such as ddp,zero2+cpu, or schedules of pipelines, such as 1f1b")
-    full: bool = _flag("the full measurement, as docs/benchmarks report it; by default each case runs once", False)
+    full: bool = _flag("the full measurement, as docs/benchmarks report it; by default fewer and smaller cases", False)
     rounds: int | None = _flag("how often each case is timed or tried; timed cases take turns")
     json: Path | None = _flag("also write the table as JSON")
 
@@ -156,7 +157,9 @@ class Plan:
         "with --calibrate: measure nothing; put the results of NCCL-tests, from the outputs in this folder, into --cluster"
     )
     runs: Path | None = _flag("with --calibrate: measure nothing, and fit --cluster to the steps of the finished runs in this folder")
-    cluster: str | None = _flag("a shipped cluster, such as h100-8, h100-2 (part of a node), h100-8x4 (4 nodes), or a YAML file; required")
+    cluster: str | None = _flag(
+        "a shipped cluster, such as h100-8, h100-2 (part of a node), h100-8x4 (4 nodes), or a YAML file; required with a recipe"
+    )
     top: int = _flag("number of plans to print", 10)
     exhaustive: bool = _flag("try every engine, schedule and recomputation with all degrees, not only with the fastest degrees", False)
     as_is: bool = _flag("predict only the recipe as it is written, even if it does not fit", False)
@@ -165,7 +168,7 @@ class Plan:
         "enumerate: try all plans; others: search on the graph of the recipe's operators, as in the paper of that name", "enumerate"
     )
     explain: bool = _flag("first print the rules by which a strategy is chosen by hand, with this recipe's numbers", False)
-    order: Path | None = _flag("also search a faster order of pipeline actions for the best plan; if one is found, write it to this *.csv")
+    order: Path | None = _flag("also search for a faster order of the best plan's pipeline actions, and write it, if found, to this *.csv")
     out: Path | None = _flag("also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag("also draw the best plan into this folder: the pipeline's timeline, and the memory of each rank")
     json: Path | None = _flag("also write the chosen, ranked and refused plans as JSON")
@@ -175,7 +178,7 @@ class Plan:
 class Simulate:
     """Draw a pipeline schedule and count its bubbles, activations and weight versions. Without a name, print a table of all schedules."""
 
-    name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
+    name: str | None = _word_or_none("a schedule, such as 1f1b or chimera; a CSV file of actions; or search, to find an order of actions")
     recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
     stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
@@ -219,7 +222,8 @@ class Energy:
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
     apply: bool = _flag(
-        "run --steps steps at the plan's clocks on this machine's GPUs, one per rank, then restore the clocks; needs root", False
+        "set the plan's clocks on this machine's GPUs, one per rank, for --steps steps without computing, then restore them; needs root",
+        False,
     )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")
     out: Path | None = _flag("also write the plan as .json, or a picture as .png")

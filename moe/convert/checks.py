@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moe.recipe.keys import known_keys, value_of
 from moe.recipe.sections import Router, Run
 from moe.router.methods.catalog import method_of
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 from parallel.fixes import Set
 from parallel.mesh.mesh import divisors
 
@@ -55,7 +55,7 @@ def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
-            got, needed = f"it with --method {given['method']}", f"--method {' or '.join(methods)}"
+            got, needed = f"--{key} with --method {given['method']}", f"--method {' or '.join(methods)}"
             raise BadInput(f"--{key}", got=got, needed=needed, fix=f"remove --{key}")
         if key in given and "method" not in given and methods[0] not in ("copy", "merge"):
             raise BadInput(f"--{key}", got="no --method", needed=f"--method {' or '.join(methods)}", fix=f"--method {methods[0]}")
@@ -118,11 +118,13 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
-            got, needed = f"{side.experts.free} experts without parameters in {which}", "0: they cannot be converted to or from networks"
-            raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="keep the experts")
+            got = f"{counted(side.experts.free, 'expert')} without parameters in {which}"
+            needed = "0: they cannot be converted to or from networks"
+            raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="do not convert this model")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
-            raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")
+            fix = "do not convert this model, or --experts.biases false"
+            raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix=fix)
     fitting = GROWING if grown else SHRINKING
     settings = replace(settings, method=fitting[0]) if settings.method == "auto" else settings
     if settings.method not in fitting:
@@ -188,7 +190,7 @@ def _check_granular(before: Run, run: Run) -> None:
             needed = f"{wanted}: a token must choose all shards of a network"
             raise BadInput(f"router.{key}", got=f"{value} with --method granular", needed=needed, fix=f"--router.{key} {wanted}")
     if run.experts.residual:
-        needed = "a residual network of the source's d_ff"
+        needed = "false: a residual network would have the experts' d_ff, not the source's"
         raise BadInput("experts.residual", got="true with --method granular", needed=needed, fix="--method copy")
 
 
@@ -216,7 +218,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
         needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot give the same output"
-        raise BadInput("--to", got=got, needed=needed, fix="keep the experts")
+        raise BadInput("--to", got=got, needed=needed, fix="keep experts in these layers")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:
         got = f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant"

@@ -55,7 +55,8 @@ RECENT = 100  # number of training steps, the last before the checkpoint, over w
 
 
 def find(source: Path) -> Path:
-    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput."""
+    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput
+    if there is none."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -232,18 +233,18 @@ def _layer(conversion: Conversion, layer: int) -> str:
         one = {
             "copy": "copies of the dense network",
             "granular": f"{parts(before, run)} shards of it, {new // parts(before, run)} copies of each",
-            "noise": f"copies with noise of {s.scale:g} deviations on {s.share:g} of the weights",
+            "noise": f"copies with noise of {s.scale:g} standard deviations on {s.share:g} of the weights",
             "drop": f"copies with {s.share:g} of the hidden units drawn anew",
         }[s.method]
         factor = (parts(before, run) if s.method == "granular" else 1) / even_gate_sum(run.router, new)
         scaled = f"; down projection times {factor:g}" if factor != 1 else ""
         beside = "; residual network: the dense one" if run.experts.residual else ""
         beside += "; shared experts: new, their down projection zero" if run.experts.shared else ""
-        return f"dense -> {new} experts, {one}{scaled}; router new, seed {run.train.seed}{beside}"
-    into = f"{new} experts" if new else "dense"
+        return f"dense -> {counted(new, 'expert')}, {one}{scaled}; router new, seed {run.train.seed}{beside}"
+    into = counted(new, "expert") if new else "dense"
     how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
     beside = "; shared experts joined to it" if not new and before.experts.shared else ""
-    return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
+    return f"{counted(old, 'expert')} -> {into}: {how}{beside}{'; their router rows' if new else ''}"
 
 
 def expected_output(conversion: Conversion) -> str:
@@ -265,8 +266,7 @@ def expected_output(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference between the logits of two models on `tokens` random tokens, and the largest logit of the first model
-    (magnitudes)."""
+    """Largest magnitude of the difference between two models' logits on `tokens` random tokens, and of the first model's logits."""
 
     tokens: int
     largest_difference: float

@@ -100,6 +100,10 @@ def open_data(
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
             sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
+        if len({bool(one.index.get("pairs")) for one in each}) > 1:
+            of_pairs = ", ".join(s.path for s, one in zip(data_config.sources, each, strict=True) if one.index.get("pairs"))
+            one_kind = "one of the two: a loss reads pairs or single chats"
+            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="one run after the other")
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.source == "chat":
         return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, log=log)
@@ -158,8 +162,12 @@ def _chats(
     chats = open_chats(data.path, tokenizer, max_length=max_length, field=messages_field(data.text_key), cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
     alone = "pair" if chats.encoded.pairs else "chat"
-    holds = f"packed into {train.num_windows + held.num_windows} sequences" if data.packing else f"each {alone} is padded to a sequence"
-    log(f"data: {holds} of {max_length + 1} tokens (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
+    holds = (
+        f"packed into {counted(train.num_windows + held.num_windows, 'sequence')}"
+        if data.packing
+        else f"each {alone} is padded to a sequence"
+    )
+    log(f"data: {holds} of {counted(max_length + 1, 'token')} (model.max_length + 1); an epoch is {counted(train.num_windows, 'sequence')}")
     index = {"key": chats.key, "pairs": chats.encoded.pairs}
     return Dataset(TrainSet(train, seed), ValidationSet(held, tokenizer.bytes_per_id), tokenizer, index, chats.key)
 

@@ -6,11 +6,11 @@ predicted.
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
-    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, which share a sequence (for train.loss)
+    {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, in one sequence (for a train.loss that compares them)
 
-A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log has
-their number. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
-last assistant's message, and this id is appended. moe/data/chats.py stores the samples and packs them.
+A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log
+says how many. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
+assistant's last message, and this id is appended. moe/data/chats.py stores the samples and packs them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from parallel.store.files import read_text, user_path
 
 # value of "from" -> role
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
-NO_TEMPLATE = "a template, because this model came with none"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -116,7 +115,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     dropped = f", {counted(left_out, 'chat')} left out without a predicted token" if left_out else ""
     cuts = f", {counted(cut, 'chat')} cut to {'half of ' * (each == 2)}model.max_length" if cut else ""
     count = f"{counted(len(lengths) - 1, 'chat')}{' in pairs' * (each == 2)}"
-    sizes = f"{count}, {starts[-1]} tokens, {shown.sum()} of them predicted{cuts}{dropped}"
+    sizes = f"{count}, {counted(int(starts[-1]), 'token')}, {shown.sum()} of them predicted{cuts}{dropped}"
     about = f"{sizes}; the longest chat has {counted(max(lengths), 'token')}"
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 
@@ -132,7 +131,7 @@ def check_readable(path: str, given: str | None, *, text_key: str) -> None:
 
 
 def messages_field(text_key: str) -> str | None:
-    """Return the name of the field with the messages: data.text_key. Return None for its default, with which every known form is read."""
+    """Return the name of the field with the messages: data.text_key; None for its default, with which every known form is read."""
     return None if text_key == Data.model_fields["text_key"].default else text_key
 
 
@@ -157,12 +156,12 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
 
 
 def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
-    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput."""
+    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput for another form."""
     row = _row(line, where, field)
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]
-    if not isinstance(row.get("prompt"), type(row["chosen"])):  # then the prompt is the messages that both begin with
+    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the messages with which both begin
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]
@@ -171,7 +170,8 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
 
 
 def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
-    """Return the fields of a line that are not null; if `field` names the messages, these as "messages", and tools. Raises BadInput."""
+    """Return a line's JSON object without null fields. With `field`, the name of the messages' field: only "messages" and "tools". Raises
+    BadInput if the line has no object, or the object no such field."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -203,7 +203,7 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
         raise BadInput(where, got="tools of another form", needed="null or a list of objects", fix="mend this line")
     if template is None:
         fix = "--data.chat_template FILE.jinja, or start from a model that has one (--init_from)"
-        raise BadInput("data.chat_template", got="null", needed=NO_TEMPLATE, fix=fix)
+        raise BadInput("data.chat_template", got="null", needed="a template, because this model came with none", fix=fix)
     try:
         return _rendered(template.for_tools(tools), first, after, tools)
     except BadInput as bad:
@@ -221,7 +221,7 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages with role and content. ShareGPT's from and value are renamed. Raises BadInput for another form."""
+    """Return messages with role and content. ShareGPT's keys from and value are renamed. Raises BadInput for another form."""
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="mend this line")
     return [_message(message, where) for message in given]

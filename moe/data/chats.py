@@ -49,7 +49,7 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return a chat's ids, int64 [n]. An id that is not predicted is stored as -101 - id: below 0, so that it is known as such."""
+        """Return a chat's ids, int64 [n]. An id that is not predicted is returned as -101 - id, which is below 0."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
         return np.where(self.encoded.predicted_N[some], ids, marked(ids))
@@ -144,7 +144,7 @@ def packed(lengths: list[int], *, room: int) -> list[list[int]]:
     """Distribute chats over sequences by best-fit decreasing, so that the `lengths` of a sequence's chats add up to at most `room`. Return
     each sequence as the ascending list of its chats' indices. No length may be above `room`."""
     rows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # number of free ids -> the sequences with this number
+    left: dict[int, list[int]] = {}  # number of free ids -> the sequences with this many free ids
     sizes: list[int] = []  # the keys of `left`, ascending
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         at = bisect_left(sizes, lengths[number])

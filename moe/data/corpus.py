@@ -128,7 +128,7 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
     """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders,
-    which may form circles, and files without read permission. Raises BadInput if the folder is not readable."""
+    which may form circles, and files and folders without read permission. Raises BadInput if the folder is not readable."""
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -210,8 +210,8 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, or if more bytes are skipped than
-    read."""
+    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and as `check_kinds` does if more
+    bytes are skipped than read."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:

@@ -4,7 +4,7 @@
     a.parquet  a.arrow        one column, a few rows at a time; Arrow's file format and its stream format (which `datasets` saves)
 
 A small compressed file may unpack to any size, so the size of a document, line or cell is limited. A truncated or damaged file is refused
-with one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+with one line, and so is a format without its installed package. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 class TextKey(NamedTuple):
     """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether at
-    most one file has keys or columns; several files must all have this name."""
+    most one file has keys or columns; several files must all have this key."""
 
     name: str
     set_by: str = "data.text_key"
@@ -142,7 +142,7 @@ def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
 
 
 class _Zst(io.RawIOBase):
-    """A file of Zstandard frames, which is unpacked as it is read. The reader of the library zstandard does not notice a truncated file."""
+    """A file of Zstandard frames, which is unpacked as it is read. The library's own reader does not notice a truncated file."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.library = file, path, needed_package("zstandard", path)

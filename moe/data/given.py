@@ -48,7 +48,8 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput."""
+        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput as
+        `row` does."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -75,7 +76,8 @@ class Stream:
     _read: int = 0  # number of samples read since the source was last opened
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput as
+        `row` does."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:
@@ -187,8 +189,8 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted is stored as -101 - id: below 0, so
-    that it is known as such. `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of
+    """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted becomes -101 - id, which is below 0.
+    `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of
     the vocabulary."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
     ids = columns[_IDS]

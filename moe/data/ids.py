@@ -39,7 +39,7 @@ Stream = npt.NDArray[np.integer]
 
 class _Found(NamedTuple):
     """Opened files of ids. `validation`: the ids of val.bin; None if all ids are in `train`, which is cut later. `ends`: indices at which
-    documents end."""
+    documents end; None if unknown."""
 
     files: tuple[Path, ...]
     train: Stream

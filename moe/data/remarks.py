@@ -4,8 +4,8 @@
     data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
 
 A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
-all files. A folder is refused if more of its bytes are skipped than read, unless the recipe sets data.source text: its texts are likely in
-a format that is not read, and training would use only a README.
+all files. A folder is refused if more of its bytes are skipped than read: its texts are likely in a format that is not read, and training
+would use only a README. If the recipe sets data.source, it is refused only if skipped files are of a kind in _ADVICE.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _of_windows(content: bytes) -> bool:
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
     """Return the index of token files with this `label` and these remarks on files that were left out. Label and left-out files are not
-    stored in it, because the token files may have been built from another folder with the same text."""
+    stored in index.json, because the token files may have been built from another folder with the same text."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 
 
@@ -95,7 +95,7 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """Return remarks as at most ten lines. If there are more remarks, the last line has their number and names the file `listing`."""
+    """Return remarks as at most ten lines. If there are more remarks, the last line counts the others and names the file `listing`."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)

@@ -128,8 +128,9 @@ class TokenShard:
 
 
 def orders_of(mesh: Mesh, kind: str, length: int, *, source: int = 0) -> tuple[Order, ...]:
-    """Return (the Order of this `kind`,), which assigns positions in sequences of `length` tokens to sp ranks. In an encoder-decoder, whose
-    encoder reads the first `source` tokens: (the encoder's Order, the decoder's). Raises BadInput if ranks do not divide a length."""
+    """Return the Orders that assign positions in sequences of `length` tokens to sp ranks: one, of this `kind`. In an encoder-decoder,
+    whose encoder reads the first `source` tokens, return two: the encoder's and the decoder's. Raises BadInput if ranks do not divide a
+    length."""
     of = partial(Order, size=mesh.axis("sp_ring").size, inner=mesh.axis("sp_heads").size)
     encoder = (of("contiguous", length=source, causal=False),) if source else ()
     return (*encoder, of(kind, length=length - source))

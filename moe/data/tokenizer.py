@@ -64,7 +64,7 @@ class Tokenizer(ABC):
 
     @property
     def bytes_per_id(self) -> npt.NDArray[np.int64]:
-        """Number of bytes of text of each id, [vocab_size], for bits per byte. A separator counts as one byte."""
+        """Number of bytes of each id's text, [vocab_size], for bits per byte. The separator of bytes and bpe counts as one byte."""
         return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
 
     @abstractmethod
@@ -350,7 +350,7 @@ def _chat(held: Any) -> dict[str, Any] | None:
 
 def _bad_description(got: object) -> BadInput:
     needed = "one written by this program (kind bytes, bpe, given or ids)"
-    return BadInput("tokenizer description", got=str(got)[:120], needed=needed, fix="restore that file")
+    return BadInput("tokenizer description", got=str(got)[:120], needed=needed, fix="restore the file that has it")
 
 
 def _byte_characters() -> dict[str, int]:

@@ -299,7 +299,7 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. If another process has already built the files, they stay, unless they are damaged."""
+    """Rename a finished folder to its final name. Files that another process has already built are kept; damaged ones are replaced."""
     for _ in range(3):
         with contextlib.suppress(OSError):  # fails if the folder exists; other errors recur in the last line, which raises them
             os.rename(temporary, folder)
@@ -334,7 +334,8 @@ def _remove_leftovers(folder: Path) -> None:
 @contextlib.contextmanager
 def locked_alone(path: Path, log: Log) -> Iterator[bool]:
     """Hold an exclusive lock on a file. Yield True; or False if the file system has no locks: then two processes may build the same files.
-    If this process waited for another that then failed with BadInput, raise the same BadInput, because this process would fail too."""
+    If this process waited for another process that then failed with BadInput, raise the same BadInput, because this process would fail
+    too."""
     with path.open("a+") as file:
         locked = True
         try:

@@ -8,8 +8,8 @@
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
 The layer's backward pass adds the gradients of the balance and z losses. Free experts have the highest indices, skip before zero; the
-router treats them like other experts, but their choices are not dispatched. The output of a dropped token is zero, so only the residual
-connection around the layer passes it on.
+router treats them like other experts, but their choices are not dispatched. A token with all choices dropped gets zeros from
+the experts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.router.losses import (
     balance_loss,
+    balance_loss_of_part,
     count_choices,
     importance_loss,
     join,
@@ -42,6 +43,7 @@ from moe.router.losses import (
 )
 from moe.router.router import Router, Routing
 from moe.router.slices import Shards
+from parallel.mesh.host import on_device
 
 if TYPE_CHECKING:  # for annotations only: the layer runs without the packages that read recipes
     from moe.recipe import sections
@@ -144,8 +146,11 @@ class MoELayer(nn.Module):
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
         if (fused := routing.fused) is not None:
-            load_E, kept, dropped = fused.counts.split((self.router.num_experts, 1, 1))
-            return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept[0], dropped[0], *fused.means.unbind())
+            load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
+            if shards is not None and routing.capacity is not None:  # the kernel sees no queue of a whole group
+                kept = routing.kept_TK.sum()
+                dropped = load_E.sum() - kept
+            return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())
         losses = _losses(self.layer, self.router.spec, routing, context, shards)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
@@ -209,18 +214,6 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
     return y_ND if choices == 1 else rearrange(y_ND.float(), "(t k) d -> t k d", k=choices).sum(1).to(x_TD.dtype)
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """The fields of a routing that balance losses read. `gate_TE`: None without an importance loss."""
-
-    probs_TE: Tensor
-    expert_TK: Tensor
-    valid_T: Tensor | None
-    counted_TK: Tensor | None
-    gate_TE: Tensor | None
-    chance_TE: Tensor | None
-
-
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
     """Return loss name -> fp32 scalar over the spec's balance_scope, not yet multiplied by the loss's weight; 0 for a loss that is not
     computed. Without context.whole_step, the micro-batch counts as the global batch. Collective if groups have tokens on several ranks
@@ -231,18 +224,22 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shard
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
     counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
-    of = _Counted(routing.probs_TE, expert_TK, routing.valid_T, counted_TK, gate_TE, routing.chance_TE)
-    step, whole = None, context.whole_step
-    if s.balance_scope != "global_batch" and shards is not None:
-        of = shards.mapped(of, shards.whole)
-    elif s.balance_scope == "global_batch" and whole is not None:
-        masks = {"valid_T": of.valid_T, "counted_TK": counted_TK}
-        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=of.chance_TE, whole=partial(whole, layer))
-    scope: dict[str, Any] = {"num_groups": routing.num_groups if s.balance_scope == "sequence" else 1, "valid_T": of.valid_T, "step": step}
+    chance_TE, valid_T, step, whole = routing.chance_TE, routing.valid_T, None, context.whole_step
+    num_groups, masks = routing.num_groups if s.balance_scope == "sequence" else 1, {"valid_T": valid_T, "counted_TK": counted_TK}
+    if s.balance_scope == "global_batch" and whole is not None:
+        step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
+    if s.balance_scope == "global_batch" or shards is None:
+        balance = balance_loss(routing.probs_TE, expert_TK, num_groups=num_groups, **masks, step=step)
+    else:
+        part: dict[str, Any] = {"group_T": on_device(shards.group_T(num_groups), expert_TK.device), "summed": shards.summed, **masks}
+        balance = balance_loss_of_part(routing.probs_TE, expert_TK, num_groups=num_groups, **part)
+        if gate_TE is not None or chance_TE is not None:
+            gate_TE, chance_TE, valid_T = (None if x is None else shards.whole(x) for x in (gate_TE, chance_TE, valid_T))
+    scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
     return {
-        "balance": balance_loss(of.probs_TE, of.expert_TK, counted_TK=of.counted_TK, **scope),
-        "importance": none if of.gate_TE is None else importance_loss(of.gate_TE, **scope),
-        "load": none if of.chance_TE is None else load_loss(of.chance_TE, **scope),
+        "balance": balance,
+        "importance": none if gate_TE is None else importance_loss(gate_TE, **scope),
+        "load": none if chance_TE is None else load_loss(chance_TE, **scope),
         "z": z_loss(routing.logits_TE, valid_T=routing.valid_T),
     }
 

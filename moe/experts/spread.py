@@ -6,9 +6,10 @@
                 sequence (tensor.sequence_parallel)
     channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
 
-A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. The experts' ranks
-(ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or a balance loss. If a
-group has tokens on several ranks, each of them gathers the scores of the whole group (moe/router/slices.py).
+D is the model's width, t the number of tp ranks, q the grid's side. A run is a contiguous chunk of tokens. The lengths of runs differ by at
+most one, so any number of tokens can be divided. The experts' ranks (ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A
+group is a set of tokens that share capacity or a balance loss. If a group has tokens on several ranks, they exchange its choices
+(moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: over the ranks of tp, `axis`, which divide the tokens. `sp`, `both`
-    (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a sequence; None: all.
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: moves tokens between the ranks of tp (`axis`), which divide them.
+    `sp`, `both` (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a
+    sequence; None: all.
     """
 
     def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:
@@ -127,7 +129,11 @@ class Spread:
         if self.axis.size == 1:
             return report
         own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
-        parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}
-        sums = sum_over(torch.cat([part.reshape(-1) for part in parts.values()]), self.axis)
-        totals = sums.split([part.numel() for part in parts.values()])
-        return replace(report, **{name: s.view_as(own[name]).to(own[name].dtype) for name, s in zip(own, totals, strict=True)})
+        alike = [[name for name in own if own[name].dtype == dtype] for dtype in {own[name].dtype: None for name in own}]
+        parts = [torch.cat([own[name].reshape(-1) for name in names]) for names in alike]  # few kernels: one tensor of each dtype
+        sums = sum_over(torch.cat([part.double() * share if part.is_floating_point() else part.double() for part in parts]), self.axis)
+        found = dict[str, Tensor]()
+        for names, part, total in zip(alike, parts, sums.split([len(part) for part in parts]), strict=True):
+            pieces = total.to(part.dtype).split([own[name].numel() for name in names])
+            found |= {name: piece.view_as(own[name]) for name, piece in zip(names, pieces, strict=True)}
+        return replace(report, **found)

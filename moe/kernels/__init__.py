@@ -10,7 +10,7 @@
     routed_ffn    permute, grouped_ffn and combine fused              for a rank that holds all experts
 
 A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `auto` takes `triton` for tensors on
-a GPU, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
+a GPU that it supports, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
 """
 
 from __future__ import annotations
@@ -22,32 +22,29 @@ from types import ModuleType
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-_NAMES = ("auto", "reference", "cpu", "grouped_mm")
+_NAMES = ("auto", "reference", "cpu", "grouped_mm", "triton", "triton_persistent")
 UNFUSED = ("grouped_mm",)  # kernels that save every intermediate tensor of a network for the backward pass
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
+    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if Triton is not installed or has no GPU.
     A module is imported only when it is chosen, because the planner imports this package without torch.
     """
-    if name == "triton":
-        return _triton()
     if name not in _NAMES:
-        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}, triton", fix=Set("it", "auto"))
+        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_NAMES)}", fix=Set("it", "auto"))
+    if name.startswith("triton"):
+        _check_triton(name)
     return import_module(f"moe.kernels.{name}")
 
 
-def _triton() -> ModuleType:
+def _check_triton(name: str) -> None:
     if find_spec("triton") is None:
         fix = "pip install triton" | Set("it", "auto")
-        raise BadInput("experts.kernels", got="triton, which is not installed", needed="the package triton", fix=fix)
+        raise BadInput("experts.kernels", got=f"{name}, which is not installed", needed="the package triton", fix=fix)
     import triton as package
 
     from parallel.process.process import gpus
 
     if not gpus() and not package.knobs.runtime.interpret:
         fix = Set("it", "auto", said="auto (to try the kernels, slowly: TRITON_INTERPRET=1)")
-        raise BadInput("experts.kernels", got="triton, but torch sees no GPU", needed="a GPU", fix=fix)
-    from moe.kernels import triton
-
-    return triton
+        raise BadInput("experts.kernels", got=f"{name}, but torch sees no GPU", needed="a GPU", fix=fix)

@@ -28,7 +28,7 @@ class Activation(NamedTuple):
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
-    """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype.
+    """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. h: `hidden`, g: `gate`.
     `swiglu`: bounds and slope of silu(h) * g, which is then computed in fp32 or wider.
     """
     if ffn == "relu":

@@ -4,7 +4,8 @@
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
 One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. Padded rows are at most
-1.25 times the rows (for 16-bit products on the CPU 1.5 times, or 32 rows per expert). A block's hidden rows fit into the CPU's cache.
+1.25 times the rows (for 16-bit products on the CPU 1.5 times, or 32 rows per expert). In fp32, a block's hidden rows fit into the CPU's
+cache.
 
 Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
 the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient without the factor gate. Biases are added to padding
@@ -244,8 +245,8 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, with zeros for experts without rows. Zeros, because autograd would not run a weight's hooks for
-    None."""
+    """Allocate the weights' gradients, with zeros for experts without rows, also if no expert has rows: autograd would run no hooks of a
+    weight with gradient None."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -272,8 +273,8 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first summed in groups of 16, in 16
-    bits."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16;
+    the sums are rounded to 16 bits."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

@@ -2,7 +2,7 @@
 
     permute    rows w1, rows w3    activation    hidden w2    combine        each tensor in memory, and kept for the backward pass
 
-All other operations are those of `auto`. The size of a row must be a multiple of 16 bytes.
+`auto` has all other operations. The size of a row must be a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.auto import combine, kept, kernels_of, permute, plan, reorder, top_k
-from moe.kernels.network import Counts, Network
+from moe.kernels.network import Counts, Network, aligned_start
 from moe.kernels.rows import Plan
 from parallel.errors import BadInput
 from parallel.fixes import Set
@@ -40,19 +40,19 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(rows_RI, weight_EIO, ends_E)
         ctx.weights = if_deferrable(weight_EIO)
-        return F.grouped_mm(rows_RI, weight_EIO.to(rows_RI.dtype), offs=ends_E)
+        return F.grouped_mm(rows_RI, aligned_start(weight_EIO.to(rows_RI.dtype)), offs=ends_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows_RI, weight_EIO, ends_E = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
+        grad_RO = aligned_start(grad_RO.contiguous())
         of_rows = of_weight = None
         if ctx.needs_input_grad[1]:
             weight = (ctx.weights or (weight_EIO,))[0]
             of_weight = gradient_or_later(weight, partial(_weight_gradient, rows_RI, grad_RO, ends_E, gradient_dtype(weight)))
         if ctx.needs_input_grad[0]:
-            of_rows = F.grouped_mm(grad_RO, weight_EIO.to(grad_RO.dtype).mT, offs=ends_E)
+            of_rows = F.grouped_mm(grad_RO, aligned_start(weight_EIO.to(grad_RO.dtype)).mT, offs=ends_E)
         return of_rows, of_weight, None
 
 
@@ -86,7 +86,7 @@ def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Te
         expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)  # index E for rows beyond the counts
         return out + F.pad(bias_EO, (0, 0, 0, 1)).to(out.dtype)[expert_R]
 
-    return network.compute(rows_RD.contiguous(), multiply, dropped_RF=dropped_RF)
+    return network.compute(aligned_start(rows_RD.contiguous()), multiply, dropped_RF=dropped_RF)
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:

@@ -73,6 +73,12 @@ class Network:
         return multiply("w2", hidden_RF if dropped_RF is None else hidden_RF * dropped_RF, self.w2, None)
 
 
+def aligned_start(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied if it starts at no multiple of 16 bytes, as a weight may that is a part of a flat buffer. Torch's grouped
+    product refuses such an address, TMA fails, and other kernels would load two bytes at a time."""
+    return tensor if tensor.storage_offset() * tensor.itemsize % 16 == 0 else tensor.clone()
+
+
 def numbers(counts: Counts) -> list[int]:
     """Return the counts as a list. If they are on a GPU, the host waits for them."""
     return counts if isinstance(counts, list) else counts.tolist()

@@ -19,7 +19,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
-    """Return the active choices that get one of the `slots_each` slots of their expert and group: bool [T, K]. active_TK None: all are.
+    """Return the active choices that get one of the `slots_each` slots of their expert and group: bool [T, K]. active_TK None: all.
     The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape

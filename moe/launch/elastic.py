@@ -5,7 +5,8 @@
 
 A micro-batch never has more sequences than planned, so activations still fit. tp, pp, sp and etp do not change. ep becomes the largest
 divisor of the recipe's ep with which the run is possible. The global batch does not change, so losses are equal up to rounding. If routing
-depends on which sequences share a micro-batch, a micro-batch must keep its size, which excludes some numbers of processes.
+or the balance loss depends on which sequences share a micro-batch, micro-batches must keep their size, which excludes some numbers of
+processes.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _expert_degrees(run: Run, dp: int) -> list[int | str]:
 
 
 def _same_size(run: Run) -> bool:
-    """Return whether the number of sequences in a micro-batch must not change, because routing or the balancing loss depends on it."""
+    """Return whether the number of sequences in a micro-batch must not change, because routing or the balance loss depends on it."""
     spec = run.router
     if not run.model.layers_with_experts():
         return False
@@ -144,5 +145,5 @@ def _why(run: Run) -> str:
 
 
 def listed(worlds: list[int]) -> str:
-    """Format numbers of processes: the first 16, then the number of further ones."""
-    return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} fewer" if len(worlds) > 16 else "") if worlds else "none"
+    """Format numbers of processes, given largest first: the first 16, then how many smaller numbers follow."""
+    return " ".join(map(str, worlds[:16])) + (f" and {len(worlds) - 16} smaller" if len(worlds) > 16 else "") if worlds else "none"

@@ -58,7 +58,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)
     if not hosts:
-        raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
+        raise BadInput("--hostfile", got=f"{path} without a host", needed="a line HOST slots=N", fix="for example: worker-0 slots=8")
     return hosts
 
 
@@ -77,8 +77,8 @@ class Hosts:
         return range(before, before + self.slots[number])
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
-        """Raise BadInput unless ssh reaches every machine, moe-parallel runs there, and the machine sees `folder`, this run's status
-        folder. Return False if `no_more` ended the check, otherwise True."""
+        """Raise BadInput unless pdsh and ssh are installed here, ssh reaches every machine, moe-parallel runs there, and the machine sees
+        `folder`, this run's status folder. Return False if `no_more` ended the check, otherwise True."""
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
                 fix = f"install it (Debian, Ubuntu: apt install {'openssh-client' if program == 'ssh' else program})"

@@ -38,13 +38,13 @@ from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher, and Open MPI
 _SAID = ".moe-said-"  # prefix of files in the temporary folder: one for each error message that a rank on this machine has printed
-_KEPT_S = 600.0  # seconds after which these files are removed
+_KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 
 @dataclass
 class RankRun:
-    """A rank's recipe, and the folder for its status file. Both are set after the recipe is read. place: a list with the run's folder, if a
-    parent `moe train` reads status files there; otherwise empty."""
+    """A rank's recipe (None until it has been read), and the folder for its status file. place: a list with the run's folder, if a parent
+    `moe train` reads status files there; empty without such a parent, and until the recipe has been read."""
 
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
@@ -62,7 +62,8 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed, and is written to the status file for the parent."""
+    """Run `work` as one rank, and return its exit code. An exception is printed (by one rank if all have the same), and the end is written
+    to the status file if a parent `moe train` reads it."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -150,9 +151,9 @@ def _first_here(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """Signal handler before training begins: prints that nothing is lost, and ends the rank with STOPPED. place: as in RankRun. process:
-    id of the rank's process; in a forked child, which inherits the handler, the signal has its default effect. before_training: lets
-    moe/train/start/place.py recognise this handler, which it must not restore after training."""
+    """Signal handler before training begins: reports that nothing is lost, and ends the rank with STOPPED. Ctrl-C has its default effect,
+    and so has each signal in a forked child, which inherits the handler. place: as in RankRun. process: id of the rank's process.
+    before_training: lets moe/train/start/place.py recognise this handler, which it must not restore after training."""
 
     place: list[Path]
     rank: int
@@ -235,7 +236,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(
             flag,
             got=f"the flag with torchrun --max-restarts {restarts}",
-            needed="flags that are safe with torchrun's restarts",
+            needed=f"no {flag}, which each restart by torchrun would carry out again",
             fix=fix,
         )
 

@@ -3,7 +3,8 @@
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
 Launchers do not forward all signals and exit codes, so `moe train` finds the ranks itself. All processes of a launch have the same value of
-TOKEN in their environment, even if their parent has died. A process is a rank if it has the variable RANK and its parent does not.
+TOKEN in their environment, even if their parent has died; forked ranks (moe/launch/ready.py) have the warm process's value. A process is a
+rank if it has the variable RANK and its parent does not.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _die_with(pid: int) -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    except OSError:  # a kernel before 5.3, without pidfd
+    except OSError:  # the kernel is older than 5.3 and has no pidfd
         return
     select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -4,8 +4,8 @@
                            -> warm process                         after the first checkpoint; imports torch and the trainer, once
                            -> warm process -> leader -> ranks      later attempts start in a tenth of a second, instead of ten seconds
 
-A fork gets its parent's memory but not its threads, so the warm process must not have threads, process groups or an open GPU. If an import
-in it has opened a GPU, it cannot fork ranks, and the launcher starts the next attempt instead. The leader, a fork of the warm process, has
+A fork gets its parent's memory but not its threads, so the warm process must not have threads, process groups or an open GPU. If one of its
+imports has opened a GPU, no ranks are forked, and the launcher starts the next attempt instead. The leader, a fork of the warm process, has
 the launcher's role: ranks are in its session and die with it, and it ends when all ranks have ended. Messages between the warm process or
 leader and `moe train` are lines of JSON: a request to start, then the process ids, later the exit codes.
 """
@@ -110,7 +110,7 @@ class Ready:
         self._channel = None  # _process stays set, so that `look` does not start the warm process again
 
     def _receive(self, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message from the warm process; {} if the process has ended; None if none came within `wait_s` seconds."""
+        """Return the next message from the warm process or its leader; {} if both have ended; None if none came within `wait_s` seconds."""
         assert self._channel is not None
         until = time.monotonic() + wait_s
         while b"\n" not in self._unread:
@@ -127,8 +127,8 @@ class Ready:
 
 
 def main() -> int:
-    """Run the warm process: import modules, then fork a leader for each request. Return the exit code; this returns in leaders and ranks
-    too."""
+    """Run the warm process: import modules, then fork a leader for each request. Return the exit code of the process in which this call
+    returns: the warm process, a leader, or a rank."""
     die_with(int(os.environ[PARENT]))
     channel = socket.socket(fileno=int(sys.argv[1]))
     with _silent():

@@ -78,11 +78,12 @@ def start(
     restarts: int = 0,
     smaller: Sequence[int] = (),
 ) -> int:
-    """Run `module` with the arguments `given` on `nproc` processes (with a hostfile: on each of its hosts). Return the exit code.
+    """Run `module` with the arguments `given` on `nproc` processes (None: 1), or with a hostfile on `nproc` processes of each host (None:
+    its slots). Return the exit code.
 
     grace_s: seconds that ranks have to save after a signal, before all are killed; a second signal kills them immediately. restarts:
-    largest number of restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue after these, largest
-    first. Raises BadInput before anything starts. Must be called in the main thread, which receives the signals.
+    largest number of restarts in a row without a new checkpoint. smaller: numbers of processes with which to continue if these restarts do
+    not help, largest first. Raises BadInput before anything starts. Must be called in the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     allow_open_files(world)
@@ -131,14 +132,14 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
             return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     process, ranks = _started(launch, env, folder)
-    killed: set[int] = set()  # ranks that were alive after the launcher had ended, so this process killed them
+    killed: set[int] = set()  # ranks that are still alive at the end, so this process kills them
     also: list[str] = []
     try:
         how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             before = len(caught)
-            # then wait longer: on NFS, status files may appear a minute late
             succeeded = how == "ended" and process.returncode in (DONE, STOPPED)
+            # after success, wait for all files: on NFS, they may appear a minute late
             wait_s = 0.0 if how == "early" else _ALL_STATUS_S if succeeded else _STATUS_S
             status.wait_for(folder, world, wait_s, no_more=lambda: len(caught) > before)
             statuses, failed = status.read(folder), status.machines(folder, token)

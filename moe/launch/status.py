@@ -31,7 +31,8 @@ _POLL_S = 0.1
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
     """Write this rank's status file, as the rank's last action. of_all: the same error ended all ranks. repeats: the error would recur
-    after a restart. If the run's folder was renamed or removed, a new one is made; the parent removes it after reading."""
+    after a restart. If the run's folder was renamed or removed, it is made again, because the parent reads the file there. If the status
+    folder belongs to another launch, nothing is written."""
     folder = out / NAME
     content = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):

@@ -15,8 +15,8 @@ from parallel.errors import BadInput
 
 
 def main() -> int:
-    """Run torchrun. Return 0; BAD_INPUT if a rank ended with that code; otherwise 1. CODES.json gets {"rank": exit code} (negative: a
-    signal)."""
+    """Run torchrun. Return DONE if no rank failed; BAD_INPUT if a rank ended with that code or the log folder cannot be made; otherwise
+    FAILED. If ranks failed, CODES.json gets {"rank": exit code} of them (negative: a signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -31,7 +31,8 @@ def main() -> int:
         return exit_codes.BAD_INPUT if exit_codes.BAD_INPUT in ended.values() else exit_codes.FAILED
     except OSError as error:
         folder = codes.parent.parent
-        bad = BadInput("--out", got=f"{folder}: {error.strerror or error}", needed="a folder that can be written", fix="choose another")
+        fix = "choose another --out"
+        bad = BadInput("--out", got=f"{folder}: {error.strerror or error}", needed="a folder that can be written", fix=fix)
         print(f"error: {bad}", file=sys.stderr, flush=True)
         return exit_codes.BAD_INPUT
     return exit_codes.DONE

@@ -28,10 +28,10 @@ def verdict(
     how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
-    """Return (exit code, lines to print). There is one line for each group of ranks that failed in the same way, in the order in which they
-    died. statuses: status files; a rank without one did not finish. asked: the signal that was sent to the ranks, or None. how: "ended" if
-    the launcher ended by itself; "killed" if ranks must be killed; "early" if a signal came before all ranks had started. ended_here:
-    ranks that this process killed."""
+    """Return (exit code, lines to print). If ranks failed, there is a line for each, in the order in which they died; ranks that one error
+    ended together share a line, and for bad input there is at most its message. statuses: status files; a rank without one did not finish.
+    asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself; "killed" if this process had to
+    kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
@@ -102,7 +102,8 @@ def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collecti
 
 
 def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
-    """Return whether a signal ended the run before training: it ended some ranks, and the others failed only because these were missing."""
+    """Return whether a signal ended the run before training: the signal ended some ranks, and all others failed because those were
+    missing."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:

@@ -25,8 +25,8 @@ from moe.recipe import sections
 
 
 class PredictionDepth(nn.Module):
-    """One depth: concatenates the previous depth's hidden states with the embeddings of the tokens that it predicts, projects them, and
-    applies a block."""
+    """One depth: concatenates the previous depth's hidden states with the embeddings of the tokens that the previous depth predicts,
+    projects the result, and applies a block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()

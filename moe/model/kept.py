@@ -36,8 +36,8 @@ class Kept(NamedTuple):
 
 @contextmanager
 def keeping(blocks: Collection[nn.Module], keep: Collection[str], *, batch: int) -> Iterator[Kept]:
-    """Within this context, fill the returned Kept with values of the layers `blocks`. batch: sequences of the pass. Raises BadInput for
-    another name in `keep`."""
+    """Within this context, fill the returned Kept with values of the layers `blocks`. keep: names of the values, from KINDS. batch: number
+    of sequences of the pass. Raises BadInput for an unknown name."""
     for name in keep:
         if name not in KINDS:
             near = did_you_mean(name, KINDS)

@@ -33,6 +33,11 @@ def stack_of(name: str) -> str | None:
     return None if found is None else f"{found[1]}.{{}}.{found[2]}"
 
 
+def depth_ahead(name: str) -> int:
+    """Return the number, from 1, of the block of multi-token prediction that has this parameter; 0 for all other parameters."""
+    return int(name.split(".")[1]) + 1 if name.startswith("ahead.") else 0
+
+
 def tiled_dim(name: str) -> int:
     """Return the dim in which tiles cut this parameter: hidden units of a feed-forward network, rows of the embedding or the head."""
     words = name.split(".")

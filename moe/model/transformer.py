@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
-        first = layer == model.half_of(layer).start or not halves  # the first layer of encoder or decoder has the bias that all share
+        first = layer == model.half_of(layer).start or not halves  # all layers of a half (encoder, decoder) share its first layer's bias
         self.attention: Attention | LatentAttention
         if model.latent.key_rank is None:
             self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
@@ -135,8 +135,8 @@ class Block(nn.Module):
 
 
 class SharedBias(nn.Module):
-    """Holds the encoder's or decoder's shared position bias on a pipeline stage that has only later blocks, in the place of the first
-    block."""
+    """Stands in for the first block of the encoder or decoder on a pipeline stage that has only later blocks, and holds the position bias
+    that all of them share."""
 
     def __init__(self, first: Block) -> None:
         super().__init__()

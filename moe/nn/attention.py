@@ -4,8 +4,8 @@
 
 Norms of q and k (arXiv 2302.05442) or a bound on each channel of q, k and v (OLMo, arXiv 2402.00838) can keep logits small. Only in `core`
 (moe/nn/core.py) does a token attend to others, so sequence parallelism replaces `core` by one that exchanges keys between ranks. Tensor
-parallelism gives each rank some heads. It replaces `enter` (applied to the input) and `leave` (applied to the output), or `products`, to
-overlap communication with the products of q, k and v.
+parallelism gives each rank some heads. It replaces `leave` (applied to the output), and either `enter` (applied to the input) or
+`products`, in which communication overlaps with the products of q, k and v.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Sinks(nn.Module):
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # a query attends to earlier tokens, to all tokens, or to all of the encoder's output
+Half = Literal["decoder", "encoder", "cross"]  # a query attends to itself and earlier tokens, to all tokens, or to the encoder's output
 
 
 class Attention(nn.Module):

@@ -139,8 +139,8 @@ class Context:
         return half(slice(0, self.source), 0), half(slice(self.source, length), whole)
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """Return the context of a rank or replica that computes only some of this pass's tokens. `share`: their share of the valid tokens.
-        `mine` selects them from a tensor [T].
+        """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor
+        [T]. `share`: fraction of the pass's valid tokens that are selected.
         `together(layer, sums)` adds the sums of the ranks that compute the other tokens to `sums`, a layer's sums over the selected tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share

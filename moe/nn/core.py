@@ -6,7 +6,8 @@
                     a share of the softmax and adds nothing to the output
 
 With a sliding window of W tokens (Longformer, arXiv 2004.05150; Mistral, arXiv 2310.06825) of at most half the sequence, queries are cut
-into chunks of W, and each chunk attends to its own keys and to the chunk before. Documents and biases need a mask instead.
+into chunks of W, and each chunk attends to its own keys and to the keys of the chunk before. Longer windows, documents and biases need a
+mask instead.
 """
 
 from __future__ import annotations

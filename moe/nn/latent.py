@@ -2,14 +2,15 @@
 vector.
 
     x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          or q alone, without a latent of queries
-    x -> kv_down -> [ c | r ]                     c: the latent, before its norm;  r: one rotary key for all heads
-    c -> kv_up -> for each head  [ k | v ]        the head's key: [ k | r ]
+    x -> kv_down -> [ a | r ]                     r: one rotary key for all heads
+    a -> norm -> c -> kv_up -> for each head  [ k | v ]        c: the latent;  the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
-Tensor parallelism splits q or q_up, kv_up and out by heads. `enter` exchanges latents and r, not x. In text generation (`compressed`,
-section 2.1.2), the latents themselves are the keys and values. kv_up has a part U for a head's keys and a part W for its values. With
-attention weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value of all heads.
-In other passes, values are padded to the keys' size.
+Tensor parallelism splits q or q_up, kv_up and out by heads. Attention applies `enter` to x; here it is applied to one tensor of c, r and
+the input of q or q_up, so that ranks send the small latents. In text generation (`compressed`, section 2.1.2), the latents themselves are
+the keys and values. kv_up has a part U for a head's keys and a part W for its values. With attention weights p, q (U c) = (U^T q) c and sum
+p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value of all heads. In other passes, values are padded to the keys'
+size.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class LatentAttention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _entered(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries of this rank's heads [B, H, L, C], latent [B, L, R] and common key [B, 1, L, P], before rotary positions."""
+        """Return queries of this rank's heads [B, H, L, C], latent [B, L, R] and rotary key of all heads [B, 1, L, P], before rotation."""
         latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
         low = x_BLD if self.q_down is None or self.q_down_norm is None else self.q_down_norm(self.q_down(x_BLD))
         read = [low, self.kv_down_norm(latent_BLR), rotary_BLP]

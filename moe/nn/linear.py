@@ -63,7 +63,8 @@ class Linear(nn.Module):
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy."""
+    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy. A GPU computes it
+    without tensor cores: TF32 would change choices, and exact sums of bf16 products need 13 more kernels (docs/inside/log.md)."""
     return linear(x_TI, weight_OI, dtype=sum_dtype(x_TI.dtype))
 
 
@@ -112,8 +113,8 @@ class Added(nn.Module):
 
 class FeedForward(nn.Module):
     """The dense feed-forward network: activation(x W1) [* x W3] W2. If a rank has a shard of the hidden units, the result is a partial sum.
-    Tensor parallelism replaces `enter` (applied to x), `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is
-    sent once for both). A compiled function can replace `activate`.
+    Tensor parallelism replaces `leave` (applied to the output), and either `enter` (applied to x) or `products` (of x with w1 and w3, so
+    that x is sent once for both). A compiled function can replace `activate`.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
@@ -145,8 +146,8 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Apply dropout. Its random numbers depend on token and channel only, so they are equal on every layout. `first`: index of the first
-    channel on this rank."""
+    """Apply dropout. Its random numbers depend on seed, step, `name`, token and channel, so they are equal on every layout. `first`: index
+    of the first channel on this rank."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 

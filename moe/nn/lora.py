@@ -149,8 +149,9 @@ def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tens
 
 
 def pair_of(name: str) -> tuple[str, str]:
-    """Return the names in checkpoints of the B and A of a weight, such as layers.0.attention.q.weight or layers.1.experts.3.w1."""
+    """Return the names in checkpoints of (left, right), with W' = W + s left right, for the weight `name`, such as
+    layers.0.attention.q.weight or layers.1.experts.3.w1."""
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"
-    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so W' = W + s w1_a w1_b
+    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so its left factor is A transposed, w1_a

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe.nn.context import Context
 from moe.nn.vocabulary import as_targets
 from moe.recipe.plugin import loaded
-from parallel.errors import BadInput, where
+from parallel.errors import BadInput, counted, where
 
 # B sequences, L tokens of each
 
@@ -37,8 +37,8 @@ class Predictions(NamedTuple):
 
 
 class OwnLoss:
-    """The user's function `name` (module:name). On the first micro-batch it is checked whether each sequence's loss depends on that
-    sequence alone."""
+    """The user's function `name` (module:name). The first micro-batch also checks that each sequence's loss depends on that sequence
+    alone."""
 
     def __init__(self, name: str) -> None:
         self.name, self.tried = name, False
@@ -66,11 +66,11 @@ class OwnLoss:
             raise
         except Exception as error:
             got = f"{self.name}, which raised {where(error)}"
-            raise BadInput(_KEY, got=got, needed="a loss for each sequence", fix="correct it") from error
+            raise BadInput(_KEY, got=got, needed="a loss for each sequence", fix="correct the function") from error
         count = len(given.logp_BL)
         if not isinstance(loss_B, Tensor) or loss_B.shape != (count,) or not loss_B.is_floating_point():
             shown = f"{loss_B.dtype} of shape {list(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"a {type(loss_B).__name__}"
-            needed = f"a loss for each of the {count} sequences: numbers of shape [{count}]"
+            needed = f"a loss for each of {counted(count, 'sequence')}: numbers of shape [{count}]"
             raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 alone")
         if torch.is_grad_enabled() and given.logp_BL.requires_grad and not loss_B.requires_grad:
             got, needed = f"{self.name}, whose losses have no gradient", "losses computed from logp_BL"
@@ -83,5 +83,5 @@ class OwnLoss:
         if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6, equal_nan=True):
             needed = "a loss of each sequence by itself, equal at each call: otherwise it depends on the layout"
             raise BadInput(
-                _KEY, got=f"{self.name}, whose loss of a sequence depends on others", needed=needed, fix="treat each row by itself"
+                _KEY, got=f"{self.name}, whose loss of a sequence depends on other sequences", needed=needed, fix="treat each row by itself"
             )

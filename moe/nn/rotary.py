@@ -68,7 +68,8 @@ class Turns(NamedTuple):
 
 
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
-    """Rotate the channel pairs of every head by their positions in whole sequences. Keep x's shape and dtype."""
+    """Rotate the channel pairs of every head by the angles of the positions int64 [L]. Keep x's shape and dtype. `dynamic` scaling takes L
+    as the length of the sequence, so x must have all of its tokens then."""
     rope = rope.at(len(position_L))
     return turned(x_BHLC, turns_of(position_L, rope.turning(x_BHLC.shape[-1]), rope, dtype=x_BHLC.dtype))
 

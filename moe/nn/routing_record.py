@@ -23,7 +23,7 @@ from parallel.errors import BadInput, counted
 # B sequences, L length, T tokens of a forward pass, K choices
 
 Experts = Mapping[int, Any]  # layer -> array or tensor of integers [B, L, K]
-_ROWS = "rows of different experts, or only of -1 (the router chooses)"
+_ROWS = "for each token K different experts, or -1 alone (the router chooses)"
 
 
 class RoutingRecord:
@@ -44,7 +44,7 @@ class RoutingRecord:
         shapes = {array.shape[:2] for part in arrays for array in part.values()}
         if len(shapes) != 1:
             got = "no layer" if not shapes else " and ".join(f"[{b}, {n}, ...]" for b, n in sorted(shapes))
-            raise _refused(got, "arrays [B, L, K] of the same sequences for each layer with experts", "give every layer's")
+            raise _refused(got, "arrays [B, L, K] with equal B and L, one for each layer with experts", "give every layer's array")
         record = RoutingRecord(*shapes.pop())
         for part in arrays:
             for layer, array in part.items():
@@ -62,7 +62,7 @@ class RoutingRecord:
         """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
-            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {length} tokens"
+            needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {counted(length, 'token')}"
             raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., positions=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
@@ -78,13 +78,16 @@ class RoutingRecord:
         this router."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
-            raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")
+            needed = f"a record of all layers with experts, also of layer {name.split('.')[1]}"
+            raise _refused(got, needed, "record with a model of the same layers")
         chosen = self._chosen[name] = self._chosen[name].to(position_T.device)
         if name not in self._largest:
             self._largest[name] = int(chosen.max())
         if chosen.shape[1] != num_choices or self._largest[name] >= num_experts:
-            got = f"{chosen.shape[1]} choices of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
-            raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it with a model of the same router")
+            got = f"{counted(chosen.shape[1], 'choice')} of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
+            raise _refused(
+                got, f"{counted(num_choices, 'choice')} of experts 0 to {num_experts - 1}", "record it with a model of the same router"
+            )
         return chosen[position_T].long()
 
     def _join(self, layer: int, array: npt.NDArray[np.int32]) -> None:
@@ -97,7 +100,7 @@ class RoutingRecord:
 
 def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     array = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
-    what, integers = f"of layer {layer} {array.dtype} of shape {list(array.shape)}", np.issubdtype(array.dtype, np.integer)
+    what, integers = f"{array.dtype} of shape {list(array.shape)} in layer {layer}", np.issubdtype(array.dtype, np.integer)
     if not integers or array.ndim != 3 or 0 in array.shape:
         raise _refused(what, "integers [B, L, K]", "for example: numpy.int32, one row of experts for each token")
     if array.max() >= 2**31 or array.min() < -1:

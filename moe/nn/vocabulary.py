@@ -75,7 +75,7 @@ class Others(Protocol):
 
 
 class Rows(nn.Module):
-    """Rows from index `first` on of a matrix [V, D]. The weight is read only in `forward`, because engines gather it by hooks on
+    """Consecutive rows of a matrix [V, D], from row `first` on. The weight is read only in `forward`, because engines gather it by hooks on
     `forward`."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
@@ -213,8 +213,9 @@ def summed_loss(
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
     instead.
 
-    With one chunk, no tiles and no other ranks, `whole` computes the loss from all logits, and `recast` works as in `project`. Otherwise
-    logits are freed chunk by chunk, so the gradient of the matrix cannot be deferred.
+    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`; without other ranks and `own`,
+    `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again, so the gradient of
+    the matrix cannot be deferred, and `recast` has no effect.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:
@@ -245,7 +246,8 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, by chunks. `product` can be collective."""
+    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, by chunks. `product` may contain
+    collectives."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -255,7 +257,7 @@ def _recomputed_scores(
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
     """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it).
-    `row_N`: index of the target among these logits. `here_N`: whether it is one of them.
+    `row_N`: index of the target among these logits. `here_N`: whether the target is among them.
     """
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))

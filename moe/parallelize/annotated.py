@@ -36,7 +36,7 @@ def compute_of(run: Run) -> Compute:
     """Return a function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
     m = run.model
     windows = any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers))
-    latent, kinds = m.latent.key_rank, "use a layout that is a kind of the project"
+    latent, kinds = m.latent.key_rank, "train it with a tensor.kind instead of annotations"
     refused: dict[str, tuple[object, bool, Fix]] = {
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | kinds),
         "model.latent.key_rank": (latent, latent is not None, Set("it", None)),

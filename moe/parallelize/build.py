@@ -58,11 +58,12 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
 
 def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
     """Return (this rank's shards of the model, parameter's name -> layout). Collective. `table`: a checkpoint's table of experts for hash
-    routers; None: the recipe's file is read. Raises BadInput if the compute dtype is `auto`, or if the table does not fit.
+    routers; None: the recipe's file is read. Raises BadInput if the compute dtype is `auto`, if the table does not fit, or if a user's
+    router is wrong (`check_own`).
     """
     if run.precision.compute not in DTYPES:
         fix = "call settle_precision first, as train() does, or set bf16"
-        raise BadInput("precision.compute", got=run.precision.compute, needed="a dtype", fix=fix)
+        raise BadInput("precision.compute", got=run.precision.compute, needed=f"one of {', '.join(DTYPES)}", fix=fix)
     model, _, layouts = laid_out(run, mesh)
     # not in laid_out: `moe show --plan` calls it, and must not run a user's code
     for num_experts in set(model.expert_counts.values()):

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 # path patterns of modules; FSDP gathers the parameters of such a module together, but each tile separately
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
-# path patterns of parameters, all small, that the model never casts to its compute dtype
+# path patterns of parameters, all small, that engines keep and gather in the master dtype: the model reads them in fp32, or, as it does
+# with LoRA's, casts them itself
 READ_IN_FP32 = (
     "**norm.weight",
     "**.attention.bias.weight",
@@ -171,8 +172,9 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, or if updating a shard gives another result than
-    updating the whole parameter. `layouts`: of the entire model, so that every rank finds the same mistake.
+    """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, if updating a shard gives another result than updating
+    the whole parameter, or if an update depends on parameters that other ranks hold. `layouts`: of the entire model, so that every rank
+    finds the same mistake.
     """
     kind = run.carrier
     unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or shards
@@ -186,12 +188,12 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         unlike = unlike or bool(apart)
         if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
             experts = mixed == [0] and bool(stacked)
-            what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
+            what = "the experts of a layer are stacked" if experts else f"it is cut into parts along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer that updates a part of {name} differently from the whole parameter"
             fixes = fix | "use an elementwise optimizer for that parameter"
-            raise BadInput(rule.key, got=got, needed=f"equal steps: {what}", fix=fixes)
+            raise BadInput(rule.key, got=got, needed=f"the same update, because {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}

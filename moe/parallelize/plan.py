@@ -37,7 +37,8 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences, axis that divides the tokens, exchange over that axis)
+# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences, axis over which a MoE layer divides tokens, exchange over
+# it)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),

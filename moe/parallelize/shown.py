@@ -14,7 +14,8 @@ from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Return a dict for each parameter on `rank`: name, style, sharded dims -> axes, shapes, axes of copies, bytes before ZeRO or FSDP."""
+    """Return a dict for each parameter on `rank`: name, style, sharded dims -> axes, tile, shapes of the whole and of the shard, axes over
+    which it is replicated, axes over which its gradient is summed, and bytes before ZeRO or FSDP."""
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize

@@ -1,1 +1,1 @@
-"""Costs of a recipe, computed without building the model: FLOPs, activations, pipeline stages."""
+"""Plans a run without building the model: its FLOPs, memory, seconds and pipeline stages, and the search for the best layout."""

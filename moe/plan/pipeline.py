@@ -36,7 +36,7 @@ from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
 from moe.plan.memory.kept import stage_kept
 from moe.plan.memory.stack import OURS
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Set, fix_of
 from parallel.mesh.mesh import divisors
 from parallel.pipeline.check import check
@@ -70,7 +70,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
         alone = run.degrees.pp == 1
         other = Set("degrees.pp", 2) if alone else Set("pipeline.schedule", ADVISED)
         needed = "stages, and a schedule that drains the pipeline, because an energy plan is for one step"
-        got = f"it with {'degrees.pp=1' if alone else p.schedule}"
+        got = f"a plan with {'degrees.pp=1' if alone else p.schedule}"
         raise BadInput(what, got=got, needed=needed, fix=Set("it", None) | other)
     assert p.energy_plan is not None
     schedule = _named(run, 1)
@@ -110,8 +110,8 @@ def _from_file(run: Run) -> Schedule:
         if given != number:
             raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order file")
     if schedule.num_updates > 1:
-        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one: a file is the order of one step"
-        fix = "remove the others" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
+        got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one update: a file is the order of one step"
+        fix = "remove the other updates" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))
         raise BadInput("pipeline.schedule", got=got, needed=needed, fix=fix)
     return schedule
 
@@ -126,7 +126,7 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None)
         if chunks and run.pipeline.chunks is not None:
             fewer = Set("pipeline.chunks", chunks)
         needed = f"at most one a layer: model.num_layers={layers}"
-        raise BadInput("degrees.pp", got=f"{stages} stages", needed=needed, fix=fewer | "add layers")
+        raise BadInput("degrees.pp", got=counted(stages, "stage"), needed=needed, fix=fewer | "add layers")
     if given is not None:
         _check_list(run, schedule, given, otherwise=fewer & Set("pipeline.layers", None))
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
@@ -168,7 +168,7 @@ def described(run: Run) -> str:
     timeline = simulate(schedule, costs(forward, [2 * time for time in forward]))
     idle = 1 - sum(map(timeline.busy, range(schedule.num_ranks))) / (timeline.makespan * schedule.num_ranks)
     m, counts = run.pipeline.microbatches, ", ".join(str(len(held)) for held in layers)
-    return f"{run.pipeline.schedule}: stages of {counts} layers, {m} micro-batch{'es' if m > 1 else ''}, ranks idle {idle:.0%} by FLOPs"
+    return f"{run.pipeline.schedule}: stages of {counts} layers, {counted(m, 'micro-batch')}, ranks idle {idle:.0%} by FLOPs"
 
 
 def splits_backward(schedule: Schedule) -> bool:
@@ -219,7 +219,7 @@ def micro_batch(run: Run, microbatches: int) -> int:
     share = run.train.global_batch // replicas
     if run.train.global_batch % replicas or share % microbatches:
         near = min(divisors(share) if share else [1], key=lambda n: abs(n - microbatches))
-        got = f"{microbatches} of a batch of {run.train.global_batch} sequences on {replicas} data-parallel ranks"
+        got = f"{microbatches} of a batch of {counted(run.train.global_batch, 'sequence')} on {counted(replicas, 'data-parallel rank')}"
         fix = f"--microbatches {near}, or --train.global_batch {max(1, share // microbatches) * microbatches * replicas}"
         raise BadInput("--microbatches", got=got, needed="equal numbers of sequences in all micro-batches", fix=fix)
     return share // microbatches

@@ -1,4 +1,4 @@
-"""Compares the recipe of a resumed run with the recipe in its checkpoint. Some changed keys are refused; a line states the effect of
+"""Compares the recipe of a resumed run with the recipe in its checkpoint. Some changes are refused; a printed line states the effect of the
 others."""
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with different values in the two recipes. A router key with the value "preset" has its preset's value."""
+    """Return every key with different values in the two recipes. For a router key with the value "preset", its preset's value is
+    compared."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 
@@ -79,7 +80,8 @@ def check_allowed(allowed: Sequence[str]) -> None:
             raise BadInput(f"--allow-change {key}", got="a key that does not exist", needed="a key of a recipe", fix=fix)
         if kind == "shape":
             fix = "start over with --fresh or another --out; moe convert turns one model into another"
-            raise BadInput(f"--allow-change {key}", got="a key that decides the parameters' shapes", needed="the checkpoint's", fix=fix)
+            got, needed = "a key that decides the parameters' shapes", "the checkpoint's value of it"
+            raise BadInput(f"--allow-change {key}", got=got, needed=needed, fix=fix)
         if kind != "function":
             what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a name for other keys"
             fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.recipe.sections import Run
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 from parallel.store.files import read_text, user_path
 
 STATE = "hash_table"  # key under which a checkpoint stores the table, and name of the table's copy in a run's folder
@@ -67,8 +67,8 @@ def check(table: Any, run: Run, *, where: str) -> None:
 def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
     choices = run.router.num_choices
     if not isinstance(rows, list) or len(rows) != run.vocab_size:
-        got = f"{len(rows)} ids" if isinstance(rows, list) else f"a {type(rows).__name__}"
-        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=_FIX)
+        got = counted(len(rows), "id") if isinstance(rows, list) else f"a {type(rows).__name__}"
+        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size} ids", fix=_FIX)
     for token, (row, experts) in enumerate(zip(rows, _rows(rows), strict=True)):
         if len(experts) != choices or any(type(e) is not int or not 0 <= e < num_experts for e in experts) or len(set(experts)) != choices:
             needed = f"{choices} different experts from 0 to {num_experts - 1}" if choices > 1 else f"an expert from 0 to {num_experts - 1}"

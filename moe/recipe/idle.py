@@ -64,7 +64,7 @@ def _with_reader() -> tuple[tuple[str, Any], ...]:
 
 def _check_disabled(run: Run, level: Callable[[str], int], is_set: _IsSet) -> None:
     """Raise BadInput for a value without effect, because a condition in its key's `Key.off_without` is not met.
-    level: key -> level of its value (see above). is_set(key, value, default): whether the user set the value."""
+    level: key -> level of its value (top of this file). is_set(key, value, default): whether the user set the value."""
     values, defaults = flat(run), flat(Run())
     conditions = ((key, not_met(run, facts(key).off_without)) for key in known_keys() if is_set(key, values[key], defaults[key]))
     idle = [
@@ -108,5 +108,5 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
         if level(f"data.{key}") >= decided and is_set(f"data.{key}", value, Data.model_fields[key].default):
-            needed, fix = f"{reader}, which alone reads it", Remove(f"data.{key}")
+            needed, fix = f"{reader}: otherwise this key has no effect", Remove(f"data.{key}")
             raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=needed, fix=fix)

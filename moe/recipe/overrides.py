@@ -28,7 +28,7 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
                 raise BadInput(name, got="no value", needed="one", fix=f"{name} VALUE, or {name}=VALUE")
             value = next(following)[1]
         if key in overrides:
-            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
+            raise BadInput(name, got="two values", needed="one", fix="remove one of the two")
         overrides[key] = value
     return rest, overrides
 

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from moe.records import heat
 from moe.records.summary import clock, fixed, known, percent, size, why_skipped
+from parallel.errors import counted
 
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
@@ -71,7 +72,7 @@ class State:
 
 def title(state: State) -> str:
     separator = " - " if state.ramp == heat.ASCII else " · "
-    return f"{state.recipe}{separator}{state.world} process{'es' if state.world > 1 else ''}"
+    return f"{state.recipe}{separator}{counted(state.world, 'process')}"
 
 
 def panel(state: State, *, width: int, height: int) -> Panel:

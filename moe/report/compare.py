@@ -10,7 +10,7 @@ from moe.recipe.changes import changes
 from moe.recipe.load import load
 from moe.records.metrics import read, read_summary
 from moe.records.summary import MISSING, summary_rows
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import written
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
     of a label were evaluated are drawn. baseline: a label. A second panel then shows the other labels' losses minus this label's, seed by
     seed. Missing folders are made. Raises BadInput for an unknown baseline."""
     from moe.report import style
+    from moe.report.history import History
 
     curves = {label: evaluations(label, seeds) for label, seeds in runs.items()}
     if not curves or (baseline is not None and baseline not in curves):
@@ -35,7 +36,8 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
         raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
-    return style.save(lambda: _figure(curves, baseline, title), out_png)
+    nats = all(History.of(lines).in_nats for seeds in runs.values() for lines in seeds)
+    return style.save(lambda: _figure(curves, baseline, title, unit=" (nats per token)" if nats else ""), out_png)
 
 
 def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
@@ -48,14 +50,14 @@ def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
     steps = sorted(set.intersection(*map(set, found))) if found else []
     if not steps:
         got, fix = (
-            f"no step at which all {len(seeds)} seeds have validation_loss",
+            f"no step with validation_loss in each of {counted(len(seeds), 'seed')}",
             "give every seed the same train.steps and train.eval_every",
         )
         raise BadInput(f"runs of {label}", got=got, needed="at least one evaluation in common", fix=fix)
     return np.array(steps), np.array([[values[step] for step in steps] for values in found])
 
 
-def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, title: str | None) -> Figure:
+def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, title: str | None, *, unit: str) -> Figure:
     import numpy as np
 
     from moe.report import style
@@ -66,11 +68,11 @@ def _figure(curves: Mapping[str, tuple[Array, Array]], baseline: str | None, tit
     marks = dict(zip(curves, "osD^vPX" * len(curves), strict=False))
     tones = dict(zip(curves, style.colours(len(curves)), strict=True))
     for label, (steps, values) in curves.items():
-        seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
+        seeds = counted(len(values), "seed")
         text = f"{label}: {values[:, -1].mean():.4f} at the end ({seeds})"
         _band(axes[0], steps, values, tone=tones[label], mark=marks[label], label=text)
     axes[0].set_title(title or "Validation loss, mean and range over seeds")
-    axes[0].set_ylabel("validation loss (nats per token)")
+    axes[0].set_ylabel(f"validation loss{unit}")
     axes[0].set_ylim(*_range(list(curves.values())))
     axes[0].legend(loc="upper right")
     if below:

@@ -50,6 +50,11 @@ class History:
         return steps[np.isfinite(values)], values[np.isfinite(values)]
 
     @property
+    def in_nats(self) -> bool:
+        """Whether losses are in nats per token. They are not with train.loss, which has no bits per byte."""
+        return all("bits_per_byte" in line for line in self.evals)
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Indices of the MoE layers; empty for a dense run."""
         return tuple(sorted({layer["layer"] for line in self.train for layer in line.get("moe") or ()}))

@@ -69,8 +69,7 @@ def loss(history: History) -> Figure | None:
         place: Any = {"xytext": (-4, -13 if below else 8), "textcoords": "offset points", "ha": "right"}
         ax.annotate(f"{validation[-1]:.3f}", (at[-1], validation[-1]), color=LINES[1], fontweight="bold", **place)
     ax.set_title("Loss")
-    nats = all("bits_per_byte" in line for line in history.evals)  # a run with train.loss has no bits per byte
-    ax.set_ylabel("cross-entropy (nats per token)" if nats else "train.loss")
+    ax.set_ylabel("cross-entropy (nats per token)" if history.in_nats else "train.loss")
     ax.legend(loc="upper right")
     return fig
 

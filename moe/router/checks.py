@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.router.capacity import slots_of
 from moe.router.methods.catalog import METHODS, method_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Set, written
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def _check_gates(s: RouterSpec) -> None:
         raise BadInput("router.gates", got="before_drop with softmax_over chosen", needed="as_is: those gates already sum to 1", fix=fix)
     if s.second == "random" and s.num_choices != 2:
         fix, needed = Set("router.preset", "gshard") | Set("router.second", "always"), "a top-2 preset or num_choices 2"
-        raise BadInput("router.second", got=f"random with {s.num_choices} choices", needed=needed, fix=fix)
+        raise BadInput("router.second", got=f"random with {counted(s.num_choices, 'choice')}", needed=needed, fix=fix)
 
 
 def _check_selection(s: RouterSpec, num_experts: int) -> None:
     if s.num_choices > num_experts:
         fix = Set("it", max(s.num_choices, 8)) | Set("router.preset", "switch")
-        raise BadInput("experts.num_experts", got=num_experts, needed=f"at least the {s.num_choices} choices of a token", fix=fix)
+        raise BadInput("experts.num_experts", got=num_experts, needed=f"at least a token's {counted(s.num_choices, 'choice')}", fix=fix)
     method = method_of(s)
     method.check(s, num_experts)
     if s.bias_rate is not None and not method.uses_bias:
@@ -110,7 +110,7 @@ def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
             needed = f"{_LEAST_FACTOR} or more, or slots by router.min_capacity alone"
             raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=Set(f"router.{key}", 1.0))
         if slots_of(s, group_tokens, num_experts=num_experts, training=training) == 0:
-            got = f"{factor:g}, which gives an expert of {num_experts} no slot for {group_tokens} tokens ({s.capacity_rounding})"
+            got = f"{factor:g}, which gives an expert of {num_experts} no slot for {counted(group_tokens, 'token')} ({s.capacity_rounding})"
             raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix=Set("router.min_capacity", 1))
 
 
@@ -121,7 +121,9 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
         needed = "noisy_top_k and top_k: the loss is computed from how likely the noise makes each choice"
         raise BadInput("router.load_weight", got=got, needed=needed, fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0))
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
-        got = f"{s.num_choices} choices of {num_experts} experts" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
+        got = (
+            f"{counted(s.num_choices, 'choice')} of {counted(num_experts, 'expert')}" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
+        )
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):

@@ -45,6 +45,25 @@ def balance_loss(
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
 
 
+def balance_loss_of_part(
+    probs_TE: Tensor,
+    expert_TK: Tensor,
+    *,
+    group_T: Tensor,
+    num_groups: int,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
+    summed: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return this rank's part of the balance loss of groups that have tokens on other ranks too, scalar fp32. The loss is the mean of the
+    ranks' parts, weighted by their valid tokens. `group_T` int64: group of each token. `summed` sums counts, fp32 [G, E], over the ranks.
+    """
+    num_experts, counted = probs_TE.shape[1], {"valid_T": valid_T, "counted_TK": counted_TK, "group_T": group_T}
+    chosen_GE = summed(count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, **counted).float())
+    f_GE = chosen_GE / chosen_GE.sum(1, keepdim=True).clamp(min=1)
+    return num_experts * mean_over_tokens((f_GE[group_T] * probs_TE).sum(1), valid_T=valid_T)
+
+
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
     """Return the importance loss, scalar fp32, of gates [T, E] (`spread_gates`).
     With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
@@ -107,10 +126,19 @@ def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
     return (3 if chances else 2) * num_experts + 1
 
 
-def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Mask = None, counted_TK: Mask = None) -> Tensor:
+def count_choices(
+    expert_TK: Tensor,
+    *,
+    num_groups: int,
+    num_experts: int,
+    valid_T: Mask = None,
+    counted_TK: Mask = None,
+    group_T: Tensor | None = None,
+) -> Tensor:
     """Count the choices of each expert in each group, before dropping: int64 [G, E]. Choices with valid_T or counted_TK False do not
-    count."""
-    group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
+    count. `group_T` int64: group of each token; None: groups are consecutive and have equal sizes."""
+    if group_T is None:
+        group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
     for mask in (None if valid_T is None else valid_T.unsqueeze(1), counted_TK):

@@ -10,7 +10,7 @@ training only, depends on a token's position in the step. Experts are selected b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
-from moe.router.checks import check_spec, decides_together
+from moe.router.checks import check_spec
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
@@ -119,8 +119,8 @@ class Router(nn.Module):
         """
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
-        if shards is None and self._fuses(logits_TE, context):
-            return self._fused(logits_TE, sequence_tokens=sequence_tokens, context=context)
+        if self._fuses(logits_TE, context, shards, sequence_tokens):
+            return self._fused(logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
@@ -140,9 +140,9 @@ class Router(nn.Module):
     def _scaled(self, gate_TK: Tensor, expert_TK: Tensor) -> Tensor:
         return gate_TK if self.expert_scale is None else gate_TK * self.expert_scale.float()[expert_TK]
 
-    def _fuses(self, logits_TE: Tensor, context: Context) -> bool:
+    def _fuses(self, logits_TE: Tensor, context: Context, shards: Shards | None, sequence_tokens: int | None) -> bool:
         """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
-        all others, and a balance loss over the whole step's tokens.
+        all others, a balance loss over the whole step's tokens, and groups of which a rank has uneven parts.
         """
         s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
         return (
@@ -154,30 +154,34 @@ class Router(nn.Module):
             and not (self.training and (s.noise != "none" or s.random_second))
             and (s.balance_scope == "sequence" or dropless or s.group == "rank")
             and not (s.balance_scope == "global_batch" and context.whole_step)
+            and (shards is None or s.balance_scope != "sequence" or shards.in_runs(self._num_groups(shards.total, sequence_tokens)))
         )
 
-    def _fused(self, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or drops depend on gates."""
+    def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
+        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or drops depend on gates. Collective
+        if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
         assert route is not None
-        num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
+        num_groups, slots = self._groups(len(logits_TE) if shards is None else shards.total, sequence_tokens)
         groups = num_groups if spec.balance_scope == "sequence" else 1
+        summed = None if shards is None or spec.balance_scope == "global_batch" else shards.summed
         chooses = context.replay_routing is None and (slots is None or spec.drop == "position")
 
         def run(expert_TK: Tensor | None = None, load_TK: Tensor | None = None) -> Fused:
-            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK)
+            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK, summed)
             fused: Fused = route(logits_TE, given, spec)
             return fused
 
         def decide() -> Decision:
             if not chooses:
                 detached_TE = logits_TE.detach()
-                return self.decide(scores_of(detached_TE, spec), detached_TE, sequence_tokens=sequence_tokens, context=context)
+                return self._decide(scores_of(detached_TE, spec), detached_TE, shards, sequence_tokens=sequence_tokens, context=context)
             made_now.append(run())
             expert_TK = supposed(made_now[0].expert_TK, lambda: self._balanced(logits_TE)().topk(spec.num_choices).indices)
-            kept_TK = self._keep(expert_TK, self._active(logits_TE, expert_TK, context), context, num_groups=num_groups, slots=slots)
+            active_TK = self._active(logits_TE, expert_TK, context)
+            kept_TK = self._keep(expert_TK, active_TK, context, shards, num_groups=num_groups, slots=slots)
             return Decision(Chosen(expert_TK), kept_TK, slots, num_groups, made_now[0].load_TK)
 
         made = context.once(f"{self.name}.decision", decide)
@@ -222,23 +226,23 @@ class Router(nn.Module):
     def _decide(
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
-        """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`), and if the choice for a token
-        depends on the others of its group: the logits of whole groups are then gathered."""
-        if shards is None:
-            return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
-        if not decides_together(self.spec):
-            found = self.decide(scores_TE, logits_TE, sequence_tokens=None, context=context)
-            return replace(found, num_groups=self._num_groups(shards.total, sequence_tokens))
+        """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
+        gathered if the experts of a token depend on the others of its group, and the chosen experts if only its slots do."""
+        if shards is None or not self.method.needs_whole_groups:
+            return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)
         scores_GE = scores_of(logits_GE, self.spec)
         found = self.decide(scores_GE, logits_GE, sequence_tokens=sequence_tokens, context=shards.context(context))
         return shards.mapped(found, shards.mine)
 
     @torch.no_grad()
-    def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int | None, context: Context) -> Decision:
-        """Select experts for tokens of whole groups, and keep the choices that get a slot, by scores and logits [T, E] fp32."""
+    def decide(
+        self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None = None, *, sequence_tokens: int | None, context: Context
+    ) -> Decision:
+        """Select experts, and keep the choices that get a slot, by scores and logits [T, E] fp32. `shards`: the ranks that hold other
+        tokens of these groups; None: the groups are whole."""
         spec = self.spec
-        num_groups, slots = self._groups(len(logits_TE), sequence_tokens)
+        num_groups, slots = self._groups(len(logits_TE) if shards is None else shards.total, sequence_tokens)
         preferred_TE, own = self._preferred(scores_TE, logits_TE, context), (self.kernels, self.name, self._given(context), self.table_VK)
         request = RoutingRequest(spec, preferred_TE, scores_TE, logits_TE, num_groups, slots, self.training, context, *own)
         chosen = self.method.choose(request)
@@ -248,7 +252,7 @@ class Router(nn.Module):
         expert_TK = chosen.expert_TK
         priority_TK = None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context)
         active_TK = self._active(scores_TE, expert_TK, context)
-        kept_TK = self._keep(expert_TK, active_TK, context, num_groups=num_groups, slots=slots, priority_TK=priority_TK)
+        kept_TK = self._keep(expert_TK, active_TK, context, shards, num_groups=num_groups, slots=slots, priority_TK=priority_TK)
         load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
         return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
@@ -257,6 +261,7 @@ class Router(nn.Module):
         expert_TK: Tensor,
         active_TK: Tensor | None,
         context: Context,
+        shards: Shards | None,
         *,
         num_groups: int,
         slots: int | None,
@@ -265,16 +270,20 @@ class Router(nn.Module):
         """Return the active choices that get a slot: bool [T, K]. Record the experts if the context asks for it."""
         if context.record_routing is not None:
             context.record_routing.add(self.name, context.position_T, expert_TK)
-        return kept_choices(
+        if shards is not None and slots is not None:
+            whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
+            expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]
+        kept_TK = kept_choices(
             expert_TK,
             active_TK,
-            num_groups=num_groups,
+            num_groups=1 if slots is None else num_groups,
             num_experts=self.num_experts,
             slots_each=slots,
             kernels=self.kernels,
             queue=self.spec.queue,
             priority_TK=priority_TK,
         )
+        return kept_TK if shards is None or slots is None else shards.mine(kept_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
         """Return the scores [T, E] by which experts are selected, with noise and bias. Gates are computed without them."""

@@ -1,11 +1,11 @@
-"""Groups with tokens on several ranks of sp and tp: each rank decides over the whole groups, from all ranks' scores.
+"""Groups with tokens on several ranks of sp and tp. The ranks exchange what a decision or loss needs to know about the whole group:
 
-    rank 0: tokens 0 .. 5     scores [6, E]   \\                       the same decision on both ranks,
-    rank 1: tokens 6 .. 11    scores [6, E]   /   all-gather: [12, E]  and each keeps the rows of its own tokens
+    balance loss               sum of each expert's choices    the rest is a mean over each rank's own tokens
+    slots                      all-gather of chosen experts    each rank computes all queues, and keeps its tokens' slots
+    expert choice, sinkhorn    all-gather of logits            each rank decides for all, and keeps its tokens' rows
 
-Capacity, expert choice and a balance loss per sequence need all tokens of the group. Each rank of sp has some positions of every
-sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens or, with tensor.sequence_parallel, by columns
-(contiguous chunks of each sequence's positions).
+Each rank of sp has some positions of every sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens
+or, with tensor.sequence_parallel, by columns (contiguous chunks of each sequence's positions).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.nn.context import Context
-from parallel.mesh.collectives import all_gather
+from parallel.mesh.collectives import all_gather, sum_over
 from parallel.mesh.host import on_device
 from parallel.mesh.mesh import Axis
 from parallel.mesh.runs import lengthened
@@ -39,11 +39,33 @@ class Shards:
 
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather all ranks' tokens [G, ...], in the order of sequences. Backward: sum this rank's gradients over the ranks."""
-        return all_gather(lengthened(x_T, self._longest), self.axis)[on_device(self._row_G, x_T.device)]
+        return all_gather(lengthened(x_T, self._longest), self.axis)[self._on("row_G", x_T.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
         """Return this rank's tokens [T, ...] among all ranks' [G, ...]: the inverse of `whole`, without a collective."""
-        return x_G[on_device(self.held[self.axis.index], x_G.device)]
+        return x_G[self._on("held", x_G.device)]
+
+    def summed(self, counts: Tensor) -> Tensor:
+        """Sum counts in place over the ranks, and return them. Collective."""
+        return sum_over(counts, self.axis)
+
+    def group_T(self, num_groups: int) -> Tensor:
+        """Return the group of each of this rank's tokens: int64 [T], on the CPU."""
+        return self.held[self.axis.index] // max(1, self.total // num_groups)
+
+    def in_runs(self, num_groups: int) -> bool:
+        """Return whether every rank has equally many tokens of each group, and the tokens of a group are consecutive."""
+        if num_groups not in self._in_runs:
+            size = max(1, self.total // num_groups)
+            self._in_runs[num_groups] = all(
+                len(held) % num_groups == 0 and torch.equal(held // size, torch.arange(len(held)) // max(1, len(held) // num_groups))
+                for held in self.held
+            )
+        return self._in_runs[num_groups]
+
+    @cached_property
+    def _in_runs(self) -> dict[int, bool]:
+        return {}
 
     def context(self, context: Context) -> Context:
         """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
@@ -65,6 +87,16 @@ class Shards:
     def total(self) -> int:
         """Number of all ranks' tokens (G)."""
         return sum(map(len, self.held))
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        """Return held tokens' indices or `_row_G` on the device."""
+        if (name, device) not in self._copies:
+            self._copies[name, device] = on_device(self.held[self.axis.index] if name == "held" else self._row_G, device)
+        return self._copies[name, device]
+
+    @cached_property
+    def _copies(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
 
     @cached_property
     def _longest(self) -> int:

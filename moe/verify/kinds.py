@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from moe.checks.together import check_run
 from moe.recipe.load import load, read_recipe, recipe_path
-from moe.recipe.plugin import is_plugin
 from moe.train.start.own import Own
 from moe.verify.cases import SLICED, Case, as_written
 from moe.verify.hybrid import WORLD, hybrid_cases
@@ -52,7 +51,7 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
-    first = replace(first, packed=is_plugin(first.run().train.loss))  # a plug-in's loss may need pairs of chats
+    first = replace(first, packed=first.run().train.has_own_loss)  # a plug-in's loss may need pairs of chats
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
         layout = replace(first, world=world)

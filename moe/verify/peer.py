@@ -153,7 +153,7 @@ def _models(model: str | None, adapter: Any, peer: str, pin: bool) -> tuple[str,
     """Return the chosen models. With `pin`, only models with routers can be chosen."""
     known = adapter.ROUTED if pin else adapter.MODELS
     if not known:
-        raise BadInput("--pin_routing", got=f"it with {peer}", needed="a peer with routers", fix="remove --pin_routing")
+        raise BadInput("--pin_routing", got=f"--pin_routing with {peer}", needed="a peer with routers", fix="remove --pin_routing")
     chosen = known if model is None else tuple(model.split(","))
     for name in (name for name in chosen if name not in known):
         meant = did_you_mean(name, known)

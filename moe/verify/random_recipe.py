@@ -49,7 +49,7 @@ _TINY: Values = {
 }
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step hardly depends on the others
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
-_NEVER = ("given", "triton")  # an object from Python; kernels that need a GPU: drawn recipes run on the CPU
+_NEVER = ("given", "triton", "triton_persistent")  # an object from Python; kernels that need a GPU: drawn recipes run on the CPU
 # axis -> key that is drawn if the axis has several ranks
 _KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS

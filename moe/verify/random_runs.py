@@ -137,5 +137,5 @@ def _summary(rows: list[dict[str, Any]], refusals: list[Refusal], seconds: float
     yield from (f"  {number} refused: {reason}" for reason, number in by_reason.most_common(_REASONS))
     yield f"  {sum(by_reason.values()) - sum(n for _, n in by_reason.most_common(_REASONS))} refused for other reasons"
     stuck = [refusal for refusal in refusals if not refusal.fix]
-    yield f"  {len(stuck)} refusals without a fix that can be applied; their key was taken back"
+    yield f"  {counted(len(stuck), 'refusal')} without a fix that can be applied: the key was taken back"
     yield from (f"  not a plain line: {refusal.bad}" for refusal in refusals if _is_wrong(refusal))

@@ -31,6 +31,7 @@ from moe.launch.start import start
 from moe.verify import layouts
 from moe.verify.cases import Case
 from moe.verify.layouts import Ran, few_meshes, gathered, limit_of
+from parallel.errors import counted
 from parallel.process import process
 from parallel.process.libc import die_with
 
@@ -65,7 +66,10 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                     ended = not parent.is_alive()  # read before the files: once it has ended, all results are written
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
                         yield _errors(
-                            folder, f"{world} ranks gave no result" if ended else f"{world} ranks still running after {limit_s:g} s"
+                            folder,
+                            f"{counted(world, 'rank')} gave no result"
+                            if ended
+                            else f"{counted(world, 'rank')} still running after {limit_s:g} s",
                         )
                         return
                     time.sleep(_POLL_S)

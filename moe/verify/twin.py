@@ -143,14 +143,15 @@ def _frozen(name: str, parts: Sequence[str]) -> bool:
 
 def _adapters(names: list[str]) -> list[str]:
     """Return the names of LoRA adapters among `names`."""
-    found = [name for name in names if name.endswith((".lora_a", ".lora_b"))]
-    return found + [name for name in names if name.endswith(tuple(f".{w}_{half}" for w in _EXPERT for half in "ab"))]
+    of_experts = tuple(f".{w}_{half}" for w in _EXPERT for half in "ab")
+    return [name for name in names if name.endswith((".lora_a", ".lora_b"))] + [name for name in names if name.endswith(of_experts)]
 
 
 def _with_adapters(weights: Weights, lora: Lora) -> Weights:
     """Return the weights with LoRA adapters of rank r merged (arXiv 2106.09685): W + alpha / r B A for dense W [out, in]; w + alpha / r w_a
     w_b for experts' w [in, out]."""
-    found = {name: w for name, w in weights.items() if name not in _adapters(list(weights))}
+    adapters = {*_adapters(list(weights))}
+    found = {name: w for name, w in weights.items() if name not in adapters}
     for name in weights:
         if name.endswith(".lora_a"):
             stem = name.removesuffix(".lora_a")

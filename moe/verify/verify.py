@@ -37,7 +37,8 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-ALONE = {"cuda": ("triton", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}  # --device -> kernels of cases of one process
+# --device -> kernels of cases of one process
+ALONE = {"cuda": ("triton", "triton_persistent", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe
 
@@ -209,15 +210,15 @@ def _sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int
 def name_of(twin: Case) -> str:
     """Return a reference case's name for the table: model, precision, and all fields that differ from their defaults."""
     words = (
-        (f"of {twin.layers} layers", twin.layers != Case.layers),
-        (f"of {twin.experts} experts", twin.experts != Case.experts),
-        (f"of {twin.length} tokens", twin.length != Case.length),
-        (f"of {twin.microbatches} micro-batches", twin.microbatches > 1),
+        (f"of {counted(twin.layers, 'layer')}", twin.layers != Case.layers),
+        (f"of {counted(twin.experts, 'expert')}", twin.experts != Case.experts),
+        (f"of {counted(twin.length, 'token')}", twin.length != Case.length),
+        (f"of {counted(twin.microbatches, 'micro-batch')}", twin.microbatches > 1),
         ("padded", twin.padded),
         ("packed", twin.packed),
         ("overflow", twin.overflow),
-        (f"of {twin.batch} sequences", twin.batch != Case.batch),
-        (f"in {twin.parts} parts", twin.parts > 1),
+        (f"of {counted(twin.batch, 'sequence')}", twin.batch != Case.batch),
+        (f"in {counted(twin.parts, 'part')}", twin.parts > 1),
         (f"in {twin.blocks} x {twin.blocks} blocks", twin.blocks > 1),
         (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1),
         (f"{twin.chunks} chunks of the loss", twin.chunks > 1),

@@ -219,8 +219,8 @@ def flops(work: Work, mesh: Sizes) -> float:
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
     """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
-    An activation is freed after the backward pass of the operator that computed it; an input, after that of its first reader. A gradient
-    exists from the backward pass of the activation's last reader until that of the operator that computed the activation."""
+    An activation is freed after the backward pass of the operator that computed it; an input, after its first reader's backward pass. A
+    gradient exists from the backward pass of the activation's last reader until the backward pass of the operator that computed it."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
     def add(first: int, last: int, amount: float) -> None:

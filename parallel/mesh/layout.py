@@ -99,7 +99,8 @@ class Layout:
 
     def copies(self) -> tuple[str, ...]:
         """Return the axes along which ranks hold the same elements, without "pp", although stages in `holders` hold them too."""
-        return tuple(a for a in self.view if a != "pp" and a not in self.cut_by())
+        cut = self.cut_by()
+        return tuple(a for a in self.view if a != "pp" and a not in cut)
 
     def summed_over(self) -> tuple[str, ...]:
         """Return the axes over which gradients are summed: `copies` without `alike`. Gradients are also summed over `holders`."""
@@ -137,7 +138,7 @@ class Layout:
 
     def is_owner(self, mesh: Mesh) -> bool:
         """Return whether this rank holds the first of all copies of its shard, which alone counts in norms and is saved."""
-        return self.shard_counts(mesh) and all(mesh.axis(a).index == 0 for a in self.summed_over())
+        return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in self.copies())
 
     def shard_counts(self, mesh: Mesh) -> bool:
         """Return whether this rank's elements of the parameter count in norms, if FSDP or ZeRO gives ranks different elements of its shard.

@@ -83,16 +83,18 @@ class Message(NamedTuple):
 
 class Traffic(NamedTuple):
     """The messages of one layer's exchange. agreed: small messages that ranks exchange before the rows, such as counts. forward, backward:
-    rows and results in each pass."""
+    rows and results in each pass. meanwhile: the part of each pass's messages during which the layer computes what needs no other rank."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
+    meanwhile: tuple[Message, ...] = ()
 
     @classmethod
-    def there_and_back(cls, *agreed: Message, rows: tuple[Message, ...]) -> Traffic:
-        """Return the traffic of an exchange in which results are sent back by messages of the same sizes as `rows`, in both passes."""
-        return cls(agreed, 2 * rows, 2 * rows)
+    def there_and_back(cls, *agreed: Message, rows: Message, meanwhile: float = 0.0) -> Traffic:
+        """Return the traffic of an exchange in which results are sent back by a message of the same size as `rows`, in both passes.
+        meanwhile: fraction of `rows` during which the layer computes what needs no other rank."""
+        return cls(agreed, 2 * (rows,), 2 * (rows,), (rows._replace(handed=meanwhile * rows.handed),) if meanwhile else ())
 
     @property
     def every(self) -> tuple[Message, ...]:

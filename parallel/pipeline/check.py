@@ -20,6 +20,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 
 NONE = -1
+WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # operations of one micro-batch on one stage
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -165,39 +166,43 @@ class ActionGraph:
 
 
 def _check_whole(schedule: Schedule) -> None:
-    count: Counter[tuple[Op, int, int]] = Counter()
-    for node, action in schedule.nodes():
-        if not 0 <= action.stage < schedule.num_stages or node.rank not in schedule.homes[action.stage]:
-            got = f"{action} on rank {node.rank}"
-            raise _wrong(schedule, got, "stages only on the ranks that hold them", "move the action to a rank that holds its stage")
-        if action.op in COMPUTE:
-            if not 0 <= action.microbatch < schedule.microbatches:
-                raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber or remove the action")
-            if action.version > schedule.num_updates:
-                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct the version after @")
-            count[action[:3]] += 1
-    for named, n in count.items():
-        if n > 1:
+    homes, microbatches = schedule.homes, schedule.microbatches
+    found: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # stage * micro-batches + micro-batch -> (rank, action) of each
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            op, stage, microbatch, version = action
+            if not 0 <= stage < len(homes) or rank not in homes[stage]:
+                got = f"{action} on rank {rank}"
+                raise _wrong(schedule, got, "stages only on the ranks that hold them", "move the action to a rank that holds its stage")
+            if op in COMPUTE:
+                if not 0 <= microbatch < microbatches:
+                    raise _wrong(schedule, str(action), f"micro-batches 0 to {microbatches - 1}", "renumber or remove the action")
+                if version > schedule.num_updates:
+                    raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}", "correct the version after @")
+                found[stage * microbatches + microbatch].append((rank, action))
+    for actions in found.values():
+        if len({action.op for _, action in actions}) < len(actions):
+            named, n = Counter(action[:3] for _, action in actions).most_common(1)[0]
             raise _wrong(schedule, f"{Action(*named)} {n} times", "each action once", "remove the repetitions")
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.microbatches):
-            _check_one(schedule, stage, microbatch)
+    for at in range(len(homes) * microbatches):
+        _check_one(schedule, *divmod(at, microbatches), found[at])
 
 
-def _check_one(schedule: Schedule, stage: int, microbatch: int) -> None:
-    nodes = {op: node for op in COMPUTE if (node := schedule.find(op, stage, microbatch)) is not None}
+def _check_one(schedule: Schedule, stage: int, microbatch: int, actions: list[tuple[int, Action]]) -> None:
+    """Raise BadInput unless these (rank, action) of a stage's micro-batch are F, B or F, I, W, on one rank and with one version."""
 
     def named(ops: Iterable[Op]) -> str:
-        return " ".join(str(Action(op, stage, microbatch)) for op in ops) or "nothing"
+        return " ".join(str(Action(op, stage, microbatch)) for op in COMPUTE if op in ops) or "nothing"
 
-    if nodes.keys() not in ({Op.F, Op.B}, {Op.F, Op.I, Op.W}):
-        got, needed = f"{named(nodes)} for stage {stage} and micro-batch {microbatch}", named((Op.F, Op.B))
+    ops = {action.op for _, action in actions}
+    if ops not in WHOLE:
+        got, needed = f"{named(ops)} for stage {stage} and micro-batch {microbatch}", named((Op.F, Op.B))
         raise _wrong(schedule, got, f"{needed}, or I and W instead of B", "add or remove actions of this micro-batch")
-    if len({node.rank for node in nodes.values()}) > 1:
-        got, needed = f"{named(nodes)} on several ranks", "one rank for one micro-batch of a stage"
+    if len({rank for rank, _ in actions}) > 1:
+        got, needed = f"{named(ops)} on several ranks", "one rank for one micro-batch of a stage"
         raise _wrong(schedule, got, needed, "move the backward passes to the rank of the forward pass")
-    if len({schedule.action(node).version for node in nodes.values()}) > 1:
-        got = " ".join(str(schedule.action(n)) for n in nodes.values())
+    if len({action.version for _, action in actions}) > 1:
+        got = " ".join(str(action) for _, action in actions)
         raise _wrong(schedule, got, "the backward on its forward's version", "write the same version after @ in both")
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
 from parallel.store.files import read_text, write_text
@@ -91,6 +91,9 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
             order += updates(order)
     num_updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
     if microbatches % num_updates:
-        got, needed = f"{microbatches} micro-batches and {num_updates} updates", "the same number of micro-batches for each update"
+        got, needed = (
+            f"{counted(microbatches, 'micro-batch')} and {counted(num_updates, 'update')}",
+            "the same number of micro-batches for each update",
+        )
         raise BadInput(f"schedule {name}", got=got, needed=needed, fix="add or remove updates")
     return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

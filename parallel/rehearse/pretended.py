@@ -82,7 +82,7 @@ class Pretended(FakeTensorMode):
     def computed(self, function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return function(*given, **named) of the tensors' known values, computed on the CPU; None if a tensor's values are unknown."""
         values = [self.known(value) if isinstance(value, Tensor) else value for value in given]
-        if any(value is None for value in values):
+        if any(value is None and one is not None for value, one in zip(values, given, strict=True)):
             return None
         with _disable_current_modes():
             return function(*values, **named)

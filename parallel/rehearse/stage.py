@@ -91,7 +91,7 @@ def rehearsal(world: World) -> Iterator[Pretended]:
 class _Hopper:
     """Device properties of an H100, for a GPU that this machine does not have."""
 
-    major, minor, shared_memory_per_block_optin, L2_cache_size = 9, 0, 227 * 1024, 50 * 2**20
+    major, minor, shared_memory_per_block_optin, L2_cache_size, multi_processor_count = 9, 0, 227 * 1024, 50 * 2**20, 132
 
 
 class _Event:

@@ -279,15 +279,17 @@ def check_same_parameters(
     layouts: Layouts,
     kinds: tuple[str, ...] = ("weight",),
     *,
+    spare: tuple[str, ...] = (),
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
-    """Raise BadInput about the first tensor of these kinds with a name or shape that differs between the checkpoint and the layouts."""
+    """Raise BadInput about the first tensor of these kinds with a name or shape that differs between the checkpoint and the layouts.
+    spare: beginnings of names that the layouts may lack."""
     alone = Mesh.of(Degrees())
     wanted = {part.name: part.shape for name, layout in layouts.items() for part in stored(name, layout, alone)}
     for kind in kinds:
         held = reader.names(kind)
         for name in sorted(wanted.keys() | held.keys()):
-            if wanted.get(name) != held.get(name):
+            if wanted.get(name) != held.get(name) and not (name not in wanted and name.startswith(spare)):
                 raise BadInput(
                     f"parameter {name}" if kind == "weight" else f"{kind} of parameter {name}",
                     got=f"shape {list(held[name])} in {reader.path.name}" if name in held else f"nothing in {reader.path.name}",

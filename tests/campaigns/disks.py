@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moe.launch import exit_codes
+from moe.records.metrics import METRICS, whole_lines
 from parallel.errors import BadInput
 from parallel.store import checkpoint, lock
 from tests.campaigns.faults import Row
@@ -47,6 +50,8 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
         "a run's folder that vanishes while it trains": (partial(_goes, how=shutil.rmtree), 8 if full else 3, False),
         "a run's folder that is renamed while it trains": (partial(_goes, how=_rename), 8 if full else 3, False),
         "a second start in the folder of a run": (_second, 16 if full else 4, False),
+        "a run submitted twice": (_twice, sizes, False),
+        "a run that gets a signal and is started again": (_requeued, sizes, False),
         "two runs that tokenise the same text at once": (_together, 8 if full else 2, False),
     }
     why = why_not()
@@ -182,6 +187,69 @@ def _second(place: Path, share: float) -> tuple[str, float]:
     if refused or ends[0][0] != exit_codes.DONE:
         return (refused or [f"the first: exit code {ends[0][0]}: {ends[0][1][-200:]}"])[0], ends[0][2]
     return "" if _saved(place / "run") == 40 else f"saved up to step {_saved(place / 'run')}", ends[0][2]
+
+
+def _twice(place: Path, share: float) -> tuple[str, float]:
+    """Start a run twice in a new folder, the second time share / 50 seconds after the first. One must end well; the other must be refused,
+    or find that the run has finished. Return (problem or "", seconds of the longer start)."""
+    words = ("train", str(place / "tiny.yaml"), "--out", str(place / "run"))
+    places = [_beside(place, name) for name in "ab"]
+    ends = _at_once([partial(carry_out, words, each, limit_s=LONGEST_S, cache=place / "cache") for each in places], after_s=share / 50)
+    problems = [_one_line(code, said, "trains") for code, said, *_ in ends if code != exit_codes.DONE]
+    if len(problems) == 2 or any(problems):
+        return next(filter(None, problems), "both were refused"), max(end[2] for end in ends)
+    left = [path.name for path in (place / "run").iterdir() if path.name.startswith(".")]
+    problem = f"left behind: {left}" if left else "" if _saved(place / "run") == 6 else f"saved up to step {_saved(place / 'run')}"
+    return problem, max(end[2] for end in ends)
+
+
+def _requeued(place: Path, share: float) -> tuple[str, float]:
+    """Send SIGTERM to a run `share` seconds after its first step, and start it again without waiting, as a queue may do, until it is not
+    refused. It must resume from the signal's checkpoint. Return (problem or "", seconds of the second run)."""
+    steps, run = ("--train.steps", "100000", "--train.save_every", "0"), place / "run"
+    pids: list[int] = []
+    first: list[tuple[int | None, str, float, int]] = []
+    words = ("train", "tiny.yaml", "--out", "run", *steps)
+    thread = threading.Thread(
+        target=lambda: first.append(carry_out(words, place, limit_s=LONGEST_S, cache=place / "cache", tell=pids.append))
+    )
+    thread.start()
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until and not any(line.get("kind") == "train" for line in whole_lines(run / METRICS)):
+        time.sleep(0.005)
+    time.sleep(share)
+    os.kill(pids[0], signal.SIGTERM)
+    code: int | None = exit_codes.BAD_INPUT
+    problem, tries, began = "", 0, time.monotonic()
+    while code == exit_codes.BAD_INPUT and not problem and time.monotonic() - began < LONGEST_S:
+        few = ("train", str(place / "tiny.yaml"), "--out", str(run), "--train.steps", str(_saved(run) + 3))
+        code, said, *_ = carry_out(few, _beside(place, f"again-{tries}"), limit_s=LONGEST_S, cache=place / "cache")
+        problem = _one_line(code, said, "trains") if code == exit_codes.BAD_INPUT else ""
+        tries += 1
+    thread.join()
+    if problem:
+        return problem, time.monotonic() - began
+    if first[0][0] != exit_codes.STOPPED:
+        return f"the first: exit code {first[0][0]}: {first[0][1][-200:]}", time.monotonic() - began
+    if code != exit_codes.DONE:
+        return f"the second: exit code {code}: {said[-200:]}", time.monotonic() - began
+    stopped, resumed = (
+        re.search(rf"{words} at step (\d+)", text) for words, text in (("stopped by a signal", first[0][1]), ("resumed from .*", said))
+    )
+    same = stopped and resumed and stopped[1] == resumed[1]
+    return ("" if same else f"{stopped and stopped[0]}, then {resumed and resumed[0]}"), time.monotonic() - began
+
+
+def _at_once(starts: list[Callable[[], Any]], *, after_s: float) -> list[Any]:
+    """Call the functions in threads, each `after_s` seconds after the one before. Return their results."""
+    ends: list[Any] = [None] * len(starts)
+    threads = [threading.Thread(target=lambda at=at: ends.__setitem__(at, starts[at]())) for at in range(len(starts))]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+        time.sleep(after_s)
+    for thread in threads:
+        thread.join()
+    return ends
 
 
 def _beside(place: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -93,11 +93,17 @@ def _surroundings(place: Path) -> None:
 
 
 def carry_out(
-    words: tuple[str, ...], place: Path, *, limit_s: float, terminal: bool = False, cache: Path | None = None
+    words: tuple[str, ...],
+    place: Path,
+    *,
+    limit_s: float,
+    terminal: bool = False,
+    cache: Path | None = None,
+    tell: Callable[[int], object] = lambda pid: None,
 ) -> tuple[int | None, str, float, int]:
     """Run `moe *words` in a process in folder `place`. Return (exit code, or None after the time limit; output; seconds; peak bytes).
 
-    `terminal`: its output is a terminal.
+    `terminal`: its output is a terminal. `tell` is called with its process id.
     """
     output = place / ".output"
     started = time.perf_counter()
@@ -114,6 +120,7 @@ def carry_out(
             sys.stderr.write(f"Traceback: {type(error).__name__}: {error}\n")
         finally:
             os._exit(code)
+    tell(pid)
     ended, status, usage = _wait(pid, limit_s)
     os.close(writes)
     if terminal:

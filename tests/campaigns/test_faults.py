@@ -76,6 +76,7 @@ def test_a_disk_that_fills_a_cache_that_cannot_be_written_and_a_folder_that_goes
         (partial(disks._goes, how=shutil.rmtree), 0.1, False),
         (partial(disks._goes, how=disks._rename), 0.1, False),
         (disks._second, 0.1, False),
+        (disks._twice, 0.1, False),
     ]
     why = disks.why_not()
     for number, (once, share, mounts) in enumerate(faults):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import pytest
 
 from parallel.errors import plain
 from tests.campaigns.hostile import carry_out, once
-from tests.campaigns.hostile_inputs import CANARY, inputs
+from tests.campaigns.hostile_inputs import CANARY, Input, inputs
 
-INPUTS = {each.name: each for each in inputs()}
 SAMPLE = (
     "aliases that grow, as a section",
     "lists in lists",
@@ -31,16 +31,22 @@ SAMPLE = (
 )
 
 
+@functools.cache
+def named() -> dict[str, Input]:
+    """Return all inputs by name. They take half a second, which a worker that runs none of these tests need not spend."""
+    return {each.name: each for each in inputs()}
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_hostile_input_is_one_line(name: str, tmp_path: Path) -> None:
-    given = INPUTS[name]
+    given = named()[name]
     problem, seconds = once(given, tmp_path / "tried", None)
     assert not problem
     assert seconds < 10
 
 
 def test_the_bench_sees_what_is_executed_printed_or_waited_for(tmp_path: Path) -> None:
-    given = INPUTS["text: a pipe"]
+    given = named()["text: a pipe"]
 
     def harm(place: Path) -> None:
         given.make(place)

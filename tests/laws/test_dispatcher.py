@@ -193,7 +193,7 @@ def test_it_is_opened_once_for_a_model(listed: None) -> None:
     assert moved.placement == (1, 0, 2, 3, 4, 5, 6, 7) and moved.opened is first.opened
 
 
-def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, monkeypatch: pytest.MonkeyPatch, three_steps: None) -> None:
+def test_verify_has_its_row_and_two_ranks_equal_the_plain_twin(listed: None, monkeypatch: pytest.MonkeyPatch, two_steps: None) -> None:
     real = Case.run
 
     def run(case: Case) -> sections.Run:
@@ -220,7 +220,7 @@ def test_recipe_and_docs_have_every_dispatcher() -> None:
 
 def test_sizes_that_a_dispatcher_cannot_have_are_refused_in_its_words() -> None:
     for section, ranks, held, said in (
-        ({"overlap_chunks": 3}, 2, 4, "a divisor of the 4 experts that a rank holds"),
+        ({"overlap_chunks": 3}, 2, 4, "a divisor of 4, the experts that a rank holds"),
         ({"kind": "hierarchical"}, 4, 2, "how many ranks of the ep axis share a node"),
         ({"kind": "hierarchical", "node_size": 3}, 4, 2, "a divisor of degrees.ep=4"),
         ({"kind": "mine:rows", "node_size": 3}, 4, 2, "null: only hierarchical sends between nodes and within nodes separately"),

@@ -10,8 +10,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
@@ -34,6 +32,7 @@ from tests.campaigns import faults
 from tests.mutations import run
 from tests.mutations.every import MUTATIONS
 from tests.planner import planner
+from tests.support import trained
 from tests.support.command import measurements
 from tests.support.ranks import run_on_ranks
 
@@ -186,15 +185,15 @@ def test_python_on_a_page_is_python(page: Path) -> None:
         compile(block, page.name, "exec")
 
 
-@pytest.mark.long
-def test_python_of_the_readme_runs(tmp_path: Path) -> None:
-    """One process runs all blocks, each with names of its own, because importing torch takes seconds."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    code = f"for block in {README_BLOCKS}:\n    print('block'), exec(block, {{'__name__': '__main__'}})"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    said = re.split(r"^block$", ran.stdout, flags=re.M)[1:]
-    assert len(said) == len(README_BLOCKS) > 1 and all(text.strip() for text in said)
+def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block has names of its own. Without a sample and a report, which took two thirds of the time and have tests of their own.
+    tests/moe/test_public_face.py imports `moe` in a new process."""
+    trained.home(tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert len(README_BLOCKS) > 1
+    for block in README_BLOCKS:
+        exec(block, {"__name__": "__main__"})
+        assert capsys.readouterr().out.strip()
 
 
 def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -> None:

@@ -174,7 +174,7 @@ def test_planner_takes_its_rate_and_its_bytes() -> None:
     assert bytes_held[1] > bytes_held[0]
 
 
-def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, three_steps: None) -> None:
+def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, two_steps: None) -> None:
     """Two ranks with ep 2 equal the twin within the bound that verify measures for rounding. 7-bit operands exceed this bound."""
     real = Case.run
     monkeypatch.setattr(Case, "run", lambda case: with_it(real(case)))

@@ -128,7 +128,7 @@ def test_verify_and_the_page_of_combinations_list_it() -> None:
     assert judge(("sequence", "gathered")).status == judge(("sequence", "zigzag")).status == "runs"
 
 
-def test_two_ranks_attend_as_one_process_does(three_steps: None) -> None:
+def test_two_ranks_attend_as_one_process_does(two_steps: None) -> None:
     rows = [case for case in kinds.cases(2, kinds=("sequence",)) if case.attention == "gathered" and case.precision == "fp32"]
     rows = [case for case in rows if case.ep == 1 and case.model in ("gshard", "packed")]
     assert len(rows) == 2

@@ -19,7 +19,7 @@ def test_the_page_has_the_table_of_the_recorded_run_in_which_every_kernel_passed
     assert table(rows) in (ROOT / "docs/moe/kernels.md").read_text()
 
 
-def test_a_spill_a_warning_and_narrow_loads_fail() -> None:
-    row = {"spilled": 32, "warnings": [], "narrow_loads": False, "kernel": KERNELS[0]}
+def test_a_spill_a_warning_narrow_loads_and_too_much_shared_memory_fail() -> None:
+    row = {"spilled": 32, "warnings": [], "narrow_loads": False, "kernel": KERNELS[0], "shared": 227 * 1024, "target": "sm_90a"}
     assert good(row)
-    assert not any(good(row | fault) for fault in ({"spilled": 33}, {"warnings": ["C7515"]}, {"narrow_loads": True}))
+    assert not any(good(row | fault) for fault in ({"spilled": 33}, {"warnings": ["C7515"]}, {"narrow_loads": True}, {"target": "sm_80"}))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe.plan.job.states import MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, model_states
+from moe.plan.job.states import MIXED_FP32_GRADIENTS, model_states
+from tests.planner.software import MIXED_BOTH_GRADIENTS
 
 pytest.importorskip("deepspeed")
 PARAMETERS, LARGEST = 2_851_000_000, 32_800_000

@@ -11,11 +11,10 @@ from typing import Any
 
 from moe.checks.together import check_run
 from moe.plan.choose.choose import described
-from moe.plan.choose.planned import planned
+from moe.plan.choose.planned import TooLarge, planned
 from moe.plan.job.flops import size
 from moe.plan.machine.cluster import load_cluster
 from moe.recipe.load import load
-from parallel.errors import BadInput
 from tests.planner.published import GIB, RUNS, Published, published_seconds, resolved
 
 MODELS = ("qwen3_30b_a3b", "gpt_oss_20b", "olmoe_1b_7b", "deepseek_v2_lite", "moonlight_16b", "mixtral_8x7b", "switch_base")
@@ -50,9 +49,8 @@ def _row(name: str, cluster: str, trained: str, values: dict[str, str]) -> dict[
     row |= {"printed_tokens_per_s": printed(name)[0], "passed": True}
     try:
         made = planned(run, machines, checked=check_run, top=1)
-    except BadInput as none:
-        over = float(str(none.got).split()[0])  # "437 GiB a device too much for the smallest plan (...)"
-        return row | {"fits": False, "gib": machines.memory_bytes() / GIB + over, "tokens_per_s": None, "plan": None}
+    except TooLarge as none:
+        return row | {"fits": False, "gib": (machines.memory_bytes() + none.over_bytes) / GIB, "tokens_per_s": None, "plan": None}
     best = made.found.ranked[0]
     speed = made.speed(best).tokens_per_s / machines.world
     return row | {"fits": True, "gib": best.held_bytes / GIB, "tokens_per_s": speed, "plan": described(best.plan)}

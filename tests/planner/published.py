@@ -16,7 +16,7 @@ from moe.plan.choose.choose import described
 from moe.plan.job.flops import counted_training, size
 from moe.plan.job.network import Recomputed
 from moe.plan.job.of_recipe import network_of, plan_of
-from moe.plan.job.states import BF16, FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
+from moe.plan.job.states import BF16, FP32, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.memory import peak
@@ -24,7 +24,7 @@ from moe.plan.memory.stack import OURS, Stack
 from moe.plan.time.cost import step_time
 from moe.recipe.load import load
 from moe.recipe.sections import Run
-from tests.planner.software import DEEPSEEK, FSDP, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, PROGRAMS, TORCHTITAN
+from tests.planner.software import DEEPSEEK, FSDP, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, MIXED_BOTH_GRADIENTS, PROGRAMS, TORCHTITAN
 
 GIB = 2**30
 SAME = 0.035  # tolerance of the printed number of parameters: GLaM's 1.2T is rounded by this much

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moe.plan.job.states import Storage
 from moe.plan.machine.program import OWN, OWN_ON_CPU, Program
 from moe.plan.memory.stack import Stack
 
+MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # 16 bits with two copies of the gradients, as in DeepSpeed's bf16 optimizer
 PROGRAMS = {
     program.name: program
     for program in (

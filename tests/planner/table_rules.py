@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe.plan.job.network import Experts, Latent, Network, Plan
-from moe.plan.job.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
+from moe.plan.job.states import FP32, MIXED, MIXED_FP32_GRADIENTS, Storage
 from moe.plan.memory.stack import Stack
 from tests.planner import software as stacks
 
@@ -205,7 +205,7 @@ def storage_of(cells: Cells, stack: Stack) -> Storage:
         return MIXED
     if stack.name == "megatron-deepspeed" and "bf16" in precision:
         # at first BLOOM's software summed gradients in 16 bits: one layout took 44 GB on 02-27 and 67 GB on 02-28
-        return MIXED if re.search(r"note 02-2[0-7]", said) else MIXED_BOTH_GRADIENTS
+        return MIXED if re.search(r"note 02-2[0-7]", said) else stacks.MIXED_BOTH_GRADIENTS
     return MIXED if "fp16 grads" in said or precision.startswith("fp16") else MIXED_FP32_GRADIENTS
 
 

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import moe.kernels.triton as kernels
+from moe.kernels import triton_persistent
 from moe.kernels.rows import Plan
 from moe.kernels.triton import device, jitter, network, norm, router, routing, rows
 from moe.kernels.triton.router import Given
@@ -153,8 +154,8 @@ def sort(*, tokens: int, num_experts: int, k: int) -> None:
     kernels.by_bin(torch.ones(4, num_experts // 4, dtype=torch.int64), total=num_experts)
 
 
-def compute(c: Case) -> None:
-    """Run forward and backward of the case's layer on tensors without values."""
+def compute(c: Case, *, capability: int) -> None:
+    """Run forward and backward of the case's layer on tensors without values. `triton_persistent` needs capability 90."""
     whole = {"dtype": torch.int64, "device": "meta"}
     plan = Plan(torch.empty(c.tokens * c.k, **whole), torch.empty(c.tokens, c.k, **whole), torch.empty(c.experts, **whole))  # type: ignore[arg-type]
     x = torch.empty(c.tokens, c.width, dtype=c.dtype, device="meta", requires_grad=True)
@@ -168,7 +169,8 @@ def compute(c: Case) -> None:
     more = {"b1": weight(c.hidden), "b3": weight(c.hidden), "swiglu": Swiglu(alpha=1.702, limit=7.0, offset=1.0)} if c.biases else {}
     experts = network_of(c.ffn, *matrices, **more)
     if c.routed:
-        kernels.routed_ffn(x, gate, plan, experts).sum().backward()
+        for module in (kernels, triton_persistent)[: 2 if capability >= 90 else 1]:
+            module.routed_ffn(x, gate, plan, experts).sum().backward()
         return
     dropped = torch.empty(c.tokens * c.k, c.hidden, dtype=c.dtype, device="meta")
     y = kernels.reorder(kernels.permute(x, plan), plan.choice_R)
@@ -180,13 +182,14 @@ def compute(c: Case) -> None:
 def main(capability: int, names: list[str]) -> None:
     """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (kernels.gemm, kernels.moves, norm, router, jitter):  # type: ignore[attr-defined]
+    for module in (kernels.gemm, kernels.moves, norm, router, jitter, triton_persistent):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, norm, rows, router, routing, jitter):
+    for module in (network, norm, rows, router, routing, jitter, triton_persistent):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
+    triton_persistent.has_tma, triton_persistent.multiprocessors = lambda _: True, lambda _: 132  # type: ignore[assignment]
     device._l2_bytes = lambda _: 50 * 2**20  # type: ignore[assignment]
     if not names:
         route("glam", tokens=120, num_experts=60)
@@ -198,7 +201,7 @@ def main(capability: int, names: list[str]) -> None:
             x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
             norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()
     for case in [PUBLISHED[name] for name in names] or SMALL.values():
-        compute(case)
+        compute(case, capability=capability)
 
 
 if __name__ == "__main__":

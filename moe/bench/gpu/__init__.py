@@ -1,1 +1,1 @@
-"""Checks results on a new GPU, measures its speed, and advises on the next improvement. `python -m moe.bench.gpu --minutes 25 --json F`."""
+"""Checks results on a new GPU, measures its speed, and names the next code to improve. `python -m moe.bench.gpu --minutes 25 --json F`."""

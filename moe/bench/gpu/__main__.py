@@ -20,11 +20,11 @@ PACKAGES = ("torch", "triton", "numpy", "einops")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Return 1 if a part failed or found something wrong, 2 for bad input, else 0."""
+    """Run the command. Return 1 if a part failed or found a wrong result, 2 for bad input, else 0."""
     parser = argparse.ArgumentParser(prog="python -m moe.bench.gpu", description="check and measure a new GPU")
-    parser.add_argument("--minutes", type=float, default=25, help="time limit of this call; parts that may exceed it are left out")
+    parser.add_argument("--minutes", type=float, default=25, help="time limit of this call on a GPU; parts that may exceed it are left out")
     parser.add_argument("--json", type=Path, required=True, help="file of the results, written after each part")
-    parser.add_argument("--resume", action="store_true", help="continue a file: measure only the parts that it lacks")
+    parser.add_argument("--resume", action="store_true", help="continue this file: measure only the parts without results in it")
     args = parser.parse_args(words)
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -82,7 +82,7 @@ def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: fl
 
 
 def parts() -> list[Any]:
-    """Return the parts in their order. They import triton, so `measure` first sets TRITON_INTERPRET."""
+    """Return the parts in the order in which they run. They import triton, so without a GPU `measure` first sets TRITON_INTERPRET."""
     from moe.bench.gpu import ceilings, layer, right, step
     from moe.bench.gpu.part import Part
 
@@ -106,15 +106,18 @@ def page(done: dict[str, Any]) -> list[str]:
 
 
 def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return lines of advice that follow from the numbers, the most urgent first."""
+    """Return lines of advice that follow from the parts' rows (name of a part -> its rows), the most urgent first."""
     wrong = [f"first mend the wrong results of {name}" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)
     gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]
+    times = {(r["kernel"], r["what"]): r["seconds"] for r in rows.get("kernels", []) if "kernel" in r}
+    ratios = {what: taken / times["product", what] for (kernel, what), taken in times.items() if kernel == "persistent product"}
+    faster = [f"set experts.kernels to triton_persistent: {x:.2f} of the product's time at {what}" for what, x in ratios.items() if x < 1]
     races = [(ratio, peer, r["what"]) for r in rows.get("layers", []) for peer, ratio in r.get("over_peers", {}).items() if ratio > 1]
     slower = [f"slower than {peer} at {what}: {ratio:.2f} times its time" for ratio, peer, what in sorted(races, reverse=True)]
     waits = [f"the host waits {n} times a step: {r['what']}" for r in rows.get("steps", []) if (n := r.get("synchronisations") or 0) > 2]
-    return [*wrong, *gain, *slower, *waits] or ["no measurement suggests a change"]
+    return [*wrong, *gain, *faster, *slower, *waits] or ["no measurement suggests a change"]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def ceiling(before: dict[str, list[Row]], name: str) -> float | None:
-    """Return a measured ceiling by its name, such as copy or bfloat16, in TF/s or GB/s; None if the part did not run."""
+    """Return a measured ceiling by its name, such as copy or bfloat16, in GB/s (copy) or TF/s; None if the part `machine` did not run."""
     return next((row["rate"] for row in before.get("machine", ()) if row.get("ceiling") == name), None)
 
 
@@ -40,7 +40,7 @@ def _about(machine: Machine) -> Row:
     return about
 
 
-def _version(package: str) -> str | None:  # used instead of version_of in extensions.py, which needs psutil
+def _version(package: str) -> str | None:  # instead of version_of in parallel/process/extensions.py, which needs psutil
     try:
         return version(package)
     except PackageNotFoundError:

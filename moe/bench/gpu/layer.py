@@ -9,6 +9,8 @@ an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's out
     product    A W2; dH W1^T + dG W3^T                6 R D F     (3 R F + 3 E D F + 2 R D) b
     back       dH, dG, gate * A from dO[token] W2^T   2 R D F     (T D + E D F + 5 R F) b
     weights    dW1, dW2, dW3                          6 R D F     (2 T D + 3 R F + 3 E D F) b
+
+`persistent product` is the product of `experts.kernels: triton_persistent`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ SHAPES = {
 }
 H100_TF_PER_S = 800.0  # rate of a large bf16 product
 FILL = 8  # time for a tile's first loads and for storing its result, in steps of the inner loop
-KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}  # function in network.py -> name on the page
+# function in moe/kernels/triton/network.py -> name in the printed table
+KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}
+PERSISTENT = "persistent product"
 TIMES = {True: 10, False: 1}  # whether the device is a GPU -> number of timed passes
 
 
@@ -49,19 +53,27 @@ def kernel_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
 
 
 def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> list[Row]:
-    run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels="triton")
-    run()  # compiles
-    seconds = _seconds_of_kernels(machine, run, TIMES[machine.gpu])
-    flops, size, found = flops_of(shape), _bytes(shape, 2), []
+    seconds, flops, size = _seconds_of_kernels(machine, shape, "triton"), flops_of(shape), _bytes(shape, 2)
     peak, copy = ceiling(before, "bfloat16"), ceiling(before, "copy")
-    for kernel, taken in seconds.items():
-        row: Row = {"kernel": kernel, "seconds": taken, "tf_per_s": flops[kernel] / taken / 1e12}
-        row |= {"expected": expected(kernel, shape) if "H100" in machine.name else None}
-        if peak and copy:
-            row["share"] = max(flops[kernel] / peak / 1e12, size[kernel] / copy / 1e9) / taken
-        found.append(row)
-    total = sum(seconds.values())
-    return [*found, {"kernel": "all four", "seconds": total, "tf_per_s": sum(flops.values()) / total / 1e12}]
+
+    def row(name: str, kernel: str, taken: float) -> Row:
+        made: Row = {"kernel": name, "seconds": taken, "tf_per_s": flops[kernel] / taken / 1e12}
+        made |= {"expected": expected(kernel, shape) if "H100" in machine.name else None}
+        share = max(flops[kernel] / peak / 1e12, size[kernel] / copy / 1e9) / taken if peak and copy else None
+        return made if share is None else made | {"share": share}
+
+    found, total = [row(kernel, kernel, taken) for kernel, taken in seconds.items()], sum(seconds.values())
+    found.append({"kernel": "all four", "seconds": total, "tf_per_s": sum(flops.values()) / total / 1e12})
+    if _tma(machine):
+        found.append(row(PERSISTENT, "product", _seconds_of_kernels(machine, shape, "triton_persistent")["product"]))
+    return found
+
+
+def _tma(machine: Machine) -> bool:
+    choose("triton")
+    from moe.kernels.triton.device import has_tma
+
+    return has_tma(machine.device)
 
 
 def kernel_page(rows: Sequence[Row]) -> list[str]:
@@ -71,7 +83,7 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing each takes
+    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU only one peer is used, because importing a peer takes
     seconds."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
@@ -87,7 +99,8 @@ def race_page(rows: Sequence[Row]) -> list[str]:
     cells = [(r["what"], "batched products without routing", r["over_limit"]) for r in ours]
     cells += [(r["what"], peer, ratio) for r in ours for peer, ratio in r["over_peers"].items()]
     absent = sorted({f"{r['implementation']}: {r['not_run']}" for r in rows if "not_run" in r})
-    wrong = [f"ANOTHER RESULT: {r['implementation']} at {r['what']}" for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    differ = [r for r in rows if r.get("kind") == "peer" and not r.get("passed", True)]
+    wrong = [f"RESULT DIFFERS FROM OURS: {r['implementation']} at {r['what']}" for r in differ]
     return [*table(cells, ("layer", "compared with", "our time / its time")), *absent, *wrong, *failures(rows)]
 
 
@@ -111,12 +124,13 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
     return {kernel: float(each * number) for kernel, number in numbers.items()}
 
 
-def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int) -> dict[str, float]:
-    """Return a dict: kernel -> seconds that it takes in one call of run(), as a mean over `times` calls."""
-    choose("triton")
+def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[str, float]:
+    """Return a dict: kernel -> its seconds in one pass of the layer, mean over TIMES passes."""
+    run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels=kernels)
+    run()  # compiles
     from moe.kernels.triton import network
 
-    seconds = dict.fromkeys(KERNELS.values(), 0.0)
+    seconds, times = dict.fromkeys(KERNELS.values(), 0.0), TIMES[machine.gpu]
     with _timed(machine, network, seconds):
         for _ in range(times):
             run()
@@ -125,7 +139,7 @@ def _seconds_of_kernels(machine: Machine, run: Callable[[], object], times: int)
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function in KERNELS adds its time to `seconds`. It waits for the GPU before and after the call."""
+    """Within the context, each call of a function in KERNELS adds its time to `seconds`, and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

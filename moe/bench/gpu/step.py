@@ -66,8 +66,8 @@ def step_page(rows: Sequence[Row]) -> list[str]:
 
 
 def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Return a row for each dtype: ten losses of the tiny model on the device. A second run there must give the same bits. The difference
-    from the CPU's losses in fp32 has a limit."""
+    """Return a row for each dtype: ten losses of the tiny model on the device. The row passes if a second run gives the same bits, and if
+    the losses differ from the CPU's in fp32 by at most `limit`."""
     found = []
     sizes = MODELS[False]["sparse"]
     here = _losses(sizes, torch.device("cpu"), torch.float32)
@@ -164,7 +164,7 @@ def _synchronisations(machine: Machine, step: Callable[[], Tensor]) -> int | Non
 
 
 def _kernels(machine: Machine, step: Callable[[], Tensor]) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the GPU kernels that take the most time in a step, or on a CPU of torch's operations."""
+    """Return (name, seconds) of the GPU kernels that take the most time in a step; on a CPU, of torch's operations."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.gpu else [])]) as found:

@@ -26,8 +26,8 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 from parallel.process.fork import run_on_ranks
 
-PASS_S = 0.02  # seconds that all stages of a rank sleep in each of: the forward pass, gradients of inputs, gradients of weights
-UPDATE_S = 0.005  # seconds that all stages of a rank sleep in an update of the weights
+PASS_S = 0.02  # seconds that a rank's stages together sleep in each of: forward pass, gradients of inputs, gradients of weights
+UPDATE_S = 0.005  # seconds that a rank's stages together sleep in an update of the weights
 ROWS, WIDTH = 32, 256  # shape of the tensors sent between sleeping stages
 WITHIN = 0.10  # largest allowed relative difference between simulated and measured seconds
 
@@ -85,8 +85,8 @@ def _timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: in
 
 
 def _time(mesh: Mesh, schedule: Schedule, steps: int) -> list[dict[str, Any]]:
-    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end`, times of the clock; `actions`, a dict: action, such as
-    "F0" for the forward pass of stage 0 -> mean seconds.
+    """Run `steps` steps after a warm-up. Return a dict for each: `start` and `end`, readings of time.perf_counter; `actions`, a dict:
+    action, such as "F0" for the forward pass of stage 0 -> mean seconds.
     """
     axis = mesh.axis("pp")
     # PASS_S is divided among a rank's stages; if each stage has copies on several ranks (chimera), every copy takes PASS_S
@@ -119,12 +119,12 @@ def _means(record: list[Span]) -> dict[str, float]:
     return {key: statistics.mean(seconds) for key, seconds in found.items()}
 
 
-def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
+def _transfer_seconds(axis: Axis) -> float:
     """Median seconds of a message between ranks 0 and 1, as half of a round trip; 0 on other ranks."""
     if axis.index > 1:
         return 0.0
     tensor, other, seconds = torch.zeros(ROWS, WIDTH), axis.ranks[1 - axis.index], []
-    for _ in range(times):
+    for _ in range(20):
         started = time.perf_counter()
         for turn in (0, 1):
             (dist.send if turn == axis.index else dist.recv)(tensor, other, group=axis.group)

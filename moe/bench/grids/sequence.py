@@ -42,7 +42,7 @@ RACES = (
 
 
 def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | None = None) -> int:
-    """`moe bench sequence`. Returns 1 if a method is slower than its peer: if the lower quartile of their ratio of seconds is above 1."""
+    """`moe bench sequence`. Returns 1 if a ratio of seconds with a limit in RACES has its lower quartile above that limit."""
     torch.set_num_threads(1)
     with_peer = peers != "none" and importable("ring_attention_pytorch")
     times = slowest(run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600))

@@ -124,7 +124,7 @@ class _Asleep(torch.autograd.Function):
 
 
 def schedule_for(name: str, ranks: int, microbatches: int) -> Schedule:
-    """Return the schedule `name` for one step, or for two if it is continuous (the pipeline does not drain between updates)."""
+    """Return the schedule `name` for `microbatches` micro-batches; for twice as many if the pipeline does not drain between updates."""
     kind = SCHEDULES[name]
     if not kind.continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)

@@ -54,14 +54,14 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
     for width in WIDTHS:
         found = run_on_ranks(_measured, nproc, nproc, width, rounds, timeout_s=600)
         times, apart = slowest([seconds for seconds, _ in found]), max(apart for _, apart in found)
-        print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results apart by {apart:.0e}", flush=True)
+        print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results differ by at most {apart:.0e}", flush=True)
         rows += [{"width": width, "apart": apart} | race_row(race, times, ranks=nproc) for race in RACES]
     same = all(row.get("apart", 0.0) <= WITHIN for row in rows)
     return max(conclude(json, "tensor", rows, shape=[BATCH, LENGTH, LAYERS], rounds=rounds), exit_codes.of(same))
 
 
 def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return (name of an implementation -> seconds of each round on this rank, largest relative difference between their results)."""
+    """Return (name of an implementation -> seconds of each round on this rank, largest relative difference between results)."""
     mesh = process.connect(Degrees(tp=ranks), process.World(rank, ranks))
     heads = {"num_heads": WIDTHS[width], "num_kv_heads": WIDTHS[width] // 2}
     model = sections.Model(d_model=width, d_ff=4 * width, ffn="swiglu", moe_every=0, num_layers=LAYERS, **heads)
@@ -122,7 +122,7 @@ def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> n
 
 
 def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList:
-    """Return the same blocks with nn.Linear for every matrix product, sharded by torch's parallelize_module."""
+    """Return the blocks of `_ours` with nn.Linear for every matrix product, sharded by torch's parallelize_module."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 

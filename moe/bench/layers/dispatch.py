@@ -2,7 +2,7 @@
 
     limit   batched matrix products without routing, in which every expert has the same number of rows
     peers   installed packages: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm, a dense network of equal
-            FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks
+            FLOPs; on a GPU also ScatterMoE, SonicMoE and MegaBlocks. `ours-grouped_mm` is our layer with the kernels grouped_mm
     ours    the layer as in training, with router, balance loss and statistics
 
 Each runs once in every round; ratios are medians over rounds. `over_limit` is a layer's time divided by the limit's time, `over_peers` our
@@ -129,7 +129,7 @@ def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list
         rows.append(row)
         over = f"{ratio(seconds[first], seconds[name]):.2f}" if kind == "peer" else ""
         cells = f"{row['seconds'] * 1e3:>8.1f} {row['over_limit']:>10.2f} {over:>12} {peaks[name] / 2**20:>9.1f}"
-        print(f"  {name:<32} {cells}{'' if row.get('passed', True) else '  ANOTHER RESULT'}", flush=True)
+        print(f"  {name:<32} {cells}{'' if row.get('passed', True) else '  RESULT DIFFERS FROM OURS'}", flush=True)
     for name, reason in ((name, one) for name, one in made.items() if isinstance(one, str)):
         print(f"  {name:<32} {reason}")
         rows.append({**about, "implementation": name, "kind": "peer", "not_run": reason})
@@ -191,8 +191,9 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_moves(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
-    """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute. `share`: time
-    of a plain copy of equal bytes / time of the permutation. With share 1, the permutation has full memory bandwidth.
+    """Print and return two table rows for each case: permute (tokens [T, D] to rows [R, D], sorted by expert) and unpermute (each
+    token's weighted sum of its rows). `share`: time of a plain copy of equal bytes / time of the permutation. With share 1, the
+    permutation has full memory bandwidth.
     """
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _moves(case, rounds=rounds)]

@@ -2,7 +2,7 @@
 
     each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
     plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass
-    moved experts     skewed routing, experts with weights; measured before and after `balanced_placement` moves experts between ranks:
+    moved experts     skewed routing, real experts; measured before and after `balanced_placement` moves experts between ranks:
                       the largest number of rows on a rank, and the time
 
 The bytes that a rank sends in forward and backward must equal the dispatcher's formula (`traffic`; docs/moe/dispatch.md). Ratios of times
@@ -124,8 +124,8 @@ def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> 
     for name, section in examples().items():
         dispatcher = dispatcher_of(sections.Dispatch(**section | ({"node_size": node} if "node_size" in section else {})))
         found[name] = dispatcher.open(mesh, sizes), _Identity(), sum(message.sent for message in dispatcher.traffic(load).every)
-    # etp sends to each other rank: the rows; three tensors of their shape in fp32 (partial outputs, gradients of rows and of outputs); and
-    # 8 bytes for each expert
+    # etp sends to each other rank: the rows; three tensors of the rows' shape in fp32 (partial outputs, gradients of rows and of outputs);
+    # and 8 bytes for each expert
     split = (ranks - 1) * (shape.rows * (load.row_bytes + 3 * 4 * shape.width) + 8 * shape.experts)
     return found | {"etp": (open_exchange(sections.Dispatch(), by_hidden, sizes), _Identity(ranks), split)}
 
@@ -181,7 +181,7 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
     s = SHAPE
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]
-        needed = f"at least 2 ranks, which share {s.experts} experts"
+        needed = f"at least 2 ranks, with an even number of the {s.experts} experts on each"
         raise BadInput("--nproc", got=nproc, needed=needed, fix=f"--nproc {fits[0]} or {fits[1]}")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = run_on_ranks(measure, nproc, nproc, rounds, s, timeout_s=600)[0]
@@ -193,5 +193,5 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
     moved: dict[str, Any] = run_on_ranks(skewed, nproc, nproc, rounds, s, timeout_s=600)[0]
     before, after = moved["largest_rank_before"], moved["largest_rank_after"]
     print(f"skewed load: the fullest rank computes {before:.2f} of an even share with experts in order, {after:.2f} after moving them;")
-    print(f"the layer with its experts then takes {moved['over_before']:.2f} of the time")
+    print(f"the layer with its experts then takes {moved['over_before']:.2f} of its time before the move")
     return conclude(json, "exchange", rows, rounds=rounds, shape=vars(s), rebalancing=moved)

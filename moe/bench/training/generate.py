@@ -19,6 +19,7 @@ from moe.bench.timing import Race, conclude, importable, in_turn, race_row
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, continued, for_continuing
+from parallel.errors import counted
 
 Kind = Literal["decoder", "encoder_decoder"]
 # (kind of model, width, number of texts generated at the same time)
@@ -45,10 +46,10 @@ def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -
         begun = torch.cat([prompts, torch.zeros_like(prompts[:, :1])], dim=1)
         readers = {"cached": Cached(model, source=PROMPT, max_length=1 + TOKENS), "recomputed": Written(model, PROMPT)}
     work = {how: _ours(reads, begun) for how, reads in readers.items()}
-    races = [Race(f"cached over recomputed, {name}{width} wide, {texts} texts", "cached", "recomputed", 1.0)]
+    races = [Race(f"cached over recomputed, {name}{width} wide, {counted(texts, 'text')}", "cached", "recomputed", 1.0)]
     if with_peer and importable("transformers"):
         work["peer"] = peer_of(width, prompts)
-        races.append(Race(f"cached over transformers, {name}{width} wide, {texts} texts", "cached", "peer", 1.0))
+        races.append(Race(f"cached over transformers, {name}{width} wide, {counted(texts, 'text')}", "cached", "peer", 1.0))
     seconds = in_turn(work, rounds=rounds, warmups=1)
     rows = [race_row(race, seconds, ranks=1) for race in races]
     about = {"kind": kind, "width": width, "texts": texts}

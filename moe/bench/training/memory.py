@@ -2,14 +2,14 @@
 
     torch holds    bytes of tensors between the backward pass and the update (`Held`), without buckets of a fixed size. In ZeRO stages 0 and
                    1 gradients count at their peak, because an engine may free other ranks' gradients before the backward pass returns
-    resident       the process's memory at the same time, as the system reports it, without buckets and without its memory before the
-                   model was built
+    resident       the process's memory at the same time, as the system reports it, less buckets and less the process's memory before
+                   the model was built
     device         with offload: bytes that remain on the device, and bytes moved to the host or to files on disk
 
 Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
 
 moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
-moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, also a sparse model: many minutes
+moe bench memory --full     all kinds on 1, 2 and 4 ranks (offload: on 2), 100M parameters, also a sparse model: many minutes
 moe bench memory --kinds ddp,fsdp --only dense          only some rows of --full
 """
 
@@ -164,7 +164,7 @@ def warm_up(shape: Shape, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """Train two steps on this rank and return its table row (see `_row`). folder: for model states that are offloaded to disk."""
+    """Train a step, then run a second one up to its update. Return this rank's table row. folder: for model states offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
@@ -183,7 +183,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: its bytes in files."""
+    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: the rank's bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {name: torch.Size(layout.shape).numel() for name, layout in started.layouts.items()}

@@ -70,7 +70,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """Return this kind. If it offloads to disk, it writes its files into `folder`."""
+        """Return this kind, with `folder` as the place of its files if it offloads to disk."""
         if self.place != "nvme":
             return self
         return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
@@ -84,7 +84,7 @@ def kind_of(name: str) -> ShardedKind:
     if not found or found[1] not in ENGINES or ENGINES[found[1]].threads:
         near = did_you_mean(name, list(PLAIN))
         fix = f"did you mean {near}?" if near else f"--kinds {','.join(PLAIN)}"
-        needed = f"one of {', '.join(PLAIN)}, or one that can offload followed by +cpu, +nvme, +cpu-all or +nvme-all"
+        needed = f"one of {', '.join(PLAIN)}, with +cpu, +nvme, +cpu-all or +nvme-all if the kind can offload"
         raise BadInput("--kinds", got=name, needed=needed, fix=fix)
     return ShardedKind(name, ENGINES[found[1]].stage, sharding_of(name))
 
@@ -116,7 +116,7 @@ def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> T
     """Start training on this rank with a recipe (section -> key -> value). A peer trains in DeepSpeed's own engine. Collective."""
     peer = partial(DeepSpeedAlone, stage=kind.stage) if kind.is_peer else None
     world = World(rank, ranks, place="cpu")
-    return Training.start(values, world, peer=cast(Peer | None, peer))  # not an Engine, but it has the methods that a step calls
+    return Training.start(values, world, peer=cast(Peer | None, peer))  # DeepSpeedAlone is no Engine, but has the methods that a step calls
 
 
 def adamw_of(run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -1,8 +1,8 @@
 """Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
 For each seed, three recipes read the same tokens in the same order, and their last validation losses are compared. Each run is one process
-with one thread, and at most one run per core is active. Prints a table, and writes the loss curves as PNG and the rows as JSON. If the disk
-has a finished run with the same settings, it is not repeated.
+with one thread, and at most one run per core is active. Prints a table, and writes the loss curves as PNG and, with --json, the rows. A run
+that already finished with the same settings, in the same folder, is not repeated.
 """
 
 from __future__ import annotations

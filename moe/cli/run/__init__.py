@@ -20,7 +20,8 @@ def call(module: str, *words: Any, **flags: Any) -> int:
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput."""
+    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput if
+    it cannot be written."""
     if path is not None:
         from moe.records.results import write_json
 
@@ -28,30 +29,32 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
 
 
 def check_least(flags: Any, **least: float) -> None:
-    """Raise BadInput for the first flag whose number is below its minimum in `least`. Flags that were not given are skipped."""
+    """Raise BadInput for the first flag with a number below its minimum in `least`. Flags that were not given are skipped."""
     for name, low in least.items():
         if (value := getattr(flags, name)) is not None and value < low:
             raise BadInput(f"--{name}", got=value, needed=f"at least {low}", fix=f"--{name} {low}")
 
 
 def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given."""
+    """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given. got: what the message
+    says after the flag's name, such as "with --compare"."""
     for name, value in flags.items():
         if value is not None:
-            raise BadInput(f"--{name}", got=got, needed=needed, fix=f"remove --{name}")
+            raise BadInput(f"--{name}", got=f"--{name} {got}", needed=needed, fix=f"remove --{name}")
 
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`."""
+    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: as in
+    `refuse`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and getattr(flags, field.name) != field.default:
             shown = field.name.upper() if is_word(field) else f"--{field.name}"
-            raise BadInput(shown, got=got, needed=needed, fix=f"remove {shown}")
+            raise BadInput(shown, got=f"{shown} {got}", needed=needed, fix=f"remove {shown}")
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
     """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput, which proposes a folder with a similar name.
-    what: the command line's word for this folder."""
+    what: name of this argument, for errors."""
     from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)

@@ -33,7 +33,9 @@ def bench(flags: Bench, _: dict[str, str]) -> int:
     for name in given:
         if name not in takes:
             flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
-            raise BadInput(f"--{name}", got=f"it for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}")
+            raise BadInput(
+                f"--{name}", got=f"--{name} for {flags.name}", needed=f"a flag of {flags.name}: {flags_there}", fix=f"remove --{name}"
+            )
     check_least(flags, **{name: 1 for name, value in given.items() if isinstance(value, int)})
     return call(f"moe.bench.{module.parent.name}.{module.stem}", **given)
 

@@ -23,7 +23,7 @@ from parallel.store.files import user_path
 @contextmanager
 def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
     """Yield the flags; a recipe hf:DIR is replaced by the path of a YAML file with the model's recipe. Raises BadInput for a folder that
-    cannot be converted, and for a name of a model on the Hugging Face hub."""
+    cannot be converted, for a name of a model on the Hugging Face hub, and with --init_from."""
     name = getattr(flags, "recipe", None)
     if not isinstance(name, str) or not name.startswith(PREFIX):
         yield flags
@@ -36,7 +36,7 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
         needed, fix = "one model to start from", "remove --init_from, or give a recipe"
-        raise BadInput("--init_from", got=f"it with {PREFIX}{source}", needed=needed, fix=fix)
+        raise BadInput("--init_from", got=f"--init_from with {PREFIX}{source}", needed=needed, fix=fix)
     if isinstance(flags, Train) and not flags.dry_run:
         yield _converted(flags, overrides, source)
         return

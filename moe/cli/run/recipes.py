@@ -21,7 +21,7 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.records.summary import count
 
     if flags.keys is not None:
-        refuse_others(flags, ("recipe", "keys"), got="it with --keys", needed="only --keys, or --keys and RECIPE")
+        refuse_others(flags, ("recipe", "keys"), got="with --keys", needed="only --keys, or --keys and RECIPE")
         print("\n".join(keys_of_section(flags.keys, load(flags.recipe, overrides)[0] if flags.recipe is not None else None)))
         return exit_codes.DONE
     if flags.recipe is None:
@@ -72,8 +72,10 @@ def plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.calibrate:
         return _calibrate(flags, overrides)
     for flag in (name for name in READ if getattr(flags, name) is not None):
-        raise BadInput(f"--{flag}", got="it without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate")
-    refuse({"nproc": flags.nproc}, got="it without --calibrate", needed="--cluster, which gives the number of devices")
+        raise BadInput(
+            f"--{flag}", got=f"--{flag} without --calibrate", needed="--calibrate, which reads this folder", fix="add --calibrate"
+        )
+    refuse({"nproc": flags.nproc}, got="without --calibrate", needed="--cluster, which gives the number of devices")
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
@@ -89,10 +91,10 @@ READ = {"nccl": "moe.calibrate.nccl_tests", "runs": "moe.calibrate.own_runs"}  #
 def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
     reads = next((name for name in READ if getattr(flags, name) is not None), None)
     if reads is not None:
-        refuse_others(flags, ("calibrate", reads, "cluster", "out"), got=f"it with --{reads}", needed="no flags but --cluster and --out")
+        refuse_others(flags, ("calibrate", reads, "cluster", "out"), got=f"with --{reads}", needed="no flags but --cluster and --out")
     else:
-        refuse_others(flags, ("calibrate", "nproc", "out"), got="it with --calibrate", needed="no flags but --out and --nproc")
-    refuse(overrides, got="it with --calibrate", needed="no recipe values: calibration reads no recipe")
+        refuse_others(flags, ("calibrate", "nproc", "out"), got="with --calibrate", needed="no flags but --out and --nproc")
+    refuse(overrides, got="with --calibrate", needed="no recipe values: calibration reads no recipe")
     check_least(flags, nproc=1)
     if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(flags.out), needed="a cluster file, *.yaml", fix=f"--out {flags.out.stem or 'machine'}.yaml")

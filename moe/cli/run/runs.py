@@ -24,7 +24,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
     if flags.peer is not None:
         return _peer(flags)
-    refuse({name: getattr(flags, name) or None for name in _OF_PEER}, got="it without --peer", needed="--peer NAME")
+    refuse({name: getattr(flags, name) or None for name in _OF_PEER}, got="without --peer", needed="--peer NAME")
     if flags.nproc is not None and flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.recipe is not None and flags.kinds != Verify.kinds:
@@ -39,11 +39,11 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
     draws, seed = given.pop("draws"), given.pop("seed")
     if draws is None:
-        refuse({"seed": seed}, got="it without --draws", needed="--draws: only random recipes have a seed")
+        refuse({"seed": seed}, got="without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)
     check_least(flags, draws=1, nproc=2)
     allowed = ("draws", "seed", "nproc", "json", "timeout_s", "debug_collectives")
-    refuse_others(flags, allowed, got="it with --draws", needed="no --draws")
+    refuse_others(flags, allowed, got="with --draws", needed="no --draws")
     return call("moe.verify.random_runs", draws=draws, seed=seed or "0", **{name: given[name] for name in ("nproc", "json", "timeout_s")})
 
 
@@ -51,12 +51,12 @@ def _compare(flags: Verify) -> int:
     if flags.compare is None or flags.many is None:
         got = f"only {flags.compare or flags.many}"
         raise BadInput("--compare", got=got, needed="two folders of moe.verify.record", fix="moe verify --compare ONE MANY")
-    refuse_others(flags, ("compare", "many", "json"), got="it with --compare", needed="no flags but --json")
+    refuse_others(flags, ("compare", "many", "json"), got="with --compare", needed="no flags but --json")
     return call("moe.verify.yours.compare", flags.compare, flags.many, json=flags.json)
 
 
 def _peer(flags: Verify) -> int:
-    refuse_others(flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="it with --peer", needed="no --peer")
+    refuse_others(flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="with --peer", needed="no --peer")
     os.environ["DS_ACCELERATOR"] = "cpu"
     degrees = {name: degree for name in ("ep", "tp", "fsdp") if (degree := getattr(flags, name)) is not None}
     given = {"model": flags.model, "degrees": degrees, "only": flags.only, "pin": flags.pin_routing}
@@ -81,7 +81,7 @@ def _given(flags: Any) -> dict[str, Any]:
 
 def report(flags: Report, _: dict[str, str]) -> int:
     if flags.other is not None:
-        refuse({"json": flags.json}, got="it with two runs", needed="one run: --json lists the files of its report")
+        refuse({"json": flags.json}, got="with two runs", needed="one run: --json lists the files of its report")
         first, second = (Path(run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
         print(f"picture: {importlib.import_module('moe.report.compare').beside(first, second)}")
         return exit_codes.DONE
@@ -104,7 +104,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
         raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"moe convert {needed} {flags.to_run}")
     refuse(
         {"dtype": flags.dtype, "adapters": flags.adapters or None, "without_mtp": flags.without_mtp or None},
-        got="it without hf:",
+        got="without hf:",
         needed="hf:PATH; for other paths it has no effect",
     )
     if flags.to is None:
@@ -127,8 +127,8 @@ def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     flags_of = ("adapters",) if into and flags.adapters else ("dtype",) if into else ("without_mtp",)
     needed = f"no flags but --json and --{flags_of[0]}" + ("" if into else ", and recipe keys of training")
     allowed = ("from_run", "to_run", "json", *flags_of)
-    refuse_others(flags, allowed, got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
-    refuse(overrides if into else {}, got="it with RUN hf:PATH", needed="no recipe values: the run's own recipe is used")
+    refuse_others(flags, allowed, got=f"with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed)
+    refuse(overrides if into else {}, got="with RUN hf:PATH", needed="no recipe values: the run's own recipe is used")
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
     more = {"dtype": flags.dtype, "without_mtp": flags.without_mtp, "adapters": flags.adapters, "json": flags.json}
     return call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, **more)

@@ -100,7 +100,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:
     """Convert an hf:PATH model into the folder out/base by `convert`, and print the lines that it returns. Return False, without
     converting, if the run has a checkpoint. Raises BadInput if a launcher started this process as a rank. what, said: name and value of
-    the argument with hf:PATH, for that error. then: the flags that its fix gives after `moe convert said runs/BASE`."""
+    the argument with hf:PATH, for that error. then: the text that its fix gives after `moe convert said runs/BASE`."""
     from moe.checks.begins import has_checkpoint
     from parallel.store.lock import alone_in
 
@@ -132,7 +132,7 @@ def _check_restarts(flags: Train) -> None:
     if flags.hostfile is not None:
         needed = "ranks on this machine only: ranks of other machines cannot be killed reliably from here"
         fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"
-        raise BadInput("--restarts", got="it with --hostfile", needed=needed, fix=fix)
+        raise BadInput("--restarts", got="--restarts with --hostfile", needed=needed, fix=fix)
 
 
 def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
@@ -145,7 +145,7 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
     check_least(flags, elastic=1)
     if not flags.restarts:
         needed = "--restarts N too: the run continues with fewer processes after N restarts without a new checkpoint"
-        raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
+        raise BadInput("--elastic", got="--elastic without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
     whole = elastic.whole(run, world)
     check_for_user(run, world if run.degrees.dp == "auto" else elastic.size(whole), origins)
     find = elastic.check_smaller if world == elastic.size(whole) else elastic.smaller

@@ -62,7 +62,7 @@ class Mxfp4:
         return experts, groups * MXFP4_BLOCK, out
 
     def read(self, box: Box) -> Tensor:
-        """Return a region of the tensor. Only the blocks in it are read."""
+        """Return a region of the tensor. Only blocks of this region are read."""
         experts, rows, columns = box
         groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
         packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))

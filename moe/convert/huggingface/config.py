@@ -25,14 +25,14 @@ from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Famil
 from moe.recipe.keys import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
-from parallel.errors import BadInput, some
+from parallel.errors import BadInput, counted, some
 
-LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches are allocated for this number of tokens
+LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys of rope_parameters that recipes do not have -> values that have no effect
+# keys that may remain in rope_parameters after `_rope` has read the others -> their values without effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-# (first_k_dense_replace, n_group, topk_group) of a config without these keys
+# model_type -> (first_k_dense_replace, n_group, topk_group) of a config without these keys
 _LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
 
 
@@ -162,7 +162,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
         _refuse("layer_types", sorted(set(kinds)), "full_attention for all, or none: this family has no other layers")
     if set(kinds) - set(_SLIDES.values()) or len(kinds) not in (0, count):
-        _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {count} layers")
+        _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {counted(count, 'layer')}")
     asked = bool(config.get("use_sliding_window"))
     if rule is None and asked:
         _refuse("use_sliding_window", asked, "false: this family has no windows")

@@ -99,8 +99,8 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
 
 
 def _replace(base: Path, part: Path) -> None:
-    """Replace the folder `base` by `part`, and remove the old folder. If its weights differ and the run has checkpoints, rename it instead,
-    because the checkpoints may be adapters that need the old weights."""
+    """Replace the folder `base` by `part`, and remove the old folder. If its weights differ from those of `part` and the
+    run has checkpoints, rename it instead, because the checkpoints may be adapters that need the old weights."""
     aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
     needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
         (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
@@ -180,7 +180,7 @@ def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str,
 
 def into_base(source: Path, base: Path) -> list[str]:
     """Convert the transformers folder `source` to the run `base`, from whose weights a new run starts. Return lines to print. A
-    conversion that `base` already contains is replaced. If checkpoints of a run may need it, it is renamed to `base`.before-N instead."""
+    conversion that `base` already contains is replaced; if checkpoints of a run may need the old one, it is kept as `base`.before-N."""
     earlier = (base / KEPT).is_dir() and (base / "checkpoints").is_dir()
     return to_run(source, base, overrides={}, earlier=earlier)[:-1]
 
@@ -279,9 +279,10 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return name -> dtype in which a tensor is written: the first that exists of `asked` (only for weights), the tensor's dtype in the
-    imported model's files, and its dtype in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`: name -> "weight", or EXTRA for
-    biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has trained the model."""
+    """Return name -> dtype in which a tensor is written. With `asked`: this dtype for weights, the checkpoint's for biases. Without it: the
+    dtype in the imported model's files, or if these do not tell, in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`:
+    name -> "weight", or EXTRA for biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has
+    trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}

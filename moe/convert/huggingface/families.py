@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: the tensor is transposed in the file. `half`:
-    0 for the gate projection, 1 for the up projection, if one tensor in the file has both; else None. The two are concatenated along an
-    expert's first dim, or, with `mixed`, interleaved in the last dim."""
+    """The two names of a tensor, with `{l}` for a layer and `{e}` for an expert. `turned`: the tensor is transposed in the file. `half`: 0
+    for the gate projection, 1 for the up projection, if one tensor in the file has both; else None. The two projections are concatenated
+    along an expert's first dim, or, with `mixed`, interleaved in the last dim."""
 
     theirs: str
     ours: str
@@ -55,7 +55,7 @@ ROWS = (
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
 _GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
-# form of names -> rows of routers and experts; `stacked`: one tensor for all experts, as in transformers' modules and in some files
+# scheme of tensor names -> rows of routers and experts; `stacked`: one tensor for all experts, as in transformers' modules and some files
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
         Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
@@ -100,7 +100,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors of old files that are not read: the recipe implies them, they are copies of others, or no layer uses them
+# endings of keys of tensors in old files that are not read: implied by the recipe, copies of others, or used by no layer
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
@@ -182,9 +182,9 @@ class Family:
     """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
-    mlp_only_layers choose the layers with experts; otherwise all layers have experts. `leading`: the first layers are dense, and experts
-    may be in groups. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and partial_rotary_factor;
-    `turning` None: all channels are rotated.
+    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. With neither of the
+    two, all layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and
+    partial_rotary_factor; `turning` None: all channels are rotated.
     """
 
     architecture: str

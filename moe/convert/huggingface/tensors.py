@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe.convert.huggingface.blocks import Plain, Stored, decoded
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.mesh.layout import Box
 from parallel.store.files import read_text
 from parallel.store.stored import STORED, TensorFile, finite
@@ -147,7 +147,8 @@ class Source:
         left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
         mtp = [key for key in left if key.startswith(further)]
         if mtp and not without_further:
-            got, needed = f"{len(mtp)} tensors of layers for multi-token prediction", "only the main model: such layers cannot be converted"
+            got = f"{counted(len(mtp), 'tensor')} of layers for multi-token prediction"
+            needed = "only the main model: such layers cannot be converted"
             raise BadInput(f"tensor {mtp[0]}", got=got, needed=needed, fix="leave them out: moe convert hf:PATH runs/NAME --without_mtp")
         left = [key for key in left if not key.startswith(further)]
         if left:
@@ -180,7 +181,7 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """Return the files that the index names. Without an index: all files except Mistral's second copy (consolidated*.safetensors)."""
+    """Return the files that the index names. Without a valid index: all files except Mistral's second copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())

@@ -13,27 +13,27 @@ from typing import Any
 from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
     """Return (description of the model's tokenizer, or of the byte tokenizer if the model's cannot be used; lines to print)."""
     room = run.vocab_size - run.num_sentinels
-    held = f"a vocabulary of {run.vocab_size}{f' with {run.num_sentinels} sentinels' if run.num_sentinels else ''}"
+    held = f"a vocabulary of {run.vocab_size}" + (f" with {counted(run.num_sentinels, 'sentinel')}" if run.num_sentinels else "")
     try:
         if not (source / "tokenizer.json").is_file():
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
         if len(known) > room:  # checked before the library reads it, which is slow with millions of ids
-            raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
+            raise BadInput("tokenizer.json", got=f"{counted(len(known), 'id')} for {held}", needed="", fix="")
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
             return Bytes().describe(), []
         made = Given(content, _ends(source, config))
         if made.vocab_size > room:
-            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
+            raise BadInput("tokenizer.json", got=f"{counted(made.vocab_size, 'id')} for {held}", needed="", fix="")
         made.chat, said = _chat(source, [end for end in _all_ends(source, config) if 0 <= end < made.vocab_size])
         return made.describe(), [*said, *_other_sentinels(content, run)]
     except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
@@ -43,7 +43,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (value of `Tokenizer.chat`: the model's chat templates, special tokens and ids `ends`, or None; lines to print)."""
+    """Return (value of `Tokenizer.chat` or None, lines to print). The value has chat templates, special tokens, and `ends` if several."""
     about = loaded(source / "tokenizer_config.json")
     templates: dict[str, Any] = {}
     for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):
@@ -76,7 +76,7 @@ def _sentinels(run: Run) -> dict[int, str]:
 
 
 def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """Return `tokenizer` with the run's sentinels added. It also appends the token `ends` (id `separator`) to each text."""
+    """Return `tokenizer` with the run's sentinels. If it has no post-processor, add one that appends `ends` (id `separator`) to a text."""
     form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
     text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}

@@ -82,7 +82,7 @@ class Gathered(Exchange):
         return longest, most, rows
 
     def gathered(self, values_T: Tensor, longest: int, *, wider: int = 0) -> Tensor:
-        """Return values [A, ...] of all ranks, each padded to `longest` tokens and by `wider` zeros in its last dim."""
+        """Return the values [A, ...] of all ranks, each rank's padded to `longest` tokens and by `wider` zeros in the last dim."""
         import torch.nn.functional as F
 
         from parallel.mesh.collectives import all_gather

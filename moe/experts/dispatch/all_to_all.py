@@ -30,13 +30,14 @@ class AllToAll(Dispatcher):
 
     def check(self, *, ranks: int, held: int) -> None:
         if held % self.chunks:
-            needed = f"a divisor of the {held} experts that a rank holds (num_experts / ep)"
+            needed = f"a divisor of {held}, the experts that a rank holds (num_experts / ep)"
             fix = Set("it", *divisors(held)) | "lower degrees.ep"
             raise BadInput("dispatch.overlap_chunks", got=self.chunks, needed=needed, fix=fix)
 
     def traffic(self, load: Load) -> Traffic:
         rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
-        return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=(rows,))
+        first = min(1.0, 2 / self.chunks)  # rows of two chunks are under way
+        return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=rows, meanwhile=first)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         from moe.experts.dispatch.steps import Steps

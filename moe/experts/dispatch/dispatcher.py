@@ -6,8 +6,8 @@
 
 A row is a copy of a token for one of its experts.
 
-All give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and keys in
-moe/recipe/sections. Recipes are checked before torch is loaded, so these files import it inside functions.
+All dispatchers give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and
+keys in moe/recipe/sections. Recipes are checked before torch is loaded, so these files import it inside functions.
 """
 
 from __future__ import annotations

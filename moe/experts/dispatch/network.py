@@ -37,8 +37,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Numbers of received rows. `counts_PE` int64: on each etp rank, for each of this rank's experts. `rows_P`: their sums over experts,
-    already on the host.
+    """Numbers of received rows. `counts_PE` int64: rows that each etp rank received for each of this rank's experts. `rows_P`: their sums
+    over experts, already on the host; [] with one etp rank.
     """
 
     counts_PE: Tensor

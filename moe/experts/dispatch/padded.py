@@ -38,7 +38,7 @@ class Padded(Dispatcher):
         slots = load.rows * load.busiest if load.slots is None else load.slots  # dropless: all blocks have the size of the largest
         blocks = Message("ep", "all_to_all", slots * load.row_bytes, load.ranks)
         agreed = [Message("ep", "all_reduce", 8, load.ranks)] if load.slots is None else []
-        return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=(blocks,))
+        return Traffic.there_and_back(*agreed, Message("ep", "counts", 8 * load.bins, load.ranks), rows=blocks, meanwhile=1.0)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return Slots.over(("ep",), mesh, sizes)
@@ -103,7 +103,7 @@ def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
 
 
 def _one_token(x_TD: Tensor, routing: Routing, dropout: Dropout | None) -> tuple[Tensor, Routing, Dropout | None]:
-    """Add one token, whose choices are all dropped, to the input of a rank without tokens, because empty slots must copy some token."""
+    """Add one token, with all choices dropped, to the input of a rank without tokens, because empty slots must copy some token."""
     import torch.nn.functional as F
 
     def one(values: Tensor) -> Tensor:

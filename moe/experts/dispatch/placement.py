@@ -30,7 +30,9 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
     `ranks` does not divide the number of experts.
     """
     if ranks < 1 or len(load_E) % ranks:
-        raise BadInput("ranks", got=ranks, needed=f"a divisor of {len(load_E)} experts", fix=f"use one of {divisors(len(load_E))}")
+        raise BadInput(
+            "ranks", got=ranks, needed=f"a divisor of {len(load_E)}, the number of experts", fix=f"use one of {divisors(len(load_E))}"
+        )
     places = len(load_E) // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     load: list[float] = [0] * ranks

@@ -17,7 +17,7 @@ from parallel.fixes import Set
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNED = 16  # products take widths that are multiples of it, since others are loaded two bytes at a time
+ALIGNED = 16  # operands of products are padded to multiples of this width, because rows of other widths are loaded element by element
 _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
@@ -39,8 +39,8 @@ def check_dtype(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a matrix product: `m` rows times `n` columns, summed over `k` at a time by `warps` of 32 threads, with loads pipelined
-    `stages` deep. `group` row tiles take the same columns one after another, so that these columns stay in the L2 cache.
+    """Tile [m, n] of a product's result, summed in steps of `k` by `warps` warps of 32 threads, with loads pipelined `stages` deep. For
+    each column tile, `group` row tiles are computed one after another, so that the loaded columns stay in the L2 cache.
     """
 
     m: int
@@ -65,8 +65,8 @@ def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """Return the tile for `m` rows. `products`: number of weights by which each loaded tile of rows is multiplied. `epilogue`: sums are
-    changed before the store."""
+    """Return the tile for `m` rows. `products`: number of weights by which each loaded tile of rows is multiplied. `epilogue`: whether the
+    kernel changes the sums before it stores them."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
@@ -80,27 +80,35 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
     return Tile(m, n, k, warps, stages=max(1, min(4, (_shared_bytes(device) - _SPARE_BYTES) // each)))
 
 
-def row_group(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> int:
-    """Return the number of row tiles of a weight gradient [height, width] that are computed together, column by column (`in_group`).
-    `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device. The narrower operand stays in the L2 cache if it
-    fits, so that both are read once.
+def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> tuple[int, bool]:
+    """Return the number of tiles of a weight gradient [height, width] that are computed together (`in_group`), and whether they lie side
+    by side: columns of tiles, not rows. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device. These tiles'
+    part of the narrower operand stays in the L2 cache, and the wider one passes through it, once if the narrower one fits as a whole.
     """
     room = _l2_bytes(like.device) // 3  # each half of the cache may keep a copy, and the wider operand passes through it
-    row_bytes = max(rows, 1) * like.dtype.itemsize
-    if width < height and width * row_bytes <= room:
-        return 1
-    tiles = triton.cdiv(height, t.m)
-    return int(triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group, room // (t.m * row_bytes)))))
+    across = width < height
+    size, side = (width, t.n) if across else (height, t.m)
+    tiles, most = triton.cdiv(size, side), room // (side * max(rows, 1) * like.dtype.itemsize)
+    return int(triton.cdiv(tiles, triton.cdiv(tiles, max(2 * t.group * t.m // side, most)))), across
 
 
 def _l2_bytes(device: torch.device) -> int:
     return 0 if INTERPRETED else int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
+def multiprocessors(device: torch.device) -> int:
+    return 3 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 64 * 1024))  # AMD has no such property
 
 
-def hopper(device: torch.device) -> bool:
-    """Return whether compute capability is 9.0 or later: torch's grouped product is then one kernel, not a loop over experts."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+def torch_groups(device: torch.device) -> bool:
+    """Return whether torch's grouped product is one kernel, which it is for compute capability 9 and 10. On other GPUs it is a loop over
+    experts; the host waits for their numbers of rows."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def has_tma(device: torch.device) -> bool:
+    return INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0))

@@ -1,6 +1,6 @@
 """Grouped matrix products. Each row tile belongs to one expert. Some products have an epilogue, which changes a tile before its store.
 
-    up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
+    up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* scale]    rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
     weights   dW = left^T right over one expert's rows, left or right gathered, or neither
@@ -19,7 +19,8 @@ from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 
 @triton.jit
-def _dot(a_MK, b_KN, sum_MN):
+def dot(a_MK, b_KN, sum_MN):
+    """Add the product of two blocks to fp32 sums, exactly as fp32 would: no TF32."""
     if INTERPRETED:  # the interpreter handles bf16 as raw bits only; products of two bf16 are exact in fp32
         a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
     return tl.dot(a_MK, b_KN, sum_MN, input_precision="ieee")
@@ -36,8 +37,17 @@ def in_group(tile, rows, columns, group):
 
 
 @triton.jit
+def placed(tile, rows, columns, group, across):
+    """Return the row and the column of a matrix's tile, as `in_group`; if `across` is not 0, groups consist of tile columns."""
+    across = across != 0
+    first, second = in_group(tile, tl.where(across, columns, rows), tl.where(across, rows, columns), group)
+    return tl.where(across, second, first), tl.where(across, first, second)
+
+
+@triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles share columns in the L2 cache."""
+    """Return this program's column tile, and of its row tile the expert, the first row, and the end of the expert's rows. GROUP: as in
+    `in_group`."""
     row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
     at = tiles + 3 * row
     return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -45,7 +55,8 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """Return each row's source: its token or, without `choice`, the row itself. Rows beyond `end`, which are not stored, get any source."""
+    """Return each row's source: its token or, without `choice`, the row itself. Rows beyond `end`, which are not stored, get some valid
+    source."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -63,7 +74,7 @@ def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
 
 @triton.jit
 def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl.constexpr):
-    """Load [K, N] of the expert's [inner, columns] matrix. TURNED: memory holds its transpose [columns, inner]."""
+    """Load the block [K, N] of the expert's [inner, columns] matrix. TURNED: memory holds its transpose [columns, inner]."""
     at += expert.to(tl.int64) * inner * columns
     at_KN = at + n_N.to(tl.int64)[None, :] * inner + k_K[:, None] if TURNED else at + k_K.to(tl.int64)[:, None] * columns + n_N[None, :]
     if EVEN:
@@ -74,7 +85,8 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the activation and its derivative at h, in fp32. gelu's tanh form is computed as h * sigmoid(2u). NaN stays NaN."""
+    """Return the activation and its derivative at h, in fp32. gelu is its tanh form, computed as the equal h * sigmoid(2 sqrt(2 / pi) (h +
+    0.044715 h^3)). NaN stays NaN."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
@@ -109,8 +121,9 @@ def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
-    """Return the offset of a tile's corner, each element's 32-bit offset from it (64 bits would cost registers), and the valid elements."""
+def place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
+    """Return the offset of a tile's corner, each element's 32-bit offset from the corner (64 bits would cost registers), and a mask of the
+    elements inside the matrix and before `end`."""
     corner = begin.to(tl.int64) * width
     mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
@@ -122,9 +135,9 @@ def up(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward
-    pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x
-    has rows instead of tokens.
+    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: None if no backward pass
+    follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x has
+    rows instead of tokens.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -137,9 +150,9 @@ def up(
     for first in range(0, D, BLOCK_K):
         k_K = first + tl.arange(0, BLOCK_K)
         x_MK = _rows(x, source_M, k_K, D, EVEN)
-        h_MN = _dot(x_MK, _matrix(w1, expert, k_K, n_N, D, F, False, EVEN), h_MN)
+        h_MN = dot(x_MK, _matrix(w1, expert, k_K, n_N, D, F, False, EVEN), h_MN)
         if w3 is not None:
-            g_MN = _dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
+            g_MN = dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
     # half the columns at a time: sums and activations of the whole tile would not fit into registers
     left_MN, right_MN = _halves(h_MN)
     left_gate_MN, right_gate_MN = _halves(g_MN)
@@ -167,7 +180,7 @@ def _up_half(
     GATED: tl.constexpr, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Store H, G and A of columns n_N."""
-    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
+    corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     if b1 is not None:
         h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
     if b3 is not None:
@@ -194,7 +207,7 @@ def product(
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, out [R, columns]. w is [E, inner, columns], or [E,
-    columns, inner] if TURNED. tiles: (expert, first row, end) of each row tile; a negative expert marks a tile without rows.
+    columns, inner] if TURNED. tiles: of each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
@@ -205,12 +218,12 @@ def product(
     sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, inner, BLOCK_K):
         k_K = first + tl.arange(0, BLOCK_K)
-        sum_MN = _dot(_rows(a, source_M, k_K, inner, EVEN), _matrix(w, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
+        sum_MN = dot(_rows(a, source_M, k_K, inner, EVEN), _matrix(w, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
     if a_too is not None:
         for first in range(0, inner, BLOCK_K):
             k_K = first + tl.arange(0, BLOCK_K)
-            sum_MN = _dot(_rows(a_too, source_M, k_K, inner, EVEN), _matrix(w_too, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
-    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, columns, EVEN)
+            sum_MN = dot(_rows(a_too, source_M, k_K, inner, EVEN), _matrix(w_too, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
+    corner, at_MN, mask_MN = place(begin, end, row_M, n_N, columns, EVEN)
     put(out + corner + at_MN, sum_MN, mask_MN)
 
 
@@ -234,7 +247,7 @@ def back(
     grad_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, D, BLOCK_K):
         k_K = first + tl.arange(0, BLOCK_K)
-        grad_MN = _dot(_rows(grad, source_M, k_K, D, EVEN), _matrix(w2, expert, k_K, n_N, D, F, True, EVEN), grad_MN)
+        grad_MN = dot(_rows(grad, source_M, k_K, D, EVEN), _matrix(w2, expert, k_K, n_N, D, F, True, EVEN), grad_MN)
     gate_M = None
     if gate is not None:
         gate_M = tl.load(gate + tl.load(choice + row_M, mask=row_M < end, other=0), mask=row_M < end, other=0.0).to(tl.float32)
@@ -254,7 +267,7 @@ def _back_half(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
     """Store dH, dG and gate * A of columns n_N, and return each row's summand of <dA, A>."""
-    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
+    corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
         up_MN = tl.load(g + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
@@ -281,18 +294,19 @@ def _back_half(
     return part_M
 
 
-@triton.jit(do_not_specialize=["group"])
+@triton.jit(do_not_specialize=["group", "across"])
 def weights(
-    left, right, out, left_choice, right_choice, ends, choices, height, width, group,
+    left, right, out, left_choice, right_choice, ends, choices, height, width, group, across,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: the flat choice of each row,
-    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group`: see `in_group`.
+    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group` neighbouring tiles are computed
+    together (`in_group`); they lie one below the other, or with `across` (0 or 1) side by side.
     """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)
-    row, column = in_group(program % (rows * columns), rows, columns, group)
+    row, column = placed(program % (rows * columns), rows, columns, group, across)
     m_M = row * BLOCK_M + tl.arange(0, BLOCK_M)
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -302,10 +316,10 @@ def weights(
     left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
     for _ in range(begin, end, BLOCK_K):
         left_MK = tl.trans(_expert_rows(left, left_K, row_K < end, m_M, height, EVEN))
-        sum_MN = _dot(left_MK, _expert_rows(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
+        sum_MN = dot(left_MK, _expert_rows(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
         row_K += BLOCK_K  # the next block's choices are loaded one block ahead, so that its rows need not wait for them
         left_K, right_K = _source(left_choice, row_K, end, choices), _source(right_choice, row_K, end, choices)
-    corner, at_MN, mask_MN = _place(row * BLOCK_M, height, m_M, n_N, width, EVEN)
+    corner, at_MN, mask_MN = place(row * BLOCK_M, height, m_M, n_N, width, EVEN)
     put(out + expert.to(tl.int64) * height * width + corner + at_MN, sum_MN, mask_MN)
 
 

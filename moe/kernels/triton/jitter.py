@@ -1,5 +1,5 @@
-"""Jitter of a router's input, in one kernel for forward and one for backward. They also compute the random numbers: hashes of the tokens'
-positions.
+"""Jitter of a router's input: one kernel, which the backward pass runs on the gradient. It also computes the random numbers, hashes of the
+tokens' positions.
 
 The formulas are those of parallel/numerics/random.py and of `jittered` in moe/router/scores.py. The backward pass computes the random
 numbers again, so none are saved.
@@ -31,7 +31,7 @@ def _mixed(bits):
 
 @triton.jit(do_not_specialize=["key", "T"])
 def jitter(x, position, out, key, T, D, SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write x times a random number from 1 - SIZE to 1 + SIZE. parallel.numerics.random.uniform makes the same numbers."""
+    """Write each element of x times a random number from 1 - SIZE to 1 + SIZE. parallel.numerics.random.uniform makes the same numbers."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     width_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_TD, at_TD = (token_T < T)[:, None] & (width_D < D)[None, :], token_T.to(tl.int64)[:, None] * D + width_D[None, :]

@@ -65,8 +65,8 @@ def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the flat choices t * K + k of a block, and a mask of the choices that exist. QUEUE: all first choices, then all second ones;
-    else token order."""
+    """Return the flat choices t * K + k of a block, and a mask of the choices that exist. QUEUE: a group's choices are in the order of k,
+    so all tokens' first choices come first; otherwise in the order of t."""
     place_N = block * BLOCK + tl.arange(0, BLOCK)
     real_N = place_N < tokens * choices
     if QUEUE:
@@ -114,9 +114,9 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
          BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write into out [T, K] whether a choice is active, and among the first `slots` in the queue of its expert and group. `before` [groups,
-    blocks, E]: number of the expert's choices in earlier blocks. With `totals` [E], the choices of each expert: write each choice's
-    position among all choices, sorted by expert (-1: inactive), and into `choice_of` the flat choice at each position.
+    """Write into out [T, K] whether a choice is active and among the first `slots` active ones of its expert and group. `before` [groups,
+    blocks, E]: number of the expert's active choices in earlier blocks. With `totals` [E], the numbers of active choices of the experts:
+    write instead each active choice's position after sorting by expert (-1: inactive), and into `choice_of` the choice at each position.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -142,7 +142,8 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
 
 @triton.jit(do_not_specialize=["R"])
 def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the indices that sort R rows by (bin, source). The rows arrived sorted by (source, bin). `counts` [P, B]: rows of each pair."""
+    """Write the indices that sort R rows by (bin, source). The rows arrived sorted by (source, bin). `counts` [P, B]: number of rows of
+    each pair (source, bin)."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R
@@ -163,8 +164,9 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Given each expert's number of rows, write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. Write
-    the end of each expert's rows into ends [E]."""
+    """Given each expert's number of rows, write for each tile of TILE rows into out [tiles, 3]: its expert (-1: a tile without rows), its
+    first row, and the end of the expert's rows. Write the end of each expert's rows, then the number of tiles with rows, into ends [E + 1].
+    """
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts + expert_E, mask=expert_E < E, other=0).to(tl.int32)
@@ -173,6 +175,7 @@ def tile_map(counts, ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.co
     tl.store(ends + expert_E, end_E, mask=(expert_E < E) & (tl.program_id(0) == 0))
     tiles_E = (count_E + TILE - 1) // TILE
     last_E = tl.cumsum(tiles_E, axis=0)
+    tl.store(ends + E, tl.max(last_E, axis=0), mask=tl.program_id(0) == 0)
     passed_TE = (last_E[None, :] <= tile_T[:, None]) & (expert_E < E)[None, :]
     expert_T = tl.sum(passed_TE.to(tl.int32), axis=1)
     mine_TE = expert_E[None, :] == expert_T[:, None]

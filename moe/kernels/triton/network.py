@@ -1,4 +1,5 @@
-"""The experts' networks on rows sorted by expert, forward and backward. Saves only X and the pre-activations (SonicMoE, arXiv 2512.14080).
+"""The experts' networks on rows sorted by expert, forward and backward. Of the activations, only X and the pre-activations H and G are
+saved (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
     backward   dA = dO[token] W2^T       d gate = <dA, A> = <dO, Y>, with A computed again from H and G
@@ -10,7 +11,7 @@ Products gather rows as they load them, so there is no permuted copy. `total` su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.kernels.activation import Activation
-from moe.kernels.network import Counts, Matrices, Network
+from moe.kernels.network import Counts, Matrices, Network, aligned_start
 from moe.kernels.rows import Plan
 from moe.kernels.triton import gemm, moves
-from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, hopper, most_rows, on, row_group, rows_each, tile
+from moe.kernels.triton.device import ALIGNED, Tile, check_dtype, held_tiles, most_rows, on, rows_each, tile, torch_groups
 from moe.kernels.triton.rows import total
 from parallel.mesh.host import on_device
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
@@ -35,8 +36,10 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: given if input and output are tokens, which are then gathered and summed; None: they are rows.
+    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
+    expert, its first row, and the end of the expert's rows. `plan`: given if input and output are tokens, which are then gathered and
+    summed; None: they are rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: multiplies 16-bit rows instead of
+    `product`, if given.
     """
 
     number: int
@@ -44,6 +47,8 @@ class Rows:
     tiles: Tensor
     tile_rows: int
     plan: Plan | None
+    used_tiles: Tensor
+    in_order: Callable[..., Tensor] | None = None
 
     @property
     def choice_R(self) -> Tensor | None:
@@ -54,18 +59,18 @@ class Rows:
         return 1 if self.plan is None else self.plan.row_TK.shape[1]
 
 
-def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None) -> Rows:
+def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None, in_order: Callable[..., Tensor] | None = None) -> Rows:
     """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
-    ends_E, tiles = counts_E.new_empty(num_experts, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
+    ends, tiles = counts_E.new_empty(num_experts + 1, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
     block_e = max(2, triton.next_power_of_2(num_experts))
     block_t = max(1, min(64, 8192 // block_e))
-    with on(ends_E):
+    with on(ends):
         moves.tile_map[(max(1, triton.cdiv(num_tiles, block_t)),)](
-            counts_E, ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
+            counts_E, ends, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
         )
-    return Rows(rows, ends_E, tiles, tile_rows, plan)
+    return Rows(rows, ends[:num_experts], tiles, tile_rows, plan, ends[num_experts:], in_order)
 
 
 def _grid(rows: Rows, t: Tile, columns: int) -> tuple[int]:
@@ -99,16 +104,17 @@ def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep
     return h, g, a
 
 
-def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
-    """Return whether to use torch's grouped product, which is CUTLASS on Hopper, for bf16 rows of a multiple of 16 bytes."""
-    wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
-    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
+def torch_multiplies(rows_RI: Tensor) -> bool:
+    """Return whether to use torch's grouped product, which is CUTLASS's for bf16 on Hopper and B200. It needs at least one row."""
+    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and torch_groups(rows_RI.device)
 
 
 def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
     """Multiply each row by its expert's matrix: a w [+ a_too w_too], [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if `turned`."""
-    if a_too is None and torch_multiplies(a, w):
-        return torch._grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
+    if rows.in_order is not None and a.dtype.itemsize == 2:
+        return rows.in_order(a, w, rows, turned=turned, a_too=a_too, w_too=w_too)
+    if a_too is None and torch_multiplies(a):
+        return F.grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
     inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
     t = tile(rows.tile_rows, a.dtype, a.device, products=1, epilogue=False)
     out = a.new_empty(rows.number, columns)
@@ -153,12 +159,12 @@ def weight_gradient(left: Tensor, right: Tensor, like: Tensor, rows: Rows, *, ga
     """
     height, width = left.shape[1], right.shape[1]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1, epilogue=False)
-    group = row_group(t, height, width, rows.number // len(like), like=left)
+    group, across = held_tiles(t, height, width, rows.number // len(like), like=left)
     out = like.new_empty(len(like), height, width)
     with on(left):
         gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
             *(left, right, out, *(rows.choice_R if gathered == side else None for side in ("left", "right"))),
-            *(rows.ends_E, rows.choices, height, width, group),
+            *(rows.ends_E, rows.choices, height, width, group, int(across)),
             EVEN=height % t.m == 0 and width % t.n == 0,
             **t.launch,
         )
@@ -223,7 +229,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, which is None without a gate, from dH and dG."""
+    """Return the gradients of w1 and w3, given `grads` = (dH, dG); for w3 without a gate None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 
@@ -244,9 +250,10 @@ def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Ten
 
 
 def _aligned(tensor: Tensor, dims: int) -> Tensor:
-    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing."""
+    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing and its
+    start is aligned."""
     missing = [n for size in reversed(tensor.shape[-dims:]) for n in (0, -size % ALIGNED)]
-    return F.pad(tensor, missing) if any(missing) else tensor
+    return F.pad(tensor, missing) if any(missing) else aligned_start(tensor)
 
 
 def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: Rows, network: Network) -> Tensor:
@@ -258,13 +265,28 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
     return out if width == out.shape[1] else out[:, :width]
 
 
-def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
+def grouped_ffn(
+    rows_RD: Tensor,
+    network: Network,
+    *,
+    counts: Counts,
+    dropped_RF: Tensor | None = None,
+    in_order: Callable[..., Tensor] | None = None,
+) -> Tensor:
     counts_E = on_device(torch.tensor(counts), rows_RD.device) if isinstance(counts, list) else counts
-    rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
+    rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None, in_order=in_order)
     return _apply(rows_RD, None, dropped_RF, rows, network)
 
 
-def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
+def routed_ffn(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: Plan,
+    network: Network,
+    *,
+    dropped_RF: Tensor | None = None,
+    in_order: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Fuse permute, grouped_ffn and combine. The host does not wait for the experts' numbers of rows."""
-    rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
+    rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan, in_order=in_order)
     return _apply(x_TD, gate_TK.contiguous(), dropped_RF, rows, network)

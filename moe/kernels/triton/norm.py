@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of 16-bit tokens, one kernel for each pass: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
 
     forward     blocks of tokens                              x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
-    backward    P programs, some blocks each                gradient of x; sum of the gain's gradient of each program, summed afterwards
+    backward    P programs, some blocks each                gradient of x; gradient of the gain, summed in each program, then over programs
 
 scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) uses 0 in place of the mean. No atomics, so results repeat bit by
 bit.
@@ -23,7 +23,7 @@ from moe.kernels.triton.moves import put
 # T tokens, D channels, P programs
 
 _ELEMENTS = 4096  # elements of a block: 32 for each thread
-_PROGRAMS = 4 if INTERPRETED else 264  # of the backward pass, two for each multiprocessor of an H100
+_PROGRAMS = 4 if INTERPRETED else 264  # programs of the backward pass: two for each multiprocessor of an H100
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -48,7 +48,7 @@ def norm_forward(x, gain, out, statistics, T, D, EPS: tl.constexpr, CENTRED: tl.
 def norm_backward(
     grad, x, gain, statistics, grad_x, sums, T, D, blocks, CENTRED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Compute the gradient of x, and sums[program] = sum over its tokens of grad * (x - mean) * scale."""
+    """Compute the gradient of x, and sums[program] = sum over the program's tokens of grad * (x - mean) * scale."""
     width_D = tl.arange(0, BLOCK_D)
     gain_D = tl.load(gain + width_D, mask=width_D < D, other=0.0).to(tl.float32)
     sum_D = tl.zeros((BLOCK_D,), tl.float32)

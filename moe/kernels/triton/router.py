@@ -1,8 +1,9 @@
-"""A router after its logits in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes the
-gradient.
+"""The part of a router after its logits, in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes
+the gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
+               (between the two, ranks that share a group sum its counted choices)
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
@@ -10,6 +11,7 @@ The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads a row of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
-_LEAST = torch.finfo(torch.float32).tiny  # least probability of which a logarithm is taken
+_LEAST = torch.finfo(torch.float32).tiny  # smaller probabilities are raised to this value before their logarithm
 _ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
@@ -50,9 +52,12 @@ class Fused(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Inputs of a router in addition to its logits. `slots`: slots of an expert in a group of tokens; None if dropless. `bias_E` fp32 is
-    added to the scores that are compared. `valid_T` bool: False for padding, which is not counted. `open_groups`: (number of groups of
-    experts from which a token chooses, number of all groups). `expert_TK` int64: choices already made, with the `load_TK` of Fused.
+    """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
+    tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
+    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK` int64:
+    choices already made, with the `load_TK` of Fused. `summed`: sums counts, fp32 [G, E], over the ranks that have other tokens of these
+    groups. The losses are then this rank's part, as in balance_loss_of_part (moe/router/losses.py), and the choices kept and dropped are
+    right without a capacity only.
     """
 
     num_groups: int
@@ -62,6 +67,7 @@ class Given(NamedTuple):
     open_groups: tuple[int, int] = (1, 1)
     expert_TK: Tensor | None = None
     load_TK: Tensor | None = None
+    summed: Callable[[Tensor], Tensor] | None = None
 
 
 @triton.jit
@@ -110,8 +116,8 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return a mask of the experts in the OPEN best of GROUPS groups. A group's score is the sum of its BEST (1 or 2) highest scores.
-    real_TE: False for columns beyond E."""
+    """Return a mask of the experts in the OPEN best of GROUPS groups of experts. A group's score is the sum of its BEST (1 or 2) highest
+    scores. real_TE: False for columns beyond E."""
     group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
     zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
     sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]
@@ -134,7 +140,7 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K]: experts to use
-    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; it is read if `given` is, otherwise
+    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; with `given` it is read, without it
     written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to
     parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
     """
@@ -201,10 +207,11 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 
 
 @triton.jit(do_not_specialize=["G", "B", "slots"])
-def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
+def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
            BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sum the parts. Write E times each expert's share of its group's counted choices into share [G, E], and Fused's loss, counts, and
-    means followed by the number of tokens (at least 1). BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
+    """Sum the parts. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E times each expert's share of its
+    group's counted choices into share [G, E], and Fused's loss, counts, and means followed by the number of tokens (at least 1).
+    BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
     zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)
@@ -219,6 +226,8 @@ def finish(parts, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.con
             group_E += tl.sum(tl.load(at_BE + W, mask=mask_BE, other=0.0), axis=0)
             counted_E += tl.sum(tl.load(at_BE + 2 * W, mask=mask_BE, other=0.0), axis=0)
             last_E += tl.sum(tl.load(at_BE + 3 * W, mask=mask_BE, other=0.0), axis=0)
+        if counted is not None:
+            counted_E = tl.load(counted + group * E + expert_E, mask=expert_E < E, other=0.0)
         share_E = counted_E * E / tl.maximum(tl.sum(counted_E, axis=0), 1.0)
         tl.store(share + group * E + expert_E, share_E, mask=expert_E < E)
         balance_E += share_E * prob_E
@@ -318,7 +327,8 @@ class _Route(torch.autograd.Function):
             slots = tokens if given.slots is None else given.slots
             sizes = given.num_groups, blocks, num_experts, width, slots
             block_b = max(1, 2048 // block_e)
-            finish[(1,)](parts, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
+            counted_GE = None if given.summed is None else given.summed(parts[:, :, 2, :num_experts].sum(1))
+            finish[(1,)](parts, counted_GE, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
         ctx.save_for_backward(logits_TE, expert_TK, valid_T, share_GE, means)
         ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
         means = means[:5]

@@ -27,7 +27,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _sort(expert_TK: Tensor, active_TK: Tensor | None, out: Tensor | Plan, *, num_groups: int, num_experts: int, slots: int = 0) -> None:
-    """Sort the choices by expert, and fill a plan, or bool [T, K]: whether a choice gets one of its expert's slots in its group."""
+    """Sort the choices by expert, and fill `out`: a Plan, or a tensor bool [T, K] of whether a choice gets one of its expert's slots in its
+    group."""
     expert_TK, active_TK = expert_TK.contiguous(), None if active_TK is None else active_TK.contiguous()
     tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
     blocks, block_e = triton.cdiv(tokens * choices, _BLOCK), min(64, triton.next_power_of_2(num_experts))

@@ -14,7 +14,7 @@ from moe.kernels.triton.device import check_dtype, on
 
 # T tokens, K choices, R rows, D width
 
-_ELEMENTS = 4096  # moved by one program, 32 by a thread: enough loads at the same time to saturate memory bandwidth
+_ELEMENTS = 4096  # elements that one program moves, 32 for each thread: enough loads at the same time to saturate memory bandwidth
 
 
 def _blocks(width: int) -> tuple[int, int]:

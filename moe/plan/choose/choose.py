@@ -4,11 +4,12 @@
 
 Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. `full`
 recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit, larger
-micro-batches of the same plan with the same recompute do not fit either (except if a step has only one micro-batch). The ranking is a
-best-first branch and bound. Each plan waits with a lower bound of its seconds. The plan with the smallest bound gets its next, tighter
-bound, and at last its exact seconds. A plan is ranked when its exact seconds are smaller than all bounds that wait. For most plans, exact
-seconds are never computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast
-plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
+micro-batches of the same plan with the same recompute do not fit either. A plan with one micro-batch a step is computed in any case: no
+gradients of earlier micro-batches exist, so it may need less. The ranking is a best-first branch and bound. Each plan waits with a lower
+bound of its seconds. The plan with the smallest bound gets its next, tighter bound, and at last its exact seconds. A plan is ranked when
+its exact seconds are smaller than all bounds that wait. For most plans, exact seconds are never computed. Among plans whose seconds are
+equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less memory comes first, then the one
+with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of `choose`. tried: number of plans. fitting: number of plans that can run and fit. ranked: best plan first."""
+    """Result of `choose`. tried: number of plans that were tried. fitting: number of them that can run and fit. ranked: the `top` best of
+    these, best first."""
 
     tried: int
     fitting: int
@@ -114,7 +116,7 @@ def choose(
         kinds = (plan.recompute,) if plan is given else recompute
         found, size = held.first_that_fits(plan, kinds)
         if size > limit_bytes:
-            why = "the recipe's own plan does not fit" if plan is given else f"it does not fit, with recompute {kinds[-1]} too"
+            why = "the recipe's own plan does not fit" if plan is given else f"it does not fit, even with recompute {kinds[-1]}"
             refused.add(Refused(why, 1, found, size - limit_bytes))
         elif plan is given or found != given:
             against = advice(network, found, devices_per_node=devices_per_node)

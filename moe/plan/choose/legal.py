@@ -38,7 +38,7 @@ def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
     if plan.tp > 1 and plan.tensor == "copied":
         yield "tensor.kind=copied saves neither memory nor time: it is only there to check engines"
     if devices_per_node is not None and plan.tp > devices_per_node:
-        yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: its all-reduces would cross the network"
+        yield f"degrees.tp={plan.tp} is more than a node's {counted(devices_per_node, 'device')}: its all-reduces would cross the network"
     kind = SCHEDULES.get(plan.schedule)
     if plan.pp > 1 and kind is not None and kind.advice is not None:
         yield f"pipeline.schedule {plan.schedule}: {kind.advice}"
@@ -122,11 +122,11 @@ def _sequence(network: Network, plan: Plan) -> Iterator[str]:
         yield f"degrees.sp={sp} cuts sequences into {ways} chunks, which do not divide {_length(network)}"
     held = network.heads // plan.grid.units
     if plan.method.trades_heads and held % sp:
-        yield f"degrees.sp={sp} does not divide the {held} heads of a rank, which {plan.sequence} exchanges for tokens"
+        yield f"degrees.sp={sp} does not divide a rank's {counted(held, 'head')}, which {plan.sequence} exchanges for tokens"
 
 
 def _length(network: Network) -> str:
-    return f"model.max_length={network.length}" if network.encoder is None else f"the decoder's {network.length} tokens"
+    return f"model.max_length={network.length}" if network.encoder is None else f"the decoder's {counted(network.length, 'token')}"
 
 
 def _experts(network: Network, plan: Plan) -> Iterator[str]:
@@ -167,7 +167,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     elif given is not None and kind is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
         yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
     if kind is not None and kind.chunks not in (None, plan.chunks):
-        yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
+        yield f"{name} has {counted(kind.chunks, 'stage')} a rank, not {plan.chunks}"
     if kind is not None:
         yield from _schedule(kind, plan)
     if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
@@ -180,7 +180,7 @@ def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:
     if refused is not None:
         yield f"{KEYS[refused.what]}={refused.got}: needed {refused.needed}"
     if kind.continuous and (every := kind.update_every or m) != m:
-        yield f"pipeline.microbatches={m}: an update of {name} sums {every} micro-batches, and a step is one update"
+        yield f"pipeline.microbatches={m}: an update of {name} sums {counted(every, 'micro-batch')}, and a step is one update"
     if kind.continuous and not plan.kind.steps_by_stage:
         yield f"{name} updates stages at different times, which only ddp can do"
 

@@ -49,6 +49,14 @@ FIRST = Space(
 )
 
 
+class TooLarge(BadInput):
+    """No plan fits into memory. over_bytes: bytes of the smallest plan above a device's memory."""
+
+    def __init__(self, over_bytes: float, *, got: str, needed: str, fix: Fix) -> None:
+        super().__init__("plan", got=got, needed=needed, fix=fix)
+        self.over_bytes = over_bytes
+
+
 class Speed(NamedTuple):
     """Speed of a plan. tflops: TFLOP/s of one device. mfu: model FLOPs utilization, tflops / the device's peak; None if unknown."""
 
@@ -91,8 +99,8 @@ def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
     """Return the `top` best plans for all devices of the cluster. A quick first round ranks the sets of degrees (dp, tp, ...). A second
-    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if no plan fits into memory; its message
-    proposes a change of the recipe or of the cluster with which a plan fits."""
+    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if no plan can run, fits into memory and
+    passes the recipe's checks; its message proposes a change of the recipe or of the cluster with which a plan does."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -161,8 +169,8 @@ def _offloading(space: Space, run: Run) -> Space:
 
 
 class _Accepted:
-    """Collects the `top` best plans that the recipe's checks accept. Also collects the refused plans, each with the checks' error message
-    as the reason."""
+    """Collects the `top` best plans that the recipe's checks accept. Also collects the plans that the checks refuse, each with their error
+    message as the reason."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
         """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""
@@ -215,11 +223,11 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
         batch = -(-run.train.global_batch // cluster.world) * cluster.world
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
-        fix = typed(larger) if works else "change that size, or --cluster"
+        fix = typed(larger) if works else "change the size in that reason, or take another --cluster"
         return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="at least one", fix=fix)
     mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
-    return BadInput(
-        "plan",
+    return TooLarge(
+        nearest.over_bytes,
         got=f"{gib(nearest.over_bytes)} GiB a device too much for the smallest plan ({described(nearest.example)})",
         needed=f"at most {cluster.memory_bytes() / _GIB:.4g} GiB",
         fix=any_of(mends or ["a smaller model, or devices with more memory"]),

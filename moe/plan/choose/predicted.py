@@ -81,12 +81,14 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> float:
-        """Predicted bytes of one rank, which `limit_bytes` limits. On a GPU they include the allocator's reserve and CUDA's context."""
+        """Predicted bytes of one rank, for comparison with `limit_bytes`. On a GPU: `rank_bytes`, the allocator's reserve and CUDA's
+        context; on a CPU: `least_bytes`, because the ranks share the host's memory."""
         return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
 
     @property
     def least_bytes(self) -> float:
-        """Lower bound of `needed_bytes`: tensors of the rank that needs most; on a CPU the mean of all ranks."""
+        """Lower bound of `needed_bytes` without the allocator's reserve and CUDA's context, if experts' rows were divided equally: bytes of
+        the rank that needs most; on a CPU the mean of all ranks."""
         sizes = list(map(_held(self.place), self.even))
         return sum(sizes) / len(sizes) if self.place.kind == "cpu" else max(sizes)
 

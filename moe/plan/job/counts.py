@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan, attention_shapes
 
 @dataclass(frozen=True)
 class Elements(Summed):
-    """Numbers of parameters. dense: outside of experts, with copies on all ranks of dp and sp. expert: in experts, with copies on the
-    edp ranks (Plan.edp). frozen_dense, frozen_expert: how many of these are frozen, and so have no gradients and optimizer states."""
+    """Numbers of parameters. dense: outside of experts, with copies on Plan.copies ranks. expert: in experts, with copies on Plan.edp
+    ranks. frozen_dense, frozen_expert: how many of these are frozen, and so have no gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -123,7 +123,8 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def inner_gains(network: Network) -> int:
-    """Number of parameters in the norms of a layer's queries, keys and latents. Every tp rank holds all of them."""
+    """Number of parameters in the norms of a layer's queries, keys and latents. Every tp rank is assumed to hold all of them, although tp
+    cuts the norms of qk_norm `whole`."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels + latents
@@ -145,7 +146,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     positions = network.length * network.width if network.learned_positions and first else 0
     stacks = [stack for stack in network.halves if (last if stack is network else first)]
     found = dense(network, sum(map(norm, stacks)), "norms") + dense(network, positions)
-    for stack in stacks if network.shared_buckets else ():  # the first layer of a stack has its T5 bias
+    for stack in stacks if network.shared_buckets else ():  # the first layer of a stack holds the stack's T5 bias
         of_first, _ = network.at(network.before if stack is network else 0)
         found += dense(of_first, stack.heads / plan.grid.units * stack.buckets, "attention")
     if first or (last and (network.tied or network.ahead)):  # multi-token prediction needs the embedding on the last stage
@@ -156,7 +157,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
-    """Parameters of multi-token prediction for each further token: a dense layer, a matrix that merges its two inputs, three norms."""
+    """Parameters of one depth of multi-token prediction: a dense layer, a matrix that merges its two inputs, three norms."""
     joined = dense(network, 2 * network.width**2) + dense(network, 3 * norm(network), "norms")
     return joined + layer(replace(network, experts=None), plan, 0)
 
@@ -188,8 +189,8 @@ def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[i
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Number of layers of each stage. The numbers differ by at most one. One layer less goes to the last stage, then to the first, then to
-    the others from the last to the second."""
+    """Number of layers of each stage. The numbers differ by at most one. If some stages must have one layer less, these are the last stage,
+    then the first, then the others from the last to the second."""
     size = -(-layers // stages)
     smaller = [stages - 1, 0, *range(stages - 2, 0, -1)][: size * stages - layers]
     return tuple(size - (stage in smaller) for stage in range(stages))

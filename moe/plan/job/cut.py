@@ -126,15 +126,16 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 
 def operations(network: Network, index: int) -> float:
-    """Number of multiplications in a layer's forward pass for one token: one for each parameter that it uses, plus causal attention."""
+    """Number of multiplications in a layer's forward pass for one token: one for each parameter that the token uses, plus those of causal
+    attention."""
     n, e = network, network.experts
     active = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(active, Plan(), index).total + n.heads * n.channels * n.length
 
 
 def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
-    """Number of parameters of the largest stage. held: parameters of each layer. first: of the embedding. last: of the head. sizes: number
-    of layers of each stage."""
+    """Number of parameters of the largest stage. held: parameters of each layer. first, last: parameters of the embedding and of the head.
+    sizes: number of layers of each stage."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
     of_stage[0] += first
     of_stage[-1] += last

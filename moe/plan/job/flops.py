@@ -44,8 +44,8 @@ def size(run: sections.Run) -> Size:
 
 
 def multi_token_size(run: sections.Run) -> tuple[int, float]:
-    """Return (number of parameters, forward FLOPs per token) of multi-token prediction. Each further token has a block, a product that
-    merges its two inputs, three norms, and the model's head."""
+    """Return (number of parameters, forward FLOPs per token) of multi-token prediction. Each depth has a block, a product that merges its
+    two inputs, and three norms, and uses the model's head."""
     model, block = run.model, block_size(run, layer=run.model.num_layers)
     join = 2 * model.d_model**2
     each = block.forward + 2.0 * join + head_forward(run)
@@ -88,12 +88,13 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
     """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
-    of this half passes, except for cross-attention."""
+    of this half passes, cross-attention's not included."""
     read, written = model.max_length, model.target_length
     width = 4.0 * core_width(model)
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
-    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))  # latents: key down, value up
+    # with latents, `key` is the down-projection and `value` the up-projection of keys and values
+    *queries, key, value, out = (2.0 * rows * columns for rows, columns in attention_matrices(model))
     of_token = own + width * (written + 1) / 2 + sum(queries) + out + width * read
     return (of_token * written + (key + value) * read) / model.read_length
 
@@ -192,7 +193,7 @@ def counted_training(run: sections.Run) -> float:
     """
     m = run.model
     counted = size(run).training
-    if m.kind == "encoder_decoder":  # `size` counts all pairs, except in the decoder's self-attention
+    if m.kind == "encoder_decoder":  # `size` leaves out only the pairs that the decoder's causal self-attention masks
         written = m.target_length
         unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
         return counted + 3 * (m.num_layers - m.decoder_begins) * unseen

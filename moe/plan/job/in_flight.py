@@ -4,8 +4,8 @@
     gpipe             all micro-batches on every rank
 
 The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
-(parallel/pipeline/simulator/held.py). They no longer change once a step has a few micro-batches per rank, so they are counted in a step
-with few micro-batches.
+(parallel/pipeline/simulator/held.py). The counted numbers are equal in all steps with at least a few micro-batches per rank, so a step with
+few micro-batches is counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def possible(schedule: str, ranks: int, microbatches: int) -> bool:
 
 @lru_cache(maxsize=4)
 def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Build a schedule. The last four stay cached, because a schedule computes its order of actions at first use and stores it."""
+    """Build a schedule. The last four schedules stay cached, because a schedule computes its order of actions at first use and stores
+    it."""
     own = chunks if kind_of(schedule).chunks is None else None
     return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 
@@ -65,8 +66,7 @@ def fullest_ranks(
 ) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank needs at least as much memory: that is
     so if the earlier rank has the same layers, at least as many micro-batches in flight, and the embedding or the head if the later rank
-    has it. sizes: number of layers of each stage. sparse: indices of the layers with experts. every: only every n-th layer is
-    recomputed."""
+    has it. sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]

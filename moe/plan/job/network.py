@@ -49,7 +49,8 @@ class Router:
     kept: int = 0  # bytes per token that the routing method keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
-    balances: tuple[int, int] = (0, 0)  # bytes per token that these ranks exchange for the balance losses (forward, backward)
+    counts: int = 0  # bytes per group that these ranks exchange for the balance loss
+    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in the forward and in the backward pass
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,8 @@ def attention_shapes(width: int, heads: int, groups: int, channels: int, latent:
 @hashed_once
 @dataclass(frozen=True)
 class Network:
-    """A stack of Transformer layers with embedding and head: a decoder-only model, or the decoder of an encoder-decoder."""
+    """A stack of Transformer layers with embedding and head: a decoder-only model, or the decoder of an encoder-decoder. `encoder` is a
+    Network too."""
 
     layers: int
     width: int
@@ -164,7 +166,7 @@ class Network:
     adapters: Adapters | None = None
     frozen: tuple[str, ...] = ()  # parts in moe/recipe/frozen.py that are not trained in any layer
     frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
-    ahead: int = 0  # number of further tokens of multi-token prediction
+    ahead: int = 0  # number of depths of multi-token prediction: further tokens that each token predicts
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
     windows_in_chunks: float = 0.0  # fraction of layers that compute sliding windows in chunks and so keep keys and values twice
     windows_masked: float = 0.0  # fraction of layers whose sliding windows need a mask instead of chunks (flops.py)
@@ -200,8 +202,8 @@ class Network:
         return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
 
     def at(self, index: int) -> tuple[Network, int]:
-        """Return (stack that has layer `index` of the model, the layer's index in that stack). If the layer is frozen, all parts of the
-        returned stack are frozen."""
+        """Return (stack that has layer `index` of the model, the layer's index in that stack). For a frozen layer, the stack is a copy in
+        which every part is frozen, so that counts of this layer have no trained parameters."""
         run = self if self.encoder is None or index >= self.before else self.encoder
         return run.all_frozen if index in self.frozen_layers else run, index if run is self.encoder else index - self.before
 
@@ -228,7 +230,7 @@ class Network:
 
     def freezes(self, *parts: str) -> bool:
         """Return whether a weight is frozen that belongs to all of these parts: one frozen part is enough. (For example, the norms of
-        queries belong to both attention and norms.)"""
+        queries belong to both attention and norms.) With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property

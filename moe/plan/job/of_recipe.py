@@ -1,6 +1,6 @@
 """Converts a recipe to the planner's input: network_of(run) is the model, plan_of(run) the parallel plan. The model is not built.
 
-Bytes of fp32 optimizer states for each parameter. `optimizer_bytes` returns their means over parameters.
+Optimizer states are fp32, and take these bytes for each parameter. `optimizer_bytes` returns the means over parameters.
 
     adamw, kfac   8     two moments; assumed for a user's own optimizer too. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum
@@ -37,7 +37,7 @@ from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
-from moe.router.checks import decides_together, group_size
+from moe.router.checks import group_size
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
@@ -140,15 +140,15 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes per token that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id of a
-    token. balances: probabilities, chosen experts, and the gates and load probabilities that importance and load losses need."""
-    weights = (spec.balance_weight, spec.importance_weight, spec.load_weight)
-    if spec.balance_scope == "global_batch":
-        balances = (0, 0)
-    else:
-        forward = 4 * num_experts * sum(map(bool, (1, *weights[1:]))) + 8 * (1 if spec.balance_counts == "first" else choices)
-        balances = (forward, 4 * num_experts * sum(map(bool, weights)))
-    return {"decides": (4 * num_experts + 8 + 8) * decides_together(spec), "balances": balances}
+    """Return the bytes that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id of a token, or
+    its chosen experts, their priority, and whether they are used. counts: choices of each expert. balances:
+    gates, and probabilities of being chosen."""
+    decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
+    if not decides and spec.capacity_factor is not None:
+        decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)
+    apart = spec.balance_scope != "global_batch"
+    nonlinear = bool(spec.importance_weight) + bool(spec.load_weight)
+    return {"decides": decides, "counts": 4 * num_experts * apart, "balances": 4 * num_experts * nonlinear * apart}
 
 
 def plan_of(run: Run) -> Plan:

@@ -41,7 +41,6 @@ class Storage:
 
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
 MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # MIXED with gradients in fp32, as in Megatron-LM: 18 bytes
-MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # MIXED with another copy of the gradients in fp32, as in DeepSpeed's bf16 optimizer
 BF16 = Storage(2, 2, 4)  # weights, gradients and moments in 16 bits, no fp32 copy
 FP32 = Storage(4, 4, 8)  # fp32 parameters without a master copy: DP, DDP and FSDP of this project, for any compute dtype
 FP32_AND_COPY = Storage(4, 4, 12)  # FP32 with a master copy in the engine: DeepSpeed's ZeRO in this project

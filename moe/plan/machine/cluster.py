@@ -56,7 +56,8 @@ class Inside:
     times: dict[Text, Table] = field(default_factory=dict, hash=False)
 
     def bus(self, ranks: int, *, sums: bool = False) -> float:
-        """Bus bandwidth in bytes per second: the rate at which each of `ranks` ranks sends in a ring collective. sums: in an all-reduce."""
+        """Bus bandwidth in bytes per second: the rate at which each of `ranks` ranks sends in a ring collective. sums: whether the
+        collective is an all-reduce."""
         table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
         known = min((n for n in table if n >= ranks), default=max(table))
         return table[known] * 1e9
@@ -252,8 +253,8 @@ def measured_file() -> Path:
 
 
 def measured_cluster(device: str) -> Cluster | None:
-    """Return the cluster that `moe plan --calibrate` measured on this machine; None if there is no such file, or if it was measured on
-    another kind of device. (Several machines may share a home folder.)"""
+    """Return the cluster that `moe plan --calibrate` measured on this machine; None if there is no such file, if it cannot be read, or if
+    it was measured on another kind of device. (Several machines may share a home folder.)"""
     path = measured_file()
     try:
         found = load_cluster(str(path)) if path.is_file() else None

@@ -27,7 +27,7 @@ class Program:
     step_ms: float = 1.0  # host's time once per step: data, gradient norm, loss scale, logging
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
-    gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the backward pass, or during the last micro-batch's
+    gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the last backward pass of a step, or during it
     staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
     gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # computation hides all, 2/3 or none of the all-gathers of parameters
     alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
@@ -36,8 +36,9 @@ class Program:
     gather_us: float = 0.0  # host's time for an all-gather or reduction of a layer's sharded parameters: copies to and from buffers
     tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that products hide
     experts_overlap: float = 0.0  # fraction of the dispatch to experts that computation hides
+    shared: Literal["waited", "overlapped"] = "waited"  # rows are sent to experts before the shared network runs, or while it runs
     transfers: Literal["parts", "whole"] = "parts"  # between stages, each tp rank sends its part of the tensor, or the whole tensor
-    interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # messages between interleaved stages
+    interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # whether ranks wait for messages between interleaved stages
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
@@ -48,7 +49,7 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by a separate kernel, or by the product's
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
     selective: Literal["core", "second", "half"] = "core"  # recomputes attention's core, a layer's second half, or half the forward time
-    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
+    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (the fields above include it) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 
@@ -62,6 +63,7 @@ OWN = Program(
     staged="by stage",
     shards="micro-batch",
     casts="use",
+    shared="overlapped",
     # `moe rehearse --device cuda` counts these three numbers of kernels
     capacity_kernels=2,
     dispatch_kernels=(12, 9),
@@ -75,6 +77,7 @@ OWN_ON_CPU = replace(
     staged="as gradients",
     gradients="after",
     gathers="waited",
+    shared="waited",
     alone=1.0,
     capacity_kernels=0,
     dispatch_kernels=(45, 45),

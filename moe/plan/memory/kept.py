@@ -86,8 +86,8 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 
 
 def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
-    """Return whether the backward pass needs the output of the norm before (attention, the feed-forward network or experts). It does not
-    need it if all weights that multiply it are frozen. A router always needs it."""
+    """Return for a layer's two norms, before attention and before the feed-forward network or experts, whether the backward pass needs the
+    norm's output: if it trains weights that multiply this output, or if a router reads it."""
     return n.trains("attention"), n.trains("dense") or (n.experts is not None and index in n.sparse_layers)
 
 
@@ -142,7 +142,8 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
-    """Number of key heads that the backward pass reads, as a mean over layers. `_attention` counts layers with chunked windows."""
+    """Number of key heads that the backward pass reads, as a mean over layers. Keys of windows in chunks are left out: `_attention` adds
+    them."""
     repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
     return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
@@ -203,7 +204,7 @@ def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_
     load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
     if e.exchange is not None:
         return e.exchange.traffic(load)
-    return Traffic.there_and_back(rows=(Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest),))
+    return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
 
 
 def buffers_of(network: Network, plan: Plan) -> float:
@@ -231,8 +232,8 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token. itemsize: bytes of an element of activations. In fp32: the jitter and the
-    jittered input, the inputs of the norm and of the noise's matrix, the experts' probabilities."""
+    """Bytes that the router and its losses keep for each token: in fp32 the jitter and the jittered input, the inputs of the norm and of
+    the noise's matrix, logits and probabilities; and `Router.kept`. itemsize: bytes of an element of activations."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0
@@ -281,9 +282,9 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W outside of layers: for the head's gradient, its input and the gradient of the logits.
-    For each further token of multi-token prediction, the same, and inputs and output gradients of its layer's products and of the product
-    that merges its inputs."""
+    """Bytes that a micro-batch keeps between I and W outside of layers: the head's input and the gradient of the logits, from which W
+    computes the head's gradient. Each depth of multi-token prediction keeps the same, and the inputs and output gradients of its layer's
+    products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
@@ -299,7 +300,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    if network.encoder is not None and layers and not first:  # the first norm counts encoder's or decoder's input, not both
+    if network.encoder is not None and layers and not first:  # the first layer counts its half's input; the other half's is received too
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
@@ -307,7 +308,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
 
 
 def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, these are the tokens of encoder and decoder."""
+    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, it sends the tokens of encoder and decoder."""
     return plan.compute_bytes * network.width * sum(tokens_of(half, plan, stack).between for half in network.halves)
 
 
@@ -353,7 +354,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the kept copies of multi-token prediction's weights in the compute dtype, for one further token."""
+    """Bytes of the kept copies in the compute dtype of the weights of one depth of multi-token prediction."""
     return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
@@ -381,7 +382,8 @@ def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that multi-token prediction keeps for one further token: two norms, the product of both, a layer, the last norm, logits."""
+    """Bytes that one depth of multi-token prediction keeps: two norms, the product that merges their outputs, a layer, the last norm,
+    logits. index: the depth's layer."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps an fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics

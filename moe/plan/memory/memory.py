@@ -149,7 +149,7 @@ class _Engine:
                 one,
                 self.of_dense * one.to_come.dense + self.of_expert * one.to_come.expert,
                 self.of_head * one.waiting,
-                whole(one.at) if whole else one.gathered,
+                whole(one) if whole else one.gathered,
                 self.bucket_at_loss if one.at == "loss" else self.bucket,
             )
             for one in rank.moments
@@ -180,15 +180,19 @@ def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
     return _Full(EMPTY, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
-def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[At], float] | None:
+def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[Moment], float] | None:
     """Return a function: moment -> bytes of gathered weights and unreduced gradients in ZeRO stage 3; None if weights are not sharded."""
     if plan.copies == 1:
         return None
     if stack.gathers == "moments":
-        largest = rank.largest
-        return gathered(plan, stack, Unit(largest, 0.0, largest), held=rank.held, table=rank.table)
+
+        def at(one: Moment) -> float:
+            held = rank.held + one.freed.times(-1) if plan.reshard else rank.held
+            return gathered(plan, stack, Unit(rank.largest, 0.0, one.reducing), held=held, table=rank.table)(one.at)
+
+        return at
     size = at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
-    return lambda at: size
+    return lambda one: size
 
 
 def _freed(plan: Plan) -> tuple[bool, bool]:

@@ -46,7 +46,8 @@ class Moment(NamedTuple):
 
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
-    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3.
+    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. freed, reducing: with stages and
+    reduce-scatters after each pass, the parameters with freed gathered weights, and the parameters with gradients being reduced.
     """
 
     activations: float
@@ -59,6 +60,8 @@ class Moment(NamedTuple):
     waiting: float
     gathered: float
     at: At
+    freed: Elements = NOTHING
+    reducing: Elements = NOTHING
 
 
 def _moment(
@@ -72,9 +75,11 @@ def _moment(
     to_come: Elements,
     waiting: float = 0.0,
     gathered: float = 0.0,
+    freed: Elements = NOTHING,
+    reducing: Elements = NOTHING,
 ) -> Moment:
     total = activations + loss + embedding + work + dispatch
-    return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, gathered, at)
+    return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, gathered, at, freed, reducing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +103,15 @@ class RankMoments:
         return max(self.gathered, key=lambda of: of.total, default=NOTHING)
 
 
+class _Layers(NamedTuple):
+    """The first sizes of a _Stage, which stages with equal layers share."""
+
+    kinds: Sequence[tuple[LayerBytes, int]]
+    elements: Elements
+    kept: float
+    pending: float
+
+
 class _Stage(NamedTuple):
     """Sizes of a pipeline stage on a rank. number: index of the stage. kinds: (sizes of a layer, number of such layers) for each
     kind of layer. elements: parameters of its layers.
@@ -115,6 +129,17 @@ class _Stage(NamedTuple):
     ends_kept: float
     ends_pending: float
     of_loss: float
+
+
+class _AtWork(NamedTuple):
+    """A layer in its backward pass. gone: bytes that later layers of its stage have freed. to_come: parameters of the stage that have no
+    gradient yet. freed: parameters of the later layers. behind: parameters with gradients being reduced."""
+
+    of: LayerBytes
+    gone: float
+    to_come: Elements
+    freed: Elements
+    behind: Elements
 
 
 class _Now(NamedTuple):
@@ -165,14 +190,28 @@ def differs_by_moment(plan: Plan, stack: Stack) -> bool:
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
     """Return the result of `ranks_of`. casts: micro-batches keep copies of the weights in the compute dtype."""
+    size = plan.schedule, plan.pp, plan.microbatches, plan.chunks
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
     step = _Step(network, plan, stack, stages, casts)
+    now = _in_flight(*size)
     if which == "all":
-        return tuple(step.moments_of(step.rank(number, of)) for number, of in enumerate(ranks))
+        return tuple(step.moments_of(step.rank(number, of, now[number])) for number, of in enumerate(ranks))
     sparse, sizes = network.with_experts if network.experts else (), tuple(map(len, stages))
-    numbers = fullest_ranks(plan.schedule, plan.pp, plan.microbatches, plan.chunks, sizes, sparse, plan.recompute_every)
-    return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number]) for number in numbers])))
+    numbers = fullest_ranks(*size, sizes, sparse, plan.recompute_every)
+    return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number], now[number]) for number in numbers])))
+
+
+@lru_cache(maxsize=5_000)
+def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[tuple[tuple[InFlight, bool], ...], ...]:
+    """Return for each rank (micro-batches in flight, no backward pass has ended yet) at the moments that may be its peak. Gradients exist
+    after the step's first backward pass, so the moment after it is one of them."""
+    found = []
+    for rank in in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks):
+        moments = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
+        later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, once in moments if once and microbatches > 1]
+        found.append((*moments, *((of, False) for of in later)))
+    return tuple(found)
 
 
 _Kind = tuple[bool, bool, bool, int]  # (in encoder, with experts, recomputed, 0: trained, 1: frozen, 2: frozen and without backward pass)
@@ -193,6 +232,18 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
     return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
 
 
+def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
+    """Return `_Rank.candidates`. moments: those of `_in_flight`."""
+    found = dict[tuple[bool, bool], _Now]()
+    kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
+    for of, once in moments:
+        total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
+        key = of.at_i, once
+        if key not in found or found[key].total < total:
+            found[key] = _Now(of, once, total)
+    return found
+
+
 class _Step:
     """Computes the moments of a step on each rank. Each kind of layer is computed once."""
 
@@ -201,7 +252,7 @@ class _Step:
         self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
         self.kind_of_layer = _kinds(network, plan.recompute_every)
         self.kinds: dict[_Kind, LayerBytes] = {}
-        self.sizes: dict[tuple[tuple[int, int], ...], Elements] = {}
+        self.alike: dict[tuple[tuple[int, int], ...], _Layers] = {}
         of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
         self.outside = outside_of(network, of_microbatch, stack)
 
@@ -215,31 +266,26 @@ class _Step:
             self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
         return self.kinds[kind]
 
-    def kinds_of(self, stage: range) -> list[tuple[LayerBytes, int]]:
-        """Return (sizes of one layer, number of layers of this kind) for each kind of layer in a stage."""
-        return [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
-
-    def size_of(self, kinds: Sequence[tuple[LayerBytes, int]]) -> Elements:
-        """Return the parameters of the layers that `kinds_of` returned."""
+    def layers_of(self, stage: range) -> _Layers:
+        kinds = [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
         key = tuple([(id(of), n) for of, n in kinds])
-        if key not in self.sizes:
-            self.sizes[key] = sum((of.elements.times(n) for of, n in kinds), NOTHING)
-        return self.sizes[key]
+        if key not in self.alike:
+            elements = sum((of.elements.times(n) for of, n in kinds), NOTHING)
+            self.alike[key] = _Layers(kinds, elements, sum([n * of.kept for of, n in kinds]), sum([n * of.pending for of, n in kinds]))
+        return self.alike[key]
 
     def stage(self, number: int) -> _Stage:
         outside, first, last = self.outside, number == 0, number == self.last
-        kinds = self.kinds_of(self.stages[number])
         ends = outside.keeps[first, last]
         if last and self.casts:
             ends += self.network.ahead * outside.casts
         of_loss = ends - outside.keeps[first, False] if last else 0.0
         ends += inputs_kept(self.plan, self.stack, self.stages[number], first=first, last=last) * outside.crossing
-        kept, pending = sum([n * of.kept for of, n in kinds]), sum([n * of.pending for of, n in kinds])
-        return _Stage(number, kinds, self.size_of(kinds), kept, pending, ends, outside.head_pending * last, of_loss)
+        return _Stage(number, *self.layers_of(self.stages[number]), ends, outside.head_pending * last, of_loss)
 
-    def rank(self, number: int, peaks: RankPeaks) -> _Rank:
+    def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> _Rank:
         stages = tuple(map(self.stage, peaks.stages))
-        return _Rank(number, peaks.versions, stages, self._candidates(peaks, stages))
+        return _Rank(number, peaks.versions, stages, _candidates(moments, stages))
 
     def fullest(self, ranks: Sequence[_Rank]) -> list[_Rank]:
         """Return `ranks` without each rank that needs no more memory than another rank with the same layers."""
@@ -277,6 +323,8 @@ class _Step:
                 and more.waiting >= one.waiting
                 and more.to_come.dense <= one.to_come.dense
                 and more.to_come.expert <= one.to_come.expert
+                and more.freed.total <= one.freed.total
+                and more.reducing.total >= one.reducing.total
                 for more in found
             ):
                 found.append(one)
@@ -291,12 +339,14 @@ class _Step:
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
             ends = sum([n * of.ends_kept for n, of in zip(count, rank.stages, strict=True)])
             ends += sum([n * of.ends_pending for n, of in zip(pending, rank.stages, strict=True)])
+            freed = [stage for stage, freed in zip(rank.stages, now.in_flight.freed, strict=False) if freed]
             yield from self._at_loss(rank, held, kept, ends, whole, once=once)
             before = self.outside.elements[rank.stages[0].number == 0, False] if once else NOTHING
             for number, stage in zip(count, rank.stages, strict=True):
                 if number or not at_i:
                     left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
-                    yield from self._in_stage(stage, held, kept, left, whole, before, at_i=at_i, once=once)
+                    others = sum([of.elements for of in freed if of is not stage], NOTHING)
+                    yield from self._in_stage(stage, held, kept, left, whole, before, others, at_i=at_i, once=once)
                 before = before + stage.elements if once else NOTHING
 
     def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
@@ -307,7 +357,9 @@ class _Step:
         if rank.stages[-1].number == self.last:
             of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
             cast = plan.compute_bytes * outside.head.total if of_head else 0.0
-            yield _moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, to_come=to_come, gathered=sharded)
+            behind = NOTHING if once else self._reduced_last(rank.stages[-1])
+            peak = _moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, to_come=to_come, gathered=sharded)
+            yield peak._replace(reducing=behind)
             if self.network.ahead:  # backward pass of a layer of multi-token prediction
                 work = max([of.work for stage in rank.stages for of, _ in stage.kinds], default=0.0)
                 yield _moment("loss", kept, ends, work=work, to_come=to_come, gathered=sharded)
@@ -315,24 +367,41 @@ class _Step:
             yield _moment("loss", kept, ends, to_come=to_come, gathered=sharded)
 
     def _in_stage(
-        self, stage: _Stage, held: Elements, kept: float, ends: float, whole: dict[At, float], before: Elements, *, at_i: bool, once: bool
+        self,
+        stage: _Stage,
+        held: Elements,
+        kept: float,
+        ends: float,
+        whole: dict[At, float],
+        before: Elements,
+        others: Elements,
+        *,
+        at_i: bool,
+        once: bool,
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. at_i: the
-        action is I. The other arguments are those of `_at_loss`."""
+        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. others:
+        parameters of other stages; FSDP has freed their weights. at_i: the action is I. The other arguments: as for `_at_loss`."""
         outside = self.outside
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
-        for of, gone, later, bytes_at_work, bytes_of_sums in self._at_work(stage, held, once, at_i):
+        for of, gone, later, freed, behind in self._at_work(stage, once, at_i):
             to_come = (before + later).trained if once else NOTHING
             work = of.work_of_i if at_i else of.work
-            yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, to_come=to_come, waiting=tied, gathered=bytes_at_work)
-            if bytes_of_sums:
-                yield _moment("sums", kept - (gone + of.kept), ends, to_come=to_come, waiting=tied, gathered=bytes_of_sums)
+            named: dict[str, Any] = {"to_come": to_come, "waiting": tied}
+            if not self.gathers:
+                yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, freed=others + freed, reducing=behind, **named)
+                continue
+            bytes_at = gathered(self.plan, self.stack, Unit(of.gathered, of.matrix, behind), held=held, table=self.outside.head)
+            yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, gathered=bytes_at("work"), **named)
+            if size := bytes_at("sums"):
+                yield _moment("sums", kept - (gone + of.kept), ends, gathered=size, **named)
         left = kept - stage.kept + at_i * stage.pending  # after this backward pass
+        others += stage.elements
         if at_i:  # W frees one layer after the other, the first layer first
             layers = list(map(self.layer, self.stages[stage.number]))
-            freed = accumulate((of.pending for of in layers), initial=0.0)
-            work = max([of.work_of_w - size for of, size in zip(layers, freed, strict=False)], default=0.0)
-            yield _moment("sums", left, ends, work=work, to_come=(before + stage.elements).trained if once else NOTHING, waiting=tied)
+            ended = accumulate((of.pending for of in layers), initial=0.0)
+            work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
+            to_come, scattered = (before + stage.elements).trained if once else NOTHING, layers[-1].gathered if layers else NOTHING
+            yield _moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
             yield _moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
         if "bucket" in whole:
@@ -344,20 +413,7 @@ class _Step:
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
             to_come, sharded = Elements(tied) if once else NOTHING, whole.get("embedding", 0.0)
-            yield _moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded)
-
-    def _candidates(self, peaks: RankPeaks, stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
-        """Return `_Rank.candidates`. Gradients exist after the step's first backward pass, so the moment after it is a candidate too."""
-        m, found = self.plan.microbatches, dict[tuple[bool, bool], _Now]()
-        moments = [(of, m == 1 or min(of.kept) == m) for of in peaks.moments]
-        moments += [(of._replace(kept=tuple([n - 1 for n in of.kept])), False) for of, once in moments if once and m > 1]
-        kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
-        for of, once in moments:
-            total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-            key = of.at_i, once
-            if key not in found or found[key].total < total:
-                found[key] = _Now(of, once, total)
-        return found
+            yield _moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others)
 
     def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
@@ -367,34 +423,32 @@ class _Step:
         first, last = (gathered(self.plan, self.stack, unit, held=held, table=of) for of in (self.outside.embedding, self.outside.head))
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
-    def _at_work(self, stage: _Stage, held: Elements, once: bool, at_i: bool) -> list[tuple[LayerBytes, float, Elements, float, float]]:
-        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. Entries: (sizes,
-        bytes freed by later layers, parameters without a gradient yet, bytes gathered by ZeRO-3 in the backward pass, bytes gathered while
-        gradients are reduced). once: no backward pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
-        kinds = stage.kinds
-        if len(kinds) == 1 and not self.gathers:
-            ((of, n),) = kinds
-            last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
-            gone = (n - 1) * (of.kept - at_i * of.pending)
-            return [last, (of, gone, of.elements if once else NOTHING, 0.0, 0.0)] if once or at_i else [last]
-        lasts: dict[tuple[LayerBytes, int], tuple[LayerBytes, float, Elements, Elements]] = {}
-        first: dict[LayerBytes, tuple[LayerBytes, float, Elements, Elements]] = {}
-        gone, to_come = 0.0, stage.elements if once else NOTHING
-        before = self.outside.head if self.gathers and stage.number == self.last else NOTHING
+    def _reduced_last(self, stage: _Stage) -> Elements:
+        """Return the parameters whose gradients FSDP reduces last in a stage's backward pass: of the embedding or of the first layer."""
+        return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
+
+    def _at_work(self, stage: _Stage, once: bool, at_i: bool) -> list[_AtWork]:
+        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. once: no backward
+        pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
+        last_reduced = NOTHING if once else self._reduced_last(stage)
+        if len(stage.kinds) == 1 and not self.gathers:
+            ((of, n),) = stage.kinds
+            found = []
+            for later in sorted({0, min(1, n - 1), n - 1} if once else {0, n - 1} if at_i else {0}):
+                to_come = of.elements.times(n - later) if once else NOTHING
+                behind = of.gathered if later and not at_i else last_reduced
+                found.append(_AtWork(of, later * (of.kept - at_i * of.pending), to_come, of.gathered.times(later), behind))
+            return found
+        lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
+        first: dict[LayerBytes, _AtWork] = {}
+        gone, freed, to_come = 0.0, NOTHING, stage.elements if once else NOTHING
+        before = last_reduced if not self.gathers else self.outside.head if stage.number == self.last else NOTHING
         for of in map(self.layer, reversed(self.stages[stage.number])):
-            lasts.setdefault((of, id(before)), (of, gone, to_come, before))
+            lasts.setdefault((of, id(before)), _AtWork(of, gone, to_come, freed, before))
             if once or at_i:
-                first[of] = of, gone, to_come, before
+                first[of] = _AtWork(of, gone, to_come, freed, before)
             if once:
                 to_come += of.elements.times(-1)
-            gone += of.kept - at_i * of.pending
-            before = of.gathered if self.gathers else NOTHING
-        found = [*lasts.values(), *first.values()]
-        if not self.gathers:
-            return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
-
-        def bytes_at(of: LayerBytes, before: Elements) -> tuple[float, float]:
-            whole = gathered(self.plan, self.stack, Unit(of.gathered, of.matrix, before), held=held, table=self.outside.head)
-            return whole("work"), whole("sums")
-
-        return [(of, gone, to_come, *bytes_at(of, before)) for of, gone, to_come, before in found]
+            gone, freed = gone + of.kept - at_i * of.pending, freed + of.gathered
+            before = before if at_i and not self.gathers else of.gathered
+        return [*lasts.values(), *first.values()]

@@ -41,7 +41,7 @@ NO_EXPERTS = -1  # index for a layer without experts
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     """Temporary bytes at the loss: copies of the logits in other dtypes, and gradients of the logits. With `loss_chunks`, only the logits
-    of one chunk exist at a time, but also the sum of the head's gradients over chunks."""
+    of one chunk exist at a time, but the sum of the head's gradients over chunks is needed in addition."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
@@ -79,8 +79,9 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
     """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
-    of its largest matrix's gradient. In this project, the last product frees its input before the activation's gradients (two with a gate)
-    are allocated. With relu, this input is kept, because relu's gradient needs relu's output."""
+    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists next to the activation's gradients (two
+    with a gate). In this project, the last product has freed its gradient and its input before the activation's gradients are allocated;
+    with relu, the input stays, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
@@ -172,8 +173,8 @@ class Outside:
 
     elements: (rank has the first stage, rank has the last stage) -> its parameters outside of layers. keeps: the same pair -> bytes that a
     micro-batch keeps. crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head:
-    their parameters. ahead: parameters of multi-token prediction per further token. casts: bytes of the copies of these in the compute
-    dtype. head_pending: bytes that a micro-batch keeps for the head's gradient between I and W (kept.py).
+    their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of its weights' kept copies in the compute
+    dtype. head_pending: bytes that a micro-batch keeps outside of layers between I and W (kept.py).
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -250,8 +251,8 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
-    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held:
-    parameters of the rank. table: of the embedding. units: of each kind of layer."""
+    """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held, table:
+    numbers of parameters of the rank and of the embedding. units: for each kind of layer, the number that is gathered at the same time."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])
@@ -266,8 +267,8 @@ def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units:
 
 
 class _Shared(NamedTuple):
-    """Whether ZeRO shards parameters: dense: outside of experts; expert: in experts. It shards them if several data-parallel ranks would
-    hold copies."""
+    """Whether ZeRO shards the parameters outside of experts (dense) and in experts (expert): it does if several data-parallel ranks would
+    hold copies of them."""
 
     dense: bool
     expert: bool

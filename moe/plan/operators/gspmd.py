@@ -27,7 +27,7 @@ from typing import NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.partition import Conflict, Cuts, Program, indices, shape, tensors, work_of
 from parallel.annotations.resharding import Axes, Sharding, Sizes, check_axes, num_parts, reshard, sent
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, counted, did_you_mean
 
 ByLetter = Mapping[str, Axes]  # sharding of one tensor: letter of a dim in an operator's rule -> mesh axes that shard this dim
 
@@ -59,8 +59,8 @@ def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -
     words, _, never = (rest if colon else text).partition("|")
     dims = [word.strip() for word in words.split(",")] if words.strip() else []
     if len(dims) != len(shape):
-        needed, fix = f"one word for each of {len(shape)} dims", f'begin with "{", ".join("_" for _ in shape)}"'
-        raise BadInput(f"annotation of {tensor}", got=f"{len(dims)} words", needed=needed, fix=fix)
+        needed, fix = f"one word for each of {counted(len(shape), 'dim')}", f'begin with "{", ".join("_" for _ in shape)}"'
+        raise BadInput(f"annotation of {tensor}", got=counted(len(dims), "word"), needed=needed, fix=fix)
     axes = tuple(() if word in ("_", ".") else tuple(word.rstrip("?").split("+")) for word in dims)
     open_ = tuple(word == "_" or word.endswith("?") for word in dims)
     found = Annotation(axes, open_, frozenset(never.replace("+", " ").split()), int(head) if colon else 0)
@@ -77,7 +77,7 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
             raise BadInput(what, got=f"{axis} more than once", needed=needed, fix=f"leave {axis} at one place")
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
         if size % (ranks := num_parts(axes, mesh)):
-            got = f"{'+'.join(axes)} ({ranks} ranks) on dim {dim} of size {size}"
+            got = f"{'+'.join(axes)} ({counted(ranks, 'rank')}) on dim {dim} of size {size}"
             raise BadInput(what, got=got, needed="equal parts", fix=f"set the size to {-(-size // ranks) * ranks}, or write _ there")
 
 
@@ -120,7 +120,8 @@ class _State:
     conflicts: list[Conflict]
 
     def round(self, operators: Iterable[Operator], priority: int, *, contended: bool) -> set[str]:
-        """Collect all proposals from the same shardings, then apply them. Returns the names of the changed tensors."""
+        """Let every operator propose from the shardings at the start of the round, then apply all proposals. Returns the names of the
+        changed tensors."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
             for tensor, proposal in self._proposals(op, priority, contended=contended):

@@ -38,7 +38,8 @@ def plan_of_annotations(graph: Graph, mesh: Sizes, annotations: Mapping[str, str
 
 
 def plan_of(program: Program) -> Plan:
-    """Return the Plan with the program's shardings: degrees, kind of tensor parallelism and engine. Raises BadInput if no plan has them."""
+    """Return the Plan with the program's shardings: degrees, kind of tensor parallelism and engine. Raises BadInput if no plan has these
+    shardings."""
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
@@ -54,8 +55,8 @@ def plan_of(program: Program) -> Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Mesh axes of a plan. data, tensor: axes that cut the batch, and dense matrices. experts, expert_hidden: axes that cut these two
-    dims."""
+    """Mesh axes of a plan. data: axes that cut the batch. tensor: axes that cut dense matrices. experts, expert_hidden: axes that cut the
+    dims of these names in experts' weights."""
 
     data: Axes
     tensor: Axes
@@ -115,8 +116,8 @@ def _check_weights(program: Program, kind: _Kind) -> str:
         less = Sharding(tuple(tuple(axis for axis in axes if of_experts or axis not in kind.data) for axes in got.dims))
         if less != wanted:
             dim = next(i for i, (a, b) in enumerate(zip(less.dims, wanted.dims, strict=True)) if a != b)
-            says = f"{names[dim]}:{wanted.dims[dim][0]}" if wanted.dims[dim] else f"nothing on {names[dim]}"
-            raise _other(name, str(got), f"{wanted} as tensor.kind 1d has it", f"add {says}" if wanted.dims[dim] else f"lay {says}")
+            fix = f"add {names[dim]}:{wanted.dims[dim][0]}" if wanted.dims[dim] else f"do not cut {names[dim]}"
+            raise _other(name, str(got), f"{wanted} as tensor.kind 1d has it", fix)
         if not of_experts:
             (whole if less == got else sharded).append(name)
     if sharded and whole:

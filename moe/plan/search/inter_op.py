@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 Time = Callable[[int, int, int, int], float]
 
@@ -76,8 +76,9 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
-        fix = "give devices more memory, or take more of them, or smaller micro-batches"
-        raise BadInput("stages", got=f"{layers} layers on {devices} devices", needed="stages that fit into memory", fix=fix)
+        got = f"{counted(layers, 'layer')} on {counted(devices, 'device')}"
+        fix = "give devices more memory, or take more devices or smaller micro-batches"
+        raise BadInput("stages", got=got, needed="stages that fit into memory", fix=fix)
     return found
 
 

@@ -28,7 +28,7 @@ from parallel.annotations.graph import Graph
 from parallel.annotations.partition import Machine as Rates
 from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Sizes
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
@@ -115,10 +115,10 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict: tensor -> text of its annotation. kind: one of SETS. All sets annotate the embedded tokens, one matrix of each
-    attention and feed-forward network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between layers.
-    `weights over the batch` also cuts every dense weight over rows. experts: `experts` or `expert_hidden` -> the mesh axis that cuts this
-    dim, if any."""
+    """Return a dict: tensor -> text of its annotation. kind: one of SETS. All sets annotate at least the embedded tokens, one matrix of
+    each attention and feed-forward network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between
+    layers. `weights over the batch` also cuts every dense weight over rows. experts: `experts` or `expert_hidden` -> the mesh axis that
+    cuts this dim, if any."""
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]
@@ -190,7 +190,7 @@ def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:
-        said += f", {len(one.program.conflicts)} conflicts between propagated shardings"
+        said += f", {counted(len(one.program.conflicts), 'conflict')} between propagated shardings"
     if other:
         said += f"; the trainer cannot run the best legal layout, {other} ({free / seconds:.0%} of the time)"
     return SearchResult(search, plan, seconds, free, dict(one.rules), (), bool(other), said)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class Folded:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Return the indices of the layers, without embedding and head."""
+        """Return the indices of the graph's layers except the first (the embedding) and the last (the head)."""
         return self.graph.layers[1:-1]
 
     @cached_property

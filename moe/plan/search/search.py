@@ -4,9 +4,9 @@
     flexflow    placements of every operator by mcmc.py, without stages
                 \\__ then the fastest plan that the trainer can run, by the cost model of the same search
 
-The `seconds` of a result are the step time of its plan by the cost model of strategies.py, which is the same for all searches. The
-`free_seconds` are the step time of the optimum among all strategies or placements, even if the trainer cannot run it. Equal layers are
-searched once (Folded): they get equal cuts, and the tensors between them have equal shardings.
+The `seconds` of a result are the step time of its plan by the cost model of strategies.py. The `free_seconds` are the step time of the
+optimum among all strategies (alpa) or placements (flexflow, by its simulator), even if the trainer cannot run it. Equal layers are searched
+once (Folded): they get equal cuts, and the tensors between them have equal shardings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search. seconds: time of a step with `plan`. free_seconds: time of a step with the optimum, even if the trainer cannot
-    run it. assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to the nearest ranks, such as
-    `b8 f4`. stages: Alpa's stages. nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line for
-    the user about the two plans."""
+    """Result of a search. seconds: time of a step with `plan` by the search's cost model. free_seconds: time of a step with the optimum,
+    even if the trainer cannot run it. assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to
+    the nearest ranks, such as `b8 f4`; for layouts.py, its candidate's `rules`. stages: Alpa's stages; () for other searches. nearest: True
+    if the trainer cannot run the optimum, so that `plan` is another plan. said: a line for the user about optimum and plan."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
@@ -204,7 +204,8 @@ def flexflow(
     seconds: float = 20.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages; micro-batches run in sequence."""
+    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages, and the fastest plan that the
+    trainer can run. Micro-batches run in sequence."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded

@@ -17,6 +17,8 @@ from functools import lru_cache
 
 from moe.plan.machine.cluster import Cluster
 
+OVERLAP_SLOWDOWN = 0.126  # matrix products take longer by this fraction while collectives run; measured by Galvatron
+
 
 @dataclass(frozen=True)
 class Group:
@@ -117,7 +119,7 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: float = 1.0) -> float:
     """Seconds of an all-to-all in which every rank sends num_bytes / n to each of n - 1 other ranks. copies: fraction of the bytes for
-    other nodes that is sent over the network; below 1 if rows for several ranks of a node are sent once."""
+    other nodes that is sent over the network; below 1 if a row for several ranks of a node is sent to the node once."""
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
@@ -130,7 +132,8 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
         return base + within
     b = cluster.between
     leaving = num_bytes * copies * (n - group.inside) / n
-    reached = b.exchange_share if copies >= 1.0 else 1.0  # with copies < 1, messages are long enough for the full rate
+    # an all-to-all by nodes (copies < 1) sends one long message to each node instead of one to each rank, and so reaches the full rate
+    reached = b.exchange_share if copies >= 1.0 else 1.0
     rate = min(b.node_gb_s / (group.sharing * group.inside), b.device_gb_s) * 1e9 * b.share * reached
     spread = max(0.0, 1 - copies) * (n - group.inside) / n * num_bytes / cluster.inside.bus(cluster.devices_per_node)
     return base + group.nodes * b.latency_us * 1e-6 / 2 + max(within + spread, leaving / rate)

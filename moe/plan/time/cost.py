@@ -19,13 +19,12 @@ from moe.plan.job.counts import sizes_of
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.time.collective_times import Group, all_reduce, gather, group_of
+from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time, tails
 from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-OVERLAP_SLOWDOWN = 0.126  # matrix products take longer by this fraction while collectives run; measured by Galvatron
-ADAM_BYTES = 26  # bytes that AdamW moves per parameter, without its gradient: reads, writes two moments and master copy; writes parameter
+ADAM_BYTES = 26  # bytes that AdamW moves per parameter: 12 of two moments and master copy are read and written, 2 of the parameter written
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
-    """Predict the time of one step. program: default is this project's trainer. The cluster's number of nodes is not checked.
+    """Predict the time of one step. program: None: this project's trainer. The cluster's number of nodes is not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
     gradient reductions and parameter gathers, and builds no schedule.

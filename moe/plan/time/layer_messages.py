@@ -3,7 +3,7 @@
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
     2d, 2.5d, 3d bytes as in tensor.py; each matrix product sends one message for each column of the grid
-    MoE layers   tokens that tp ranks divide among them (`sharing`); logits of router groups that extend over several ranks (`grouping`)
+    MoE layers   tokens that tp ranks divide among them (`sharing`); choices in router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
 
@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.kept import traffic_of
 from moe.plan.time import tensor as tensor_parallel
-from moe.plan.time.collective_times import Group, all_reduce, all_to_all, collective, gather, group_of
+from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.traffic import Message, distinct
 from parallel.sequence.kinds import Attention
@@ -31,8 +31,8 @@ KIND = {1: "fp8", 2: "bf16", 4: "fp32"}  # bytes of an element -> dtype of a pro
 
 @dataclass(frozen=True)
 class Pass(Summed):
-    """Seconds of a forward or backward pass. compute: on the device. kernels: number of kernels that the host launches. tensor, sequence,
-    experts: collectives over tp, sp, ep that no computation hides."""
+    """Seconds of a forward or backward pass. compute: computation on the device. kernels: number of kernels that the host launches. tensor,
+    sequence, experts: collectives over tp, sp, ep that no computation hides."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -74,9 +74,12 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
+_AROUND = {"all_gather": 5}  # kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
+
+
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange logits and probabilities, if a
-    router group has tokens on several of them (moe/router/slices.py)."""
+    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
+    a router group has tokens on several of them (moe/router/slices.py)."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -85,9 +88,12 @@ def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[M
     ranks, axis = (plan.sp, "sp") if apart else (plan.sp * tp, "sp*tp")
     if ranks == 1:
         return (), ()
-    tokens, (forward, backward) = math.ceil(tokens_of(network, plan) / plan.grid.sequences / tp), e.router.balances
-    back = (Message(axis, "reduce_scatter", tokens * ranks * backward, ranks),) if backward else ()
-    return (Message(axis, "all_gather", tokens * (e.router.decides + forward), ranks),), back
+    tokens, each = math.ceil(tokens_of(network, plan) / plan.grid.sequences / tp), e.router.balances
+    groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
+    gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
+    back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
+    counts = Message(axis, "all_reduce", groups * e.router.counts, ranks)
+    return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
@@ -164,8 +170,10 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
     return Passes(added(core.forward, cost.forward / plan.sp), added(core.backward, cost.backward / plan.sp))
 
 
-def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float) -> Passes:
-    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back."""
+def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, shared: Passes) -> Passes:
+    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back, and of the
+    messages in `grouping`. shared: passes of the shared experts' network, which may run while rows travel. Of its backward pass only the
+    gradients of inputs count, because a schedule may put the gradients of weights off."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
@@ -187,8 +195,11 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
         stride = plan.tp if messages and messages[0].axis == "sp" else 1
         return sum(collective(cluster, group_of(m.ranks, stride, per_node, plan.world), m.name, m.handed) for m in messages)
 
+    first = seconds(traffic.meanwhile) if program.shared == "overlapped" else 0.0
+    computed = shared.forward.compute, shared.backward.compute - shared.weights
+    hidden = [(1 - OVERLAP_SLOWDOWN) * min(first, window) for window in computed]
     forward, backward = (
-        Pass(experts=(seconds(of) + inner) * left + together(whole), kernels=n + len(whole))
-        for of, n, whole in zip(traffic[1:], kernels, grouping(network, plan), strict=True)
+        Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + sum(_AROUND.get(m.name, 1) for m in whole))
+        for of, n, whole, saved in zip((traffic.forward, traffic.backward), kernels, grouping(network, plan), hidden, strict=True)
     )
     return Passes(forward, backward)

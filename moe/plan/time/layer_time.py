@@ -31,8 +31,8 @@ Product = tuple[float, float, float]  # (m, n, k): a product of m x k by k x n
 
 @dataclass(frozen=True)
 class Layer:
-    """Times of one layer, collectives included. passes: of the whole layer. core: forward pass of softmax(q k) v. second: forward pass of
-    the layer's second half: a norm, the feed-forward network or experts, and a residual addition."""
+    """Times of one layer, collectives included. passes: both passes of the whole layer. core: forward pass of softmax(q k) v. second:
+    forward pass of the layer's second half: a norm, the feed-forward network or experts, and a residual addition."""
 
     passes: Passes
     core: Pass
@@ -246,9 +246,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
         Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0] - unneeded),
         Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=program.dispatch_kernels[1]),
     )
-    if e.shared_hidden:
-        passes += _ffn(network, plan, cluster, program, e.shared_hidden, e.gated)
-    return passes + exchange(network, plan, cluster, program, tokens=n)
+    shared = _ffn(network, plan, cluster, program, e.shared_hidden, e.gated) if e.shared_hidden else Passes()
+    return passes + shared + exchange(network, plan, cluster, program, tokens=n, shared=shared)
 
 
 @lru_cache(maxsize=20_000)
@@ -272,7 +271,8 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
 
 @lru_cache(maxsize=20_000)
 def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of multi-token prediction outside of its layer and head: three norms, and the product that merges its two inputs."""
+    """Passes of one depth of multi-token prediction outside of its layer and head: three norms, and the product that merges its two
+    inputs."""
     n, d = tokens_of(network, plan), network.width
     moved = 3 * 4 * _pointwise_bytes(plan, program) / 2 * d * n * program.pointwise
     return _products([(n, d, 2 * d)], moved, plan, cluster, program, streams=(4, 4), kernels=(9, 10), cast=False)

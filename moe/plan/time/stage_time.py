@@ -31,7 +31,7 @@ ACCUMULATE_BYTES = 2  # per gradient of a micro-batch: it is read in 16 bits to 
 MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which their bars are too narrow
 
 Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); in an encoder-decoder: the encoder's two, then the decoder's two
-Kind = tuple[Counts, Counts, bool, bool]  # of a stage: (layers, recomputed layers, is the first stage, is the last stage)
+Kind = tuple[Counts, Counts, bool, bool]  # kind of a stage: (its layers, its recomputed layers, whether it is the first, the last)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts
 def _of_ranks(
     layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
 ) -> tuple[Counts, ...]:
-    """Return the result of `rank_layers`. sparse: layers with experts. before: number of encoder layers. given: layers of each stage."""
+    """Return the result of `rank_layers`. sparse: layers with experts. before: number of encoder layers. given: Plan.stage_layers."""
     homes = homes_at(where, pp, chunks)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)

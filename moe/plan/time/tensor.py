@@ -82,7 +82,7 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank. weights: of its matrices. kept: of activations kept for the backward pass. forward, backward: bytes sent in each
+    """Bytes of one rank. weights: its matrices. kept: activations kept for the backward pass. forward, backward: messages sent in each
     pass. calls: number of collectives in both passes together; None on grids."""
 
     weights: int

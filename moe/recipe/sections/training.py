@@ -162,3 +162,8 @@ class Train(Section, alters="cost"):
     trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = key(
         (), "services to which metrics are sent, in addition to the run's folder"
     )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a user's function."""
+        return is_plugin(self.loss)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from moe.router.methods.method import Method, RoutingRequest
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Set
 from parallel.mesh.mesh import divisors
 
@@ -40,7 +40,10 @@ class GroupLimited(Method):
             raise BadInput("router.top_groups", got=spec.top_groups, needed=needed, fix=fix)
         each = num_experts // spec.expert_groups
         if spec.num_choices > spec.top_groups * each:
-            got, needed = f"{spec.top_groups} groups of {each} experts", f"at least the {spec.num_choices} choices of a token"
+            got, needed = (
+                f"{counted(spec.top_groups, 'group')} of {counted(each, 'expert')}",
+                f"at least a token's {counted(spec.num_choices, 'choice')}",
+            )
             raise BadInput("router.top_groups", got=got, needed=needed, fix=Set("it", -(-spec.num_choices // each)))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:

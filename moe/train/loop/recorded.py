@@ -10,7 +10,6 @@ import torch
 
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
-from moe.recipe.plugin import is_plugin
 from moe.records.metrics import read
 from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
@@ -128,7 +127,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss}
-    if not is_plugin(run.train.loss):  # then the loss is in nats a token
+    if not run.train.has_own_loss:  # then the loss is in nats a token
         found["bits_per_byte"] = loss / 0.6931471805599453 / held.bytes_per_token
     job.figures.evaluated_at, job.figures.evaluated = step, found
     line = {"kind": "eval", "step": step, "time": time.time()} | found

@@ -49,7 +49,7 @@ def train(
     run: Run,
     *,
     name: str = "run",
-    out: Path | None = None,
+    out: str | Path | None = None,
     origins: dict[str, str] | None = None,
     fresh: bool = False,
     from_step: int | None = None,
@@ -58,7 +58,7 @@ def train(
     display: bool = True,
     cluster: str | None = None,
     force: bool = False,
-    init_from: Path | None = None,
+    init_from: str | Path | None = None,
     restart: Restart | None = None,
     profile: bool = False,
     callbacks: Sequence[Callback] = (),
@@ -91,7 +91,7 @@ def train(
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
     slow = check_precision(run, world)
-    out = out or Path("runs") / name
+    out, init_from = Path(out or Path("runs") / name), None if init_from is None else Path(init_from)
     arguments = RunArguments(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
     if slow is not None:
         arguments.say(slow)

@@ -24,7 +24,6 @@ from moe.nn.own_loss import OwnLoss
 from moe.parallelize import stages
 from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
-from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Run
 from moe.train.parts.passes import Pass
 from parallel.data.engine import Engine, Rule
@@ -45,7 +44,7 @@ Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch'
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
     """Start the recipe's data-parallel engine for this rank's model; return an executor of it. rule: a user's optimizer. Collective."""
-    model.own_loss = OwnLoss(run.train.loss) if is_plugin(run.train.loss) else None
+    model.own_loss = OwnLoss(run.train.loss) if run.train.has_own_loss else None
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
         return Single(engine)

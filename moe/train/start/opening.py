@@ -37,6 +37,7 @@ from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
+from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks
@@ -59,6 +60,7 @@ from parallel.numerics.precision import LossScale
 from parallel.process import process
 from parallel.process.process import World
 from parallel.store.checkpoint import keep_newest
+from parallel.store.files import step_of
 from parallel.store.saver import Saver
 from parallel.store.stored import Reader
 from parallel.watch.outcome import of_all
@@ -109,7 +111,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         read_data, run, run.data, tokenizer=start.resumed.tokenizer, log=arguments.say, listing=out / LISTING, given=arguments.own.data
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
-    if run.train.loss == "cross_entropy" and data.has_pairs:
+    if data.has_pairs and not run.train.has_own_loss:
         needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
         raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     run = in_steps(run, data, arguments.say)
@@ -123,7 +125,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
     _restore(run, arguments, mesh, training, data, start)
-    aside = None if arguments.from_step is None else set_aside(out / "checkpoints", world, after=arguments.from_step)
+    # checkpoints of later steps were passed over as damaged, or --from_step names an earlier one; in place they would count for train.keep
+    aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
     if start.writes:
         _write_folder(run, arguments, data, start)
     records, progress = _open_output(run, arguments, start, training.counters.step)
@@ -156,7 +159,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
         got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
     steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
-    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {batch} sequences; an epoch has {train.num_windows}")
+    say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}")
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
@@ -258,8 +261,8 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
 
 
 def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
-    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were moved
-    (--from_step)."""
+    """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were
+    moved."""
     if start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
@@ -302,7 +305,7 @@ def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None,
 def title(run: Run, world: World) -> list[str]:
     """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
-    counted = size(run)
+    parameters = size(run)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
     layout = (
@@ -313,7 +316,7 @@ def title(run: Run, world: World) -> list[str]:
     )
     lines = [
         f"{world.size} x {world.device.type} · {layout} · {run.engine_text} · {p.compute} compute, {p.master} master",
-        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
+        f"{count(parameters.total)} parameters, {count(parameters.active)} active · {tokens:,} tokens a step",
     ]
     if run.lora.rank or run.train.freeze:
         lines.append(f"{trained_parameters(run):,} parameters are trained, {'of adapters' if run.lora.rank else 'the others are frozen'}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from moe.plan.job import flops
 from moe.recipe.sections import Run
-from moe.records.summary import size
+from moe.records.summary import count, size
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, typed
 
@@ -49,7 +49,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
     total = flops.size(run).total
-    needed = f"less memory at a time: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all"
+    needed = f"less memory at a time: weights, gradients and moments of {count(total)} parameters are {size(16 * total)} in all"
     return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from moe.checks.begins import no_base
-from moe.model.names import global_name
+from moe.model.names import depth_ahead, global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import merged, pair_of
 from moe.parallelize.build import build
@@ -97,7 +97,10 @@ class Merged(Reader):
         self.entries = {}
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
-        return self.base.names() if kind == "weight" else self.adapters.names(kind) if kind == EXTRA else {}
+        if kind == "weight":
+            ahead = self.state["recipe"]["model"]["ahead"]  # the base may have more blocks of multi-token prediction
+            return {name: shape for name, shape in self.base.names().items() if depth_ahead(name) <= ahead}
+        return self.adapters.names(kind) if kind == EXTRA else {}
 
     def region(self, name: str, kind: str, region: Box) -> Tensor:
         if kind == EXTRA:

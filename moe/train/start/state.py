@@ -209,10 +209,13 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. whole: as in `resume`. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
+    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`. Collective. Raises
+    BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
-    check_same_parameters(found, global_layouts(everywhere), fix=fix)
+    check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(_AHEAD,))
+    if {name for name in found.names() if name.startswith(_AHEAD)} - global_layouts(everywhere).keys():
+        log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
     load_extra(found, engine.module, log=log, staged=whole is not None)
 
@@ -223,6 +226,7 @@ def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
     return frozen or trained
 
 
+_AHEAD = "ahead."  # beginning of names of blocks of multi-token prediction, which only training uses
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}
 
 

@@ -109,7 +109,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
         raise BadInput("--data.path", got="data.sources as well", needed="one of the two", fix="remove --data.path")
     another = sources or "data.path" in overrides
     data = read_data(run, data_config, tokenizer=state["tokenizer"], log=partial(print, file=sys.stderr))
-    if run.train.loss != "cross_entropy" or data.has_pairs:
+    if run.train.has_own_loss or data.has_pairs:
         answers = ", of chosen and rejected answers" if data.has_pairs else ""
         print(f"this is cross-entropy{answers}, and not train.loss {run.train.loss}", file=sys.stderr)
     found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)

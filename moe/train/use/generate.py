@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
-from moe.data.chat import NO_TEMPLATE, InChats, template_of
+from moe.data.chat import InChats, template_of
 from moe.data.span_corruption import WithSentinels, strange
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
@@ -207,7 +207,8 @@ def as_messages(prompts: list[str], tokenizer: Tokenizer) -> list[str]:
     """Return the text of a chat for each prompt: the prompt as the user's message, up to the beginning of the assistant's answer."""
     template = template_of(tokenizer)
     if template is None:
-        raise BadInput("--chat", got="it", needed=NO_TEMPLATE, fix="write the prompt in the form of the training text, without --chat")
+        fix = "write the prompt in the form of the training text, without --chat"
+        raise BadInput("--chat", got="a model without a chat template", needed="a model with one", fix=fix)
     return [template.render([{"role": "user", "content": prompt}], prompt=True) for prompt in prompts]
 
 

@@ -2,7 +2,7 @@
 parallelism.
 
 A row's last word is the backend: with partial_dtensor, weights are DTensors inside the layers that are sharded; with full_dtensor, weights
-and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch than 2.13, whose FSDP2 refuses its types.
+and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch: the FSDP2 of 2.13 refuses its types.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
 pass there, and gradients are divided before their sum, because gloo has no sum with a factor.

@@ -40,7 +40,7 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> i
     say(_line("", "module or parameter", "value", "deviation", "bound", "factor", "likely cause"))
     for title, worst in zip(("first forward", "first backward"), first_deviations(comparison), strict=True):
         say(f"{title:<15} none" if worst is None else _line(title, *worst))
-    say(f"{len(deviations) - len(wrong)} values equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
+    say(f"{counted(len(deviations) - len(wrong), 'value')} equal, {len(wrong)} differ, {len(comparison.refused)} not compared")
     costs = _cost(one, [comparison.one]), _cost(many, comparison.ranks)
     for line in (*_not_compared(comparison), *costs, *([lacking] if lacking else [])):
         say(line)
@@ -97,7 +97,7 @@ def _cost(folder: str, ranks: list[Recorded]) -> str:
     chance = ""
     if sampled:
         least = min(p.values.numel() for p in sampled)
-        chance = f"; {len(sampled)} tensors as samples of at least {least} elements, which miss a fault in 1 % of the elements"
+        chance = f"; {counted(len(sampled), 'tensor')} as samples of at least {least} elements, which miss a fault in 1 % of the elements"
         chance += f" with chance {0.99**least:.0e}"
     return f"{folder}: {counted(len(ranks), 'rank')}, {size / 1e6:.2f} MB and {seconds:.2f} s for each{chance}"
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 PERIOD = 64
 MOST = 2**14
@@ -212,7 +212,9 @@ class Recording:
         ranks = [Recorded.read(file) for file in files]
         if [r.rank for r in ranks] != list(range(ranks[0].world)):
             got = f"{folder} with records of ranks {[r.rank for r in ranks]}"
-            raise BadInput(what, got=got, needed=f"records of all {ranks[0].world} ranks", fix="record the step again into a new folder")
+            raise BadInput(
+                what, got=got, needed=f"records of {counted(ranks[0].world, 'rank')}", fix="record the step again into a new folder"
+            )
         if len({r.step for r in ranks}) > 1:
             got = f"{folder} with records of different steps"
             raise BadInput(what, got=got, needed="records of one step", fix="record the step again into a new folder")

@@ -61,14 +61,14 @@ def gathered(at: At, w: Whole) -> float:
 
 def _each_pass(at: At, w: Whole) -> float:
     """Return the bytes of `gathered` with pipeline stages, if gradients are reduce-scattered after each backward pass. A stage's weights
-    stay gathered from a forward pass until its next backward pass. The input of the last reduce-scatter, the gradients of `behind`, stays
-    allocated until the next reduce-scatter, also during forward passes."""
+    stay gathered from a forward pass until its next backward pass; `held` has those that are gathered. The input of the last
+    reduce-scatter, the gradients of `behind`, stays allocated until the next reduce-scatter, also during forward passes."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":
-            return c * (w.held + w.layer) + r * w.trained_behind + (2 * r - c) * w.trained_table
+            return c * w.held + r * w.trained_behind + (2 * r - c) * w.trained_table
         case "work" | "sums":
-            return c * (w.held - w.behind) + r * w.trained_behind
+            return c * w.held + r * w.trained_behind
         case "embedding":
             return r * w.trained_layer + 2 * r * w.trained_table
     return 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fixes import Fix
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.clocks import is_number
@@ -52,7 +52,9 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
 
 def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> ClockedSchedule:
     """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is not a plan or is for another schedule."""
-    size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
+    size = (
+        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}"
+    )
 
     def wrong(got: str) -> BadInput:
         return BadInput(what, got=f"{path}: {got}", needed=f"a plan of {schedule.name} with {size}, made by moe energy", fix=fix)
@@ -67,7 +69,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
     if value["schedule"] != schedule.name:
         raise wrong(f"a plan of {value['schedule']}")
     if len(ranks) != schedule.num_ranks:
-        raise wrong(f"a plan of {len(ranks)} ranks")
+        raise wrong(f"a plan of {counted(len(ranks), 'rank')}")
     orders, clocks = [], []
     for rank, planned in enumerate(ranks):
         known = {str(action): action for action in schedule.orders[rank]}

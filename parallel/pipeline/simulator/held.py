@@ -16,11 +16,13 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
-    and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I."""
+    and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
+    since its last B or I, so that FSDP has freed its weights; (): no stage."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
     at_i: bool
+    freed: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,21 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     """Return `RankPeaks.with_i` of a rank."""
     stages, kept, pending, before = schedule.stages_of(rank), Counter[int](), Counter[int](), Op.U
-    seen: set[tuple[int, ...]] = set()  # kept and pending of each stage, then whether the action is I
+    # (kept and pending of each stage, whether the action is I) -> stages that are freed at all such moments
+    freed, seen = set(stages), dict[tuple[int, ...], set[int]]()
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
-            seen.add((*(kept[s] for s in stages), *(pending[s] for s in stages), op is Op.I))
+            numbers = (*(kept[s] for s in stages), *(pending[s] for s in stages), op is Op.I)
+            seen[numbers] = seen.get(numbers, freed) & freed
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
+        freed = freed - {stage} if op is Op.F else freed | {stage} if op in (Op.B, Op.I) else freed
         pending[stage] += (op is Op.I) - (op is Op.W)
     if not any(at_i for *_, at_i in seen):
         return ()
     n = len(stages)
-    return tuple(InFlight(of[:n], of[n:-1], bool(of[-1])) for of in undominated(sorted(seen, reverse=True)))
+    found = undominated(sorted(seen, reverse=True))
+    return tuple(InFlight(of[:n], of[n:-1], bool(of[-1]), tuple(s in seen[of] for s in stages)) for of in found)
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -115,7 +115,7 @@ def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: flo
 
 
 def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
-    """Return the time that one more batch adds in a long run: the makespan of `batches` + 1 batches minus that of `batches`.
+    """Return the time that one more batch adds in a long run: the makespan of `batches` + 1 batches minus the makespan of `batches`.
     build: n -> the schedule of n batches. time: schedule -> its makespan. The result is smaller than one batch's makespan if a rank can
     start its next batch before the last rank has ended the current one."""
     return time(build(batches + 1)) - time(build(batches))
@@ -148,7 +148,7 @@ class _Run:
         self._ready: list[float] = [0] * actions  # for each action: arrival of the message with its result, or end of its all-reduce
         self._free: list[float] = [0] * ranks  # for each rank: end of its last action
         self._reduced: list[float] = [0] * ranks  # for each rank: end of its last all-reduce
-        self._link: dict[tuple[int, int], float] = {}  # (source, target) -> end of the last transfer
+        self._link: dict[int, float] = {}  # source * ranks + target -> end of the last transfer
         self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (action S -> time at which its rank reached it)
 
     def all(self, cost: Cost) -> float:
@@ -161,8 +161,9 @@ class _Run:
             start = free[rank]
             if source[n] >= 0 and ready[source[n]] > start:
                 start = ready[source[n]]
-            if n in more:
-                start = max([start, *(ready[m] for m in more[n])])
+            for m in more.get(n, ()):
+                if ready[m] > start:
+                    start = ready[m]
             length = cost(rank, action)
             if length < 0:
                 raise BadInput("cost", got=f"{length} for {action}", needed="a time of at least 0", fix="give times that are not negative")
@@ -175,8 +176,8 @@ class _Run:
                 continue
             if pairs and n - 1 in pairs and target[n - 1] >= 0:
                 free[rank] = self._send(n - 1, ends[n])
-            if target[n] >= 0:
-                free[rank] = max(free[rank], self._send(n, ends[n]))
+            if target[n] >= 0 and (sent := self._send(n, ends[n])) > free[rank]:
+                free[rank] = sent
         return max(ends)
 
     def free_times(self) -> list[float]:
@@ -185,8 +186,10 @@ class _Run:
 
     def _send(self, maker: int, end: float) -> float:
         """Simulate sending the result of action `maker`, which ended at time `end`. Return the time at which the sending rank is free."""
-        took, link = self.transfer_time, (self.graph.ranks[maker], self.graph.target[maker])
-        start = max(end, self._link.get(link, 0))
+        took, graph = self.transfer_time, self.graph
+        link = graph.ranks[maker] * len(self._free) + graph.target[maker]
+        before = self._link.get(link, 0)
+        start = before if before > end else end
         arrival = start + (took(self._message(maker)) if callable(took) else took)
         self._link[link] = self._ready[maker] = arrival
         self._sent.append((maker, start))

@@ -62,7 +62,7 @@ def test_every_layer_gives_the_same_output_and_a_peer_that_computes_something_el
     words = [sys.executable, "-c", SETUP + TWICE, str(tmp_path / "rows.json")]
     got = subprocess.run(words, capture_output=True, text=True, timeout=180)
     right, _, wrong = got.stdout.partition("a wrong peer")
-    assert got.returncode == 1 and "ANOTHER RESULT" not in right and "ANOTHER RESULT" in wrong, got.stderr
+    assert got.returncode == 1 and "RESULT DIFFERS" not in right and "RESULT DIFFERS" in wrong, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     judged = [row for row in rows if "passed" in row]
     assert len(judged) > 20 and all(row["passed"] for row in judged)
@@ -97,7 +97,7 @@ def test_peak_memory_counts_what_was_held_at_once() -> None:
 def test_kernels_layer_and_bench_need_no_package_that_reads_recipes(tmp_path: Path) -> None:
     """A machine with a GPU may have no package but torch. The bench must run there, so these other packages are hidden."""
     without = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'tyro', 'deepspeed', 'transformers', 'yaml', 'psutil']))\n"
-    code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8', rounds=1, json=sys.argv[1]))"
+    code = without + SETUP + "sys.exit(dispatch.main(peers='all', only='E8 k1 fp32 balanced', rounds=1, json=sys.argv[1]))"
     got = subprocess.run([sys.executable, "-c", code, str(tmp_path / "rows.json")], capture_output=True, text=True, timeout=120)
     assert got.returncode == 0, got.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

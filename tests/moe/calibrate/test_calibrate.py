@@ -173,11 +173,11 @@ def test_this_machine_is_measured_and_predicted_for(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["dense_tiny", "--calibrate"], "RECIPE: got it with --calibrate"),
-        (["--calibrate", "--cluster", "a100-80-8"], "--cluster: got it with --calibrate"),
+        (["dense_tiny", "--calibrate"], "RECIPE: got RECIPE with --calibrate"),
+        (["--calibrate", "--cluster", "a100-80-8"], "--cluster: got --cluster with --calibrate"),
         (["--calibrate", "--out", "machine.json"], "--out: got machine.json, needed a cluster file, *.yaml; fix: --out machine.yaml"),
         (["--calibrate", "--nproc", "0"], "--nproc: got 0"),
-        (["dense_tiny", "--cluster", "a100-80-8", "--nproc", "2"], "--nproc: got it without --calibrate"),
+        (["dense_tiny", "--cluster", "a100-80-8", "--nproc", "2"], "--nproc: got --nproc without --calibrate"),
         (["--cluster", "a100-80-8"], "moe plan: got no RECIPE"),
     ],
 )

@@ -118,7 +118,7 @@ def test_runs_of_a_folder_become_a_cluster_file(tmp_path: Path, capsys: pytest.C
     assert main(["plan", "--calibrate", "--runs", str(tmp_path / "runs"), "--cluster", "h100-8", "--out", str(out)]) == 0
     said, made = capsys.readouterr().out, load_cluster(str(out))
     assert made.program["launch_us"] == pytest.approx(40, rel=0.05) and "fitted: program.launch_us 20 -> " in said
-    assert any("program.launch_us: instead, fitted to steps of 2 runs (experts, small)" in source for source in made.sources)
+    assert any("program.launch_us: replaced, fitted to steps of 2 runs (experts, small)" in source for source in made.sources)
     (experts, _) = measured(tmp_path / "runs", GIVEN)
     assert experts.network.experts is not None and experts.network.experts.busiest == 1.5
 

@@ -334,7 +334,7 @@ def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     )
     monkeypatch.setattr(bench, "BENCHES", tmp_path)
     assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
-    assert "--seeds: got it for how-fast, needed a flag of how-fast: --steps, --json" in capsys.readouterr().err
+    assert "--seeds: got --seeds for how-fast, needed a flag of how-fast: --steps, --json" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0 and re.search(r"\n  how-fast  How fast\.\n$", capsys.readouterr().out)
     assert cli.main(["bench", "how-fast", "--help"]) == 0 and not called
     said = capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_two_recipes_own_plans_are_compared_on_a_part_of_a_node(tmp_path: Path, 
     assert re.search(rf"^s a step .* {ratio:.2f}$", said, flags=re.M) and "different keys: " in said and "model.moe_every" in said
     assert "A: glam_tiny, 16 sequences of 256 tokens a step: dp 2" in said and "B: dense_tiny, 16 sequences" in said
     assert main([*words, "--top", "2"]) == 2
-    assert "--top: got it with --compare" in capsys.readouterr().err
+    assert "--top: got --top with --compare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
         ([*WORDS, "--order", "order.txt"], "--order: got order.txt, needed a file of actions, *.csv; fix: --order order.csv"),
-        ([*WORDS, "--as-is", "--search", "alpa"], "--as-is: got it with --search alpa, needed one of the two"),
+        ([*WORDS, "--as-is", "--search", "alpa"], "--as-is: got --as-is with --search alpa, needed one of the two"),
         (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "16"], "GiB a device too much for the smallest plan"),
     ],

@@ -156,11 +156,11 @@ def test_a_searched_order_is_written_and_read_and_has_flags_of_its_own(tmp_path:
     one, read = (json.loads((tmp_path / f"{name}.json").read_text())["rows"][0] for name in ("one", "read"))
     assert one["makespan"] == read["makespan"] and one["most_kept"] <= 2 and one["chunks"] == 2
     for words, said in (
-        (["1f1b", "--memory", "2"], "--memory: got it with 1f1b, needed moe simulate search"),
-        (["--placement", "v"], "--placement: got it with all schedules"),
+        (["1f1b", "--memory", "2"], "--memory: got --memory with 1f1b, needed moe simulate search"),
+        (["--placement", "v"], "--placement: got --placement with all schedules"),
         (["search", "--memory", "0.5"], "--memory: got 0.5, needed at least 1"),
-        (["search", "--chunks", "2"], "--chunks: got it with --placement line"),
-        (["search", "--pipelines", "2"], "--pipelines: got it with search"),
+        (["search", "--chunks", "2"], "--chunks: got --chunks with --placement line"),
+        (["search", "--pipelines", "2"], "--pipelines: got --pipelines with search"),
     ):
         assert cli.main(["simulate", *words]) == 2
         assert said in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_a_table_of_all_schedules_and_a_search_are_allowed_as_many_passes_as_one
     sizes = ["--stages", "4", "--microbatches"]
     assert cli.main(["simulate", *name, *sizes, "8"]) == 0 and cli.main(["simulate", "1f1b", *sizes, "16"]) == 0
     assert cli.main(["simulate", *name, *sizes, "16"]) == 2
-    assert "needed at most 32 passes in all; fix: --microbatches 8" in capsys.readouterr().err
+    assert "needed at most 32 forward passes in all; fix: --microbatches 8" in capsys.readouterr().err
 
 
 def test_a_pipeline_that_takes_long_to_fill_is_refused_with_sizes_that_do_not(

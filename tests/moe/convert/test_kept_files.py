@@ -90,7 +90,7 @@ def test_another_dtype_is_written_where_it_is_asked_for(came: Path, capsys: pyte
     exact, rounded = files(came / "float32"), files(came / "b")
     assert all(torch.equal(exact[key].bfloat16(), rounded[key]) for key in exact) and rounded.keys() == exact.keys()
     assert main(["convert", f"hf:{came / 'a'}", str(came / "new"), "--dtype", "fp32"]) == 2
-    assert "--dtype: got it with hf:PATH RUN" in capsys.readouterr().err
+    assert "--dtype: got --dtype with hf:PATH RUN" in capsys.readouterr().err
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from parallel.errors import BadInput
 from tests.moe.convert.test_huggingface import FAMILIES, files, logits, made
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 DRAWS = torch.Generator().manual_seed(11)
 FP8_BLOCK = (16, 24)  # neither divides every matrix, nor do they equal each other
@@ -96,6 +95,8 @@ GPT_OSS = {"hidden_size": 64, "intermediate_size": 32}
 
 def test_mxfp4_is_decoded_as_the_specification_and_transformers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-OSS in the published form: experts are the plain decoder's and transformers' to the bit, and go back as bf16."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes a second, which other workers need not spend
+
     monkeypatch.setitem(FAMILIES, "GptOss", FAMILIES["GptOss"] | GPT_OSS)
     made(tmp_path / "a", "GptOss", dtype=torch.bfloat16)
     want = rewritten(tmp_path / "a", as_mxfp4, MXFP4)

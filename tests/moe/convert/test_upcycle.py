@@ -477,12 +477,12 @@ def test_what_would_be_lost_of_a_router_or_of_tokens_ahead_is_refused_by_its_key
 
 def test_flags_that_do_not_go_together_are_refused() -> None:
     for given, said in (
-        ({"method": "copy", "share": 0.5}, "--share: got it with --method copy"),
-        ({"method": "drop", "scale": 0.5}, "--scale: got it with --method drop"),
+        ({"method": "copy", "share": 0.5}, "--share: got --share with --method copy"),
+        ({"method": "drop", "scale": 0.5}, "--scale: got --scale with --method drop"),
         ({"share": 0.5}, "--share: got no --method"),
         ({"method": "noise", "share": 1.5}, "--share: got 1.5"),
         ({"method": "noise", "scale": -1.0}, "--scale: got -1.0"),
-        ({"method": "prune", "weights": "load"}, "--weights: got it with --method prune"),
+        ({"method": "prune", "weights": "load"}, "--weights: got --weights with --method prune"),
     ):
         with pytest.raises(BadInput) as refused:
             settings_of(given, approximate=False)

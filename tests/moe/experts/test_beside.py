@@ -225,7 +225,7 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        ({"num_experts": [4, 8]}, "experts.num_experts: got 2 numbers, needed one for each of the 3 layers with experts (1, 3, 5)"),
+        ({"num_experts": [4, 8]}, "experts.num_experts: got 2 numbers, needed one for each of 3 layers with experts (1, 3, 5)"),
         ({"num_experts": [4, 0, 8]}, "experts.num_experts: got [4, 0, 8], needed a number above 0"),
         ({"num_experts": [4, True, 8]}, "experts.num_experts: got [4, True, 8], needed a number or a name"),
         ({"num_experts": [4, 3, 8]}, "experts.num_experts: got [4, 3, 8], needed a multiple of degrees.ep=2; fix: set degrees.ep to 1"),

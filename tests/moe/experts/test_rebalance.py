@@ -52,7 +52,7 @@ def test_the_heaviest_are_parted_and_ties_go_to_the_lower() -> None:
     assert balanced_placement(load_E, 2) == (0, 2, 3, 5, 1, 4, 6, 7) and rank_loads(load_E, range(8), 2) == [19, 5]
     assert rank_loads(load_E, balanced_placement(load_E, 2), 2) == [12, 12]
     assert balanced_placement([1, 1, 1, 1], 2) == (0, 2, 1, 3)
-    with pytest.raises(BadInput, match="ranks: got 3, needed a divisor of 4 experts; fix: use one of "):
+    with pytest.raises(BadInput, match="ranks: got 3, needed a divisor of 4, the number of experts; fix: use one of "):
         balanced_placement([1, 1, 1, 1], 3)
 
 

@@ -146,7 +146,7 @@ def test_a_layer_over_ranks_is_the_layer_in_one_process() -> None:
     ],
     ids=lambda case: case.layout,
 )
-def test_steps_with_few_sequences_equal_the_plain_twin(case: Case, three_steps: None) -> None:
+def test_steps_with_few_sequences_equal_the_plain_twin(case: Case, two_steps: None) -> None:
     ((_, ran),) = layouts.run_world([case], 2)
     assert not isinstance(ran, str), ran
     assert max(compare(ran[0], twin.reference(expected.twin_of(case))).values()) < 1e-5

@@ -28,17 +28,17 @@ SHAPES = {
 
 
 @triton.jit
-def _order(out, rows, columns, group, N: tl.constexpr):
+def _order(out, rows, columns, group, across, N: tl.constexpr):
     place_N = tl.minimum(tl.arange(0, N), rows * columns - 1)
-    row_N, column_N = gemm.in_group(place_N, rows, columns, group)
+    row_N, column_N = gemm.placed(place_N, rows, columns, group, across)
     tl.store(out + 2 * place_N, row_N)
     tl.store(out + 2 * place_N + 1, column_N)
 
 
-def order(rows: int, columns: int, group: int) -> list[tuple[int, int]]:
+def order(rows: int, columns: int, group: int, across: bool) -> list[tuple[int, int]]:
     """Return the (row, column) of each tile in the order in which Triton's programs compute them."""
     out = torch.empty(triton.next_power_of_2(rows * columns), 2, dtype=torch.int32)
-    _order[(1,)](out, rows, columns, group, N=len(out))
+    _order[(1,)](out, rows, columns, group, int(across), N=len(out))
     return [(row, column) for row, column in out[: rows * columns].tolist()]
 
 
@@ -65,38 +65,44 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_l2_bytes", lambda _: L2_BYTES)
 
 
-def group_of(height: int, width: int, rows: int) -> int:
-    return device.row_group(TILE, height, width, rows, like=torch.empty(0, dtype=torch.bfloat16))
-
-
-def of_weight(height: int, width: int, rows: int, *, group: int) -> float:
-    """Return the bytes read over the bytes of both operands."""
-    tiles = order(triton.cdiv(height, TILE.m), triton.cdiv(width, TILE.n), group)
+def of_weight(height: int, width: int, rows: int, held: tuple[int, bool] | None = None) -> float:
+    """Return the bytes read over the bytes of both operands. held: number of tiles computed together, and whether they lie side by side;
+    None: as the kernel does."""
+    if held is None:
+        held = device.held_tiles(TILE, height, width, rows, like=torch.empty(0, dtype=torch.bfloat16))
+    tiles = order(triton.cdiv(height, TILE.m), triton.cdiv(width, TILE.n), *held)
     return bytes_read(tiles, rows) / (2 * rows * (height + width))
 
 
 @pytest.mark.parametrize(("rows", "columns", "group"), [(1, 1, 16), (7, 3, 16), (7, 3, 2), (16, 5, 1), (5, 9, 5)])
-def test_every_tile_is_computed_once_by_groups_of_rows(rows: int, columns: int, group: int) -> None:
-    found = order(rows, columns, group)
-    assert found == [(r, c) for g in range(0, rows, group) for c in range(columns) for r in range(g, min(rows, g + group))]
+def test_every_tile_is_computed_once_by_groups_of_rows_or_columns(rows: int, columns: int, group: int) -> None:
+    want = [(r, c) for g in range(0, rows, group) for c in range(columns) for r in range(g, min(rows, g + group))]
+    assert order(rows, columns, group, False) == want
+    assert order(columns, rows, group, True) == [(c, r) for r, c in want]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weight_gradients_read_their_operands_about_once(shape: str) -> None:
     d_model, d_ff, rows = SHAPES[shape]
     for height, width in ((d_model, d_ff), (d_ff, d_model)):
-        assert of_weight(height, width, rows, group=group_of(height, width, rows)) <= 1.3
+        assert of_weight(height, width, rows) <= 1.05
 
 
 def test_without_groups_the_wide_operand_would_be_read_again_and_again() -> None:
-    assert of_weight(4096, 14336, 2048, group=1) > 10
+    assert of_weight(4096, 14336, 2048, (1, False)) > 10
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "rows"), [(4096, 14336, 16384), (14336, 4096, 16384), (8192, 32768, 2048), (32768, 8192, 2048)]
-)
+def test_of_a_narrow_operand_beyond_the_cache_the_wide_one_is_read_once_for_each_part_that_fits() -> None:
+    """GLaM, 2,048 rows: 34 MB in a cache for 26 MB, so 134 MB are read twice: 1.8 times the least. More parts are worse, and so are parts
+    of the wide operand. With the gradient that is written, it is at most 1.2 times the least in bf16, and 1.11 in fp32."""
+    found, least, written = of_weight(32768, 8192, 2048), 2 * 2048 * (32768 + 8192), 32768 * 8192
+    assert found == of_weight(8192, 32768, 2048) == pytest.approx(1.8, abs=0.01)
+    assert found < min(of_weight(32768, 8192, 2048, held) for held in ((11, True), (86, False), (52, False), (37, False)))
+    assert found * least + 2 * written <= 1.2 * (least + 2 * written) and found * least + 4 * written <= 1.11 * (least + 4 * written)
+
+
+@pytest.mark.parametrize(("height", "width", "rows"), [(4096, 14336, 16384), (14336, 4096, 16384)])
 def test_beyond_the_cache_reads_take_less_than_a_third_of_the_products_time(height: int, width: int, rows: int) -> None:
-    """1.8 to 3.9 times the least."""
-    times = of_weight(height, width, rows, group=group_of(height, width, rows))
+    times = of_weight(height, width, rows)
     read_s = times * 2 * rows * (height + width) / BYTES_PER_S
-    assert times < 4 and read_s < 2 * rows * height * width / FLOPS_PER_S / 3
+    assert times < 3.4 and read_s < 2 * rows * height * width / FLOPS_PER_S / 3

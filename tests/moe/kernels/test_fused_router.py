@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
 from moe.router.scores import jittered as plain_jitter
+from moe.router.slices import Shards, shards_of
+from parallel.mesh.mesh import Axis, Degrees
 from parallel.numerics.random import key_of, uniform
+from parallel.process import process
+from parallel.process.process import World
+from tests.support.ranks import run_on_ranks
 
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
@@ -80,16 +86,22 @@ def context(*, padded: bool = False) -> Context:
     return Context.of(torch.zeros(B, L, device=DEVICE), valid_BL=None if valid is None else valid.to(DEVICE))
 
 
-def routed(layer: MoELayer, x_TD: Tensor, context: Context) -> tuple[Routing, list[Tensor], Tensor]:
-    """Return the routing, the losses and report, and the gradient of the input from gates and losses."""
-    x_TD = x_TD.clone().requires_grad_()
-    routing = layer.router(x_TD, sequence_tokens=L, context=context)
-    loss, report = layer._measured(routing, context, None)
+def routed(layer: MoELayer, x_TD: Tensor, context: Context, shards: Shards | None = None) -> tuple[Routing, list[Tensor], Tensor]:
+    """Return the routing, the losses and report, and the gradient of the input from gates and losses. With `shards`, only this rank's
+    tokens are routed, and losses and report are multiplied by its share of the valid tokens."""
+    x_TD, share, valid_T = x_TD.clone().requires_grad_(), 1.0, context.valid_T
+    mine = (lambda of_T: of_T) if shards is None else shards.mine
+    if shards is not None:
+        share = len(shards.mine(x_TD)) / len(x_TD) if valid_T is None else float(shards.mine(valid_T).sum() / valid_T.sum())
+        context = context.of_tokens(shards.mine, share=share, together=lambda layer, sums: sums)
+    routing = layer.router(mine(x_TD), sequence_tokens=L, context=context, shards=shards)
+    loss, report = layer._measured(routing, context, shards)
     assert loss is not None
-    weights_TK = torch.randn(routing.gate_TK.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    ((routing.gate_TK * weights_TK).sum() + 50 * loss).backward()
+    weights_TK = mine(torch.randn(len(x_TD), routing.gate_TK.shape[1], generator=torch.Generator().manual_seed(5)).to(DEVICE))
+    ((routing.gate_TK * weights_TK).sum() + 50 * share * loss).backward()
     assert x_TD.grad is not None
-    return routing, [loss.detach(), *astuple(report)[1:]], x_TD.grad
+    numbers = [x * share if x.is_floating_point() else x for x in (loss.detach(), *astuple(report)[1:])]
+    return routing, numbers, x_TD.grad
 
 
 def same(got: tuple[Routing, list[Tensor], Tensor], want: tuple[Routing, list[Tensor], Tensor]) -> None:
@@ -164,3 +176,31 @@ def test_jitter_has_the_random_numbers_of_torch_operations(dtype: torch.dtype) -
         y.backward(grad_TD)
         made.append((y.detach(), x.grad))
     torch.testing.assert_close(made[0], made[1], rtol=0 if DEVICE.type == "cpu" else 1e-6, atol=0)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="forked ranks cannot use the GPU of their parent")
+def test_sequences_with_tokens_on_two_ranks_are_routed_as_whole_sequences() -> None:
+    """Together, the ranks' choices, drops, gates, losses, report and gradients are those of torch operations for whole sequences."""
+    cases = [
+        (name, number % 2 == 0) for number, name in enumerate(FUSED) if name not in ("jitter", "one sigmoid")
+    ]  # every second is padded
+    positions = [range(9), range(9, L)]
+
+    def work(rank: int) -> list[tuple[bool, list[Tensor], list[Tensor]]]:
+        axis, found = process.connect(Degrees(sp=2), World(rank, 2, place="cpu")).axis("sp"), []
+        for name, padded in cases:
+            shards = shards_of(axis, positions, batch=B)
+            routing, numbers, grad = routed(layer_of("triton", **FUSED[name]), logits(len(name)), context(padded=padded), shards)
+            mine = [routing.expert_TK, routing.kept_TK, routing.gate_TK.detach()]
+            found.append((routing.fused is not None, mine, [*numbers, grad]))
+        return found
+
+    of_ranks = run_on_ranks(work, 2)
+    held = shards_of(Axis("sp"), positions, batch=B).held
+    for number, (name, padded) in enumerate(cases):
+        routing, *rest = routed(layer_of("cpu", **FUSED[name]), logits(len(name)), context(padded=padded))
+        for (fused, got, _), mine in zip([found[number] for found in of_ranks], held, strict=True):
+            assert fused and torch.equal(got[0], routing.expert_TK[mine]) and torch.equal(got[1], routing.kept_TK[mine]), name
+            torch.testing.assert_close(got[2], routing.gate_TK[mine].detach(), rtol=2e-6, atol=2e-6)
+        for parts, want in zip(zip(*(found[number][2] for found in of_ranks), strict=True), [*rest[0], rest[1]], strict=True):
+            torch.testing.assert_close(sum(parts), want, rtol=4e-6, atol=4e-6 * float(want.abs().max()), msg=partial("{}: {}".format, name))

@@ -21,7 +21,7 @@ from moe.experts.dispatch.dispatcher import Local, Sizes
 from moe.experts.dispatch.padded import Slots
 from moe.experts.experts import Experts
 from moe.experts.layer import MoELayer
-from moe.kernels import auto, choose, cpu, reference
+from moe.kernels import auto, choose, cpu, grouped_mm, reference
 from moe.kernels.network import Network
 from moe.kernels.rows import Plan
 from moe.nn.context import Context
@@ -36,7 +36,7 @@ from tests.support.networks import network_of
 pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
 
 import tests.support.interpreted  # noqa: E402, F401
-from moe.kernels import triton  # noqa: E402
+from moe.kernels import triton, triton_persistent  # noqa: E402
 from moe.kernels.triton import network  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,7 +141,7 @@ def test_tiles_cover_every_row_once_each_with_one_expert(counts: list[int]) -> N
         for expert, count in enumerate(counts)
         for first in range(int(starts[expert]), int(starts[expert]) + count, rows.tile_rows)
     ]
-    assert used == want == rows.tiles.tolist()[: len(want)]
+    assert used == want == rows.tiles.tolist()[: len(want)] and rows.used_tiles.tolist() == [len(want)]
 
 
 @pytest.mark.parametrize(
@@ -260,20 +260,20 @@ def test_an_infinite_gradient_stays_with_its_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "gathered", "group", "dtype"),
+    ("counts", "gathered", "held", "dtype"),
     [
-        ([0, 33, 1, 0], "left", 1, torch.bfloat16),
-        ([5, 64, 31, 3], "right", 2, torch.float32),
-        ([0, 0, 77, 0], "left", 2, torch.float32),
-        ([0, 0, 0, 0], "right", 1, torch.bfloat16),
-        ([7, 0, 2, 40], "neither", 3, torch.bfloat16),
+        ([0, 33, 1, 0], "left", (1, False), torch.bfloat16),
+        ([5, 64, 31, 3], "right", (2, False), torch.float32),
+        ([0, 0, 77, 0], "left", (1, True), torch.float32),
+        ([0, 0, 0, 0], "right", (1, False), torch.bfloat16),
+        ([7, 0, 2, 40], "neither", (2, True), torch.bfloat16),
     ],
 )
 def test_weight_gradients_in_any_order_of_tiles_equal_plain_products(
-    counts: list[int], gathered: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    counts: list[int], gathered: str, held: tuple[int, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three by two tiles of each expert's gradient, of which `group` rows pass the columns together."""
-    monkeypatch.setattr(network, "row_group", lambda *_, **__: group)
+    """Three by two tiles of each expert's gradient, of which `held` says how many are computed together, and whether side by side."""
+    monkeypatch.setattr(network, "held_tiles", lambda *_, **__: held)
     k, height, width, number = 2, 80, 48, sum(counts)
     choice_R = torch.randperm(2 * number, generator=torch.Generator().manual_seed(3))[:number].to(DEVICE)
     plan = Plan(choice_R, torch.zeros(number, k, dtype=torch.int64), torch.tensor(counts, device=DEVICE))
@@ -317,9 +317,69 @@ def test_torchs_grouped_product_can_replace_the_kernel(monkeypatch: pytest.Monke
     plan, d, f = planned("empty experts", 2), 48, 64
     inputs = random(T, d, dtype=torch.bfloat16), random(T, 2, seed=6), *weights("gelu", d=d, f=f)
     seen: list[bool] = []
-    monkeypatch.setattr(network, "torch_multiplies", lambda rows, w: seen.append(True) or True)
+    monkeypatch.setattr(network, "torch_multiplies", lambda rows: seen.append(True) or True)
     assert max(errors(layer_of("gelu", plan=plan), *inputs)) < 2.0**-7
     assert len(seen) == 2  # the product with w2 forward, and its transpose backward
+
+
+@pytest.mark.parametrize("counts", [[0, 33, 1, 0, 40], [0, 0]])
+@pytest.mark.parametrize(("turned", "too"), [(False, False), (True, False), (True, True)])
+def test_a_persistent_grid_multiplies_to_the_same_bits(counts: list[int], turned: bool, too: bool) -> None:
+    """Three programs compute up to 15 tiles. Neither inner dim nor columns are a multiple of a tile, and 7 rows belong to no expert."""
+    number, inner, columns = sum(counts) + 7, 48, 80
+    given = [random(number, inner, seed=i, dtype=torch.bfloat16) for i in (1, 2)]
+    shape = (len(counts), columns, inner) if turned else (len(counts), inner, columns)
+    w, w_too = (random(*shape, seed=i, dtype=torch.bfloat16) for i in (3, 4))
+    rows = network.arrange(torch.tensor(counts, device=DEVICE), rows=number, dtype=torch.bfloat16, plan=None)
+    more = {"a_too": given[1], "w_too": w_too} if too else {}
+    want, got = (f(given[0], w, rows, turned=turned, **more)[: sum(counts)] for f in (network.product, triton_persistent.product))
+    if DEVICE.type == "cpu":  # on a GPU, `product` may be torch's
+        assert torch.equal(got, want)
+    torch.testing.assert_close(got.float(), want.float(), rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_a_layer_with_a_persistent_grid_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies twice: once forward, and once for the input's gradient. fp32 rows take the plain kernel."""
+    seen: list[torch.dtype] = []
+    run, plan = triton_persistent.persistent_product.run, planned("empty experts", 2, tokens=20)
+    monkeypatch.setattr(
+        triton_persistent.persistent_product, "run", lambda a, *more, **named: seen.append(a.dtype) or run(a, *more, **named)
+    )
+    inputs = [random(20, D, dtype=torch.bfloat16), random(20, 2, seed=6), *weights("swiglu", dtype=torch.bfloat16)]
+    want = results(reference, layer_of("swiglu", plan=plan), [t.float() for t in inputs])
+    got = results(triton_persistent, layer_of("swiglu", plan=plan), inputs)
+    assert all((a.float() - b).norm() < 2.0**-7 * b.norm() for a, b in zip(got, want, strict=True))
+    layer_of("relu", plan=plan)(triton_persistent, [t.float() for t in inputs[:4]])
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_a_persistent_grid_is_refused_on_a_gpu_without_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_persistent, "has_tma", lambda _: False)
+    inputs = [random(T, D, dtype=torch.bfloat16), random(T, 1, seed=6), *weights("relu", dtype=torch.bfloat16)]
+    with pytest.raises(BadInput, match="triton_persistent on .*, needed compute capability 9.0 or later.*set it to triton"):
+        layer_of("relu", plan=planned("even", 1))(triton_persistent, inputs)
+
+
+@pytest.mark.parametrize("kernels", [triton, triton_persistent, grouped_mm], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_weights_that_start_at_an_odd_address_are_copied(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight may be a part of a flat buffer. Torch's grouped product, which `triton` takes on Hopper, refuses an odd address, and TMA
+    fails."""
+    multiply, d, f = torch.nn.functional.grouped_mm, 16, 32
+
+    def strict(*operands: Tensor, offs: Tensor) -> Tensor:
+        assert all(t.data_ptr() % 16 == 0 for t in operands)
+        return multiply(*operands, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", strict)
+    monkeypatch.setattr(network, "torch_multiplies", lambda rows: True)
+    inputs = [random(9, d, dtype=torch.bfloat16), random(9, 1, seed=6), *weights("gelu", d=d, f=f, dtype=torch.bfloat16)]
+    found, run = [], layer_of("gelu", plan=planned("even", 1, tokens=9))
+    for odd in (0, 1):
+        leaves = [torch.cat((t.new_zeros(odd), t.flatten())).requires_grad_() for t in inputs]
+        views = [leaf[odd:].view_as(t) for leaf, t in zip(leaves, inputs, strict=True)]
+        out = run(kernels, views)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), views)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("preset", ["switch", "gshard"])

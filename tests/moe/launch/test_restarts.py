@@ -280,7 +280,7 @@ def test_a_signal_while_it_waits_ends_it(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (["--restarts", "-1"], {}, "--restarts: got -1"),
         (["--restarts", "2"], {"RANK": "0"}, "torchrun --max-restarts N"),
-        (["--restarts", "2", "--hostfile", "HOSTS"], {}, "--restarts: got it with --hostfile"),
+        (["--restarts", "2", "--hostfile", "HOSTS"], {}, "--restarts: got --restarts with --hostfile"),
     ],
 )
 def test_who_cannot_restart_says_who_does(

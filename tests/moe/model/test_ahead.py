@@ -1,4 +1,4 @@
-"""Multi-token prediction (`model.ahead`): three training steps, on one process and on ranks, equal the plain twin. Evaluation skips it.
+"""Multi-token prediction (`model.ahead`): two training steps, on one process and on ranks, equal the plain twin. Evaluation skips it.
 
 Only these tests notice a depth whose input is the token that it should predict, or a loss that counts tokens after a sequence's end.
 """
@@ -38,7 +38,7 @@ class Further(Case):
         return build_run(values | {"model": values["model"] | {"ahead": self.ahead, "ahead_weight": 0.4}, "optimizer": optimizer})
 
 
-@pytest.mark.usefixtures("three_steps")
+@pytest.mark.usefixtures("two_steps")
 @pytest.mark.parametrize(
     "case",
     [
@@ -48,13 +48,13 @@ class Further(Case):
     ],
     ids=["tied", "tiles"],
 )
-def test_three_steps_are_the_plain_twins(case: Further) -> None:
+def test_two_steps_are_the_plain_twins(case: Further) -> None:
     for name, value in compare(compute(case), reference(case)).items():
         assert value < 1e-5, name
 
 
-@pytest.mark.usefixtures("three_steps")
-def test_three_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("two_steps")
+def test_two_steps_on_ranks_are_the_plain_twins() -> None:
     want = reference(Further("deepseek", "ddp", 1, 1, 1, "fp32"))
     cases: list[Case] = [Further("deepseek", "ddp", 2, 2, 3, "fp32"), Further("deepseek", "fsdp", 2, 1, 1, "fp32", "full", tiles=5)]
     for case, ran in run_world(cases, 2):
@@ -62,7 +62,7 @@ def test_three_steps_on_ranks_are_the_plain_twins() -> None:
         assert max(compare(ran[0], want).values()) < 1e-5, case.layout
 
 
-@pytest.mark.usefixtures("three_steps")
+@pytest.mark.usefixtures("two_steps")
 @pytest.mark.parametrize(
     "case",
     [

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe
 from moe.data import open_data
 from moe.data.chats import ChatRows
 from moe.data.token_shard import TokenShard
@@ -99,6 +100,10 @@ def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -
     """The policy begins as its reference, also with adapters: each pair's loss is then -log sigmoid 0."""
     trained.train(recipe(data={"source": "text", "path": "text.txt"}, train={"steps": 1}), folder / "base")
     dpo.main("base", "pairs.jsonl")
+    before = Path("reference.json").read_text()
+    with pytest.raises(BadInput, match="reference.json: got a file that is there already"):
+        dpo.main("base", "pairs.jsonl")
+    assert Path("reference.json").read_text() == before
     for name, degrees, rank in (("pp", {"pp": 2}, 0), ("tp", {"tp": 2}, 0), ("lora", {}, 4)):
         own: dict[str, dict[str, Any]] = {"optimizer": {"warmup_steps": 0, "lr": 0.01 * (1 + rank)}, "lora": {"rank": rank}}
         run = recipe(train={"loss": "dpo:dpo", "steps": 4}, degrees=degrees, pipeline={"microbatches": 2}, **own)
@@ -108,11 +113,22 @@ def test_dpo_begins_at_log_2_on_ranks_and_falls(folder: Path, dpo: ModuleType) -
         assert "bits_per_byte" not in trained.lines(folder / name, "eval")[-1]
 
 
+def test_dpo_begins_with_a_model_of_multi_token_prediction(folder: Path, dpo: ModuleType) -> None:
+    """The blocks of multi-token prediction are left out, also if adapters are merged into that model."""
+    trained.train(recipe(data={"source": "text", "path": "text.txt"}, train={"steps": 1}, model={"ahead": 1}), folder / "base")
+    dpo.main("base", "pairs.jsonl")
+    run = recipe(train={"loss": "dpo:dpo", "steps": 2}, lora={"rank": 4}, optimizer={"warmup_steps": 0})
+    (summary,) = trained.train(run, folder / "lora", init_from=folder / "base")
+    assert isinstance(summary, dict), summary
+    assert trained.lines(folder / "lora")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert not moe.open("lora").model.ahead
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda p: p.logp_BL.sum(), "got torch.float32 of shape [] from wrong:loss, needed a loss for each of the 3 sequences"),
-        (lambda p: p.logp_BL.sum(1) / len(p.logp_BL), "wrong:loss, whose loss of a sequence depends on others"),
+        (lambda p: p.logp_BL.sum(), "got torch.float32 of shape [] from wrong:loss, needed a loss for each of 3 sequences"),
+        (lambda p: p.logp_BL.sum(1) / len(p.logp_BL), "wrong:loss, whose loss of a sequence depends on other sequences"),
         (lambda p: p.logits, "which raised AttributeError"),
         (lambda p: p.logp_BL.detach().sum(1), "wrong:loss, whose losses have no gradient"),
     ],
@@ -152,6 +168,11 @@ def test_a_loss_sees_whole_sequences_of_padded_packed_chats(folder: Path, monkey
     [
         (PAIRS, {}, "train.loss: got cross_entropy with pairs of chats, needed train.loss"),
         (PAIRS, {"data": {"packing": True}}, "data.packing: got true with pairs of chats"),
+        (
+            PAIRS,
+            {"data": {"path": None, "sources": [{"path": name, "weight": 1} for name in ("pairs.jsonl", "single.jsonl")]}},
+            "data.sources: got pairs in pairs.jsonl, and single chats",
+        ),
         ([*PAIRS, {"prompt": "a", "completion": "b"}], {}, "line 41: got another form than the pairs before"),
         (PAIRS, {"train": {"loss": "dpo:dpo"}, "model": {"ahead": 1}}, "model.ahead"),
     ],
@@ -160,6 +181,7 @@ def test_pairs_that_cannot_be_trained_are_refused(
     lines: list[Any], sections: dict[str, Any], said: str, folder: Path, dpo: ModuleType
 ) -> None:
     Path("pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("single.jsonl").write_text("".join(json.dumps({"prompt": "a", "completion": f"{n}"}) + "\n" for n in range(40)))
     (line,) = trained.train(recipe(**sections), folder / "run")
     assert said in str(line) and "\n" not in str(line)
 

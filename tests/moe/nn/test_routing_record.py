@@ -211,7 +211,7 @@ GOOD = np.array([[[0, 2], [1, 3], [3, 0]]])
     ("given", "line"),
     [
         ({}, "no layer"),
-        ({1: GOOD.astype(float)}, "of layer 1 float64 of shape"),
+        ({1: GOOD.astype(float)}, "got float64 of shape"),
         ({1: GOOD[0]}, r"of shape \[3, 2\]"),
         ({1: GOOD, 2: GOOD[:, :2]}, r"\[1, 2, ...\] and \[1, 3, ...\]"),
         ({1: np.where(GOOD == 1, 3, GOOD)}, r"\[3, 3\] for position 1 of sequence 0 in layer 1"),
@@ -234,7 +234,7 @@ def test_a_record_of_something_else_is_one_line() -> None:
 
     assert asked({1: GOOD}).expert_TK.tolist() == GOOD[0].tolist()
     for given, where, line in (
-        ({2: GOOD}, {}, "a record of layers 2, needed one of every layer with experts, such as 1"),
+        ({2: GOOD}, {}, "a record of layers 2, needed a record of all layers with experts, also of layer 1"),
         ({1: GOOD + 1}, {}, "2 choices of experts up to 4 in layer 1, needed 2 choices of experts 0 to 3"),
         ({1: GOOD[..., :1]}, {}, "1 choices"),
         ({1: GOOD}, {"first_sequence": 1}, "a record of 1 sequence of 3 tokens, needed one with sequence 1"),

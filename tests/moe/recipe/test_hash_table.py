@@ -64,7 +64,7 @@ def test_the_balanced_table_gives_the_rarest_ids_to_the_emptiest_experts() -> No
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ([0] * 255, "router.hash_table: got 255 ids in .*, needed one entry for each of the vocabulary's 256; fix: .*moe hash-table"),
+        ([0] * 255, "router.hash_table: got 255 ids in .*, needed one entry for each of the vocabulary's 256 ids; fix: .*moe hash-table"),
         ([4] + [0] * 255, "got 4 for id 0 in .*, needed an expert from 0 to 3"),
         ([0] * 255 + [-1], "got -1 for id 255"),
         ([0.5] + [0] * 255, "got 0.5 for id 0"),

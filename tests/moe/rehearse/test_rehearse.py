@@ -163,9 +163,11 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "both ways": {"degrees": {"pp": 2}, "pipeline": {"schedule": "dualpipe", "microbatches": 4}, "recompute": {"kind": "full"}},
     "sums of stages": {"model": {"num_layers": 2}, "degrees": {"pp": 2, "dp": 2}, "pipeline": {"microbatches": 2}},
     "scattered after each pass": {
+        "model": {"num_layers": 4},
         "sharding": {"kind": "fsdp", "allow_slow": True},
         "degrees": {"pp": 2, "dp": 2},
-        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 4},
+        "train": {"global_batch": 8, "eval_sequences": 8},
     },
     "16 bits alone": {"precision": {"master": "bf16"}},
     "a wide table": {"model": {"vocab_size": 20_000, "num_layers": 1, "max_length": 160, "d_ff": 320}, "pipeline": {"microbatches": 4}},

@@ -188,27 +188,37 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
 
 
 GROUPS = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2}
-# dispatch section, ep, router section, kernels forward, kernels backward
-LAUNCHES: list[tuple[dict[str, Any], int, dict[str, Any], int, int]] = [
-    ({}, 1, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
-    ({}, 1, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
-    ({}, 1, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
-    ({}, 1, {"preset": "mixtral"}, 14, 16),
-    ({}, 1, GROUPS, 16, 16),
-    ({"kind": "all_to_all"}, 4, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
-    ({"kind": "all_to_all"}, 4, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    ({"kind": "all_to_all"}, 4, GROUPS, 24, 20),
+ALL = {"kind": "all_to_all"}
+ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which has tokens on all ranks of tp
+# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks
+LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
+    ({}, {}, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
+    ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
+    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
+    ({}, {}, {"preset": "mixtral"}, 14, 16),
+    ({}, {}, GROUPS, 16, 16),
+    (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
+    (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
+    (ALL, {"ep": 4}, GROUPS, 24, 20),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 31, 21),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 40, 20),
 ]
 
 
-@pytest.mark.parametrize(("dispatch", "ep", "router", "forward", "backward"), LAUNCHES)
+@pytest.mark.parametrize(("dispatch", "degrees", "router", "forward", "backward"), LAUNCHES)
 def test_a_layer_launches_few_kernels_and_the_planner_counts_them(
-    dispatch: dict[str, Any], ep: int, router: dict[str, Any], forward: int, backward: int
+    dispatch: dict[str, Any], degrees: dict[str, int], router: dict[str, Any], forward: int, backward: int
 ) -> None:
-    work = walked(dispatch, None, {"ep": ep}, **router).work
+    (run, world), found = one_layer(dispatch, None, degrees, **router), walked(dispatch, None, degrees, **router)
+    work = found.work
     assert work["layers.0.moe", "forward"].kernels <= forward
     assert work["layers.0.moe", "backward"].kernels <= backward
-    run, _ = one_layer(dispatch, None, {"ep": ep}, **router)
+    if "ep" in degrees:  # of 8 sequences of 32 tokens no choice is dropped; rows of 32 bf16 numbers go and come back, forward and backward
+        assert found.counts["ep", "all_to_all"].bytes == 4 * (8 * 32 // world) * run.router.num_choices * 32 * 2
+    if "tp" in degrees:  # the planner counts the kernels that divide tokens over tp with tensor parallelism
+        return
     predicted = _experts(network_of(run), plan_of(run), load_cluster("h100-8"), OWN)
     for passing, one in (("forward", predicted.forward), ("backward", predicted.backward)):
         assert one.kernels == pytest.approx(work["layers.0.moe", passing].kernels, abs=2), passing
@@ -239,10 +249,12 @@ class Shapes:
         return launched
 
 
-@pytest.mark.parametrize(("ep", "etp", "kernels"), [(1, 1, "auto"), (1, 1, "grouped_mm"), (2, 1, "grouped_mm"), (2, 2, "auto")])
-def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, etp: int, kernels: str) -> None:
-    """Five passes with other choices, of which other numbers are dropped, call the same operators with the same shapes. So a CUDA graph
-    could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
+@pytest.mark.parametrize(
+    ("times", "ep", "etp", "kernels"), [(10, 1, 1, "auto"), (3, 1, 1, "triton_persistent"), (3, 2, 1, "grouped_mm"), (10, 2, 2, "auto")]
+)
+def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(times: int, ep: int, etp: int, kernels: str) -> None:
+    """Ten (or three) passes with other choices, of which other numbers are dropped, call the same operators with the same shapes, so a CUDA
+    graph could replay them. `padded` sends blocks of slots; a rank with all experts sends nothing."""
     world, sizes = World(ep * etp - 1, ep * etp, place="cuda"), {"d_model": 32, "d_ff": 48}
     router, passes, kept = sections.Router(preset="gshard", capacity_factor=1.25), [], set()
     with rehearsal(world) as pretended, pytest.MonkeyPatch.context() as patch:
@@ -253,7 +265,7 @@ def test_a_layer_with_a_capacity_has_constant_shapes_and_never_waits(ep: int, et
         layer.to_empty(device=world.device)
         layer.dispatcher = open_exchange(sections.Dispatch(kind="padded"), mesh, Sizes(32, 8, 2, layer.experts.kernels)).layer("here")
         shapes = Shapes(pretended, patch)
-        for number in range(5):
+        for number in range(times):
             shapes.found = []
             layer.zero_grad()
             patch.setattr("moe.router.router.balanced_logits", partial(any_logits, number))

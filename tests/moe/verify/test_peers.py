@@ -105,15 +105,15 @@ def test_a_clean_pair_passes_and_a_fault_is_named(peer: str, tmp_path: Path) -> 
         ("--peer torch --model ddpp", "--model: got ddpp"),
         ("--peer torch --ep 2", "--ep: got 2, needed only --tp and --fsdp with torch"),
         ("--peer megatron-core", "fix: --peer megatron_core"),
-        ("--peer torch --pin-routing", "--pin_routing: got it with torch, needed a peer with routers"),
+        ("--peer torch --pin-routing", "--pin_routing: got --pin_routing with torch, needed a peer with routers"),
         ("--peer deepspeed --pin-routing --model zero1", "--model: got zero1, needed some of moe"),
-        ("--peer torch --nproc 2", "--nproc: got it with --peer"),
+        ("--peer torch --nproc 2", "--nproc: got --nproc with --peer"),
         ("--peer torch --fsdp 3", "--fsdp: got 3, needed 2 or 4"),  # a rank had no samples: "Connection closed by peer"
         ("--peer torch --tp 2 --model tensor,ddp", "--model: got ddp with --tp 2"),  # ddp was left out, or there was an IndexError
         ("--peer deepspeed --fsdp 2 --pin-routing", "--model: got moe with --fsdp 2"),
         ("--peer torch --only nothing", "--only: got nothing, needed a part of a row's text: ddp dp2"),
-        ("--model ddp", "--model: got it without --peer"),
-        ("--pin_routing", "--pin_routing: got it without --peer"),
+        ("--model ddp", "--model: got --model without --peer"),
+        ("--pin_routing", "--pin_routing: got --pin_routing without --peer"),
     ],
 )
 def test_bad_input_is_one_line(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

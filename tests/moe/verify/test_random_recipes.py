@@ -59,7 +59,7 @@ def test_every_key_of_numbers_or_choices_gets_another_legal_value() -> None:
 def test_drawn_values_need_no_object_and_no_gpu_and_weights_are_frozen() -> None:
     """Found by --draws: the twin failed on `optimizer.kind: given` and on Triton's kernels. Frozen weights were never drawn."""
     for key in ("optimizer.kind", "experts.kernels"):
-        assert not {"given", "triton"} & {str(random_recipe._value(random.Random(n), key, None)) for n in range(60)}
+        assert not {"given", "triton", "triton_persistent"} & {str(random_recipe._value(random.Random(n), key, None)) for n in range(60)}
     assert draw("p30c/14", 4).values["model"]["sliding_window"] == 2  # drawn as 1: queries and keys have no gradient
     assert any(draw(f"freeze/{number}", 2).values.get("train", {}).get("freeze") for number in range(40))
 

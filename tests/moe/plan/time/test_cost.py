@@ -8,15 +8,18 @@ from typing import Literal
 
 import pytest
 
+from moe.experts.dispatch.all_to_all import AllToAll
 from moe.plan.job.counts import parameters
 from moe.plan.job.network import Experts, Network, Plan
 from moe.plan.job.states import FP32, MIXED_FP32_GRADIENTS
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import OWN
-from moe.plan.time.collective_times import all_reduce, gather, group_of
+from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, all_reduce, all_to_all, gather, group_of
 from moe.plan.time.cost import PARTS, joules, step_time
+from moe.plan.time.layer_time import layer_time
 from moe.plan.time.pipeline_time import pipeline_time
 from moe.plan.time.stage_time import rank_layers, stage_times, transfer_time
+from moe.recipe.sections import Dispatch
 from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.planner.software import PROGRAMS
@@ -199,6 +202,27 @@ def test_selective_recomputation_repeats_the_second_half_of_a_layer(gated: bool)
     sparse = replace(SPARSE, experts=Experts(count=16, choices=2, hidden=4096, gated=gated))
     sent = [step_time(sparse, Plan(dp=8, ep=8, recompute=kind), A100, OWN).experts for kind in ("none", "selective", "full")]  # type: ignore[arg-type]
     assert sent == pytest.approx([sent[0], 1.5 * sent[0], 1.5 * sent[0]])
+
+
+@pytest.mark.parametrize(("shared", "chunks"), [(512, 1), (200_000, 1), (200_000, 4)])
+def test_the_shared_network_hides_the_exchange_that_runs_meanwhile(shared: int, chunks: int) -> None:
+    """Rows on their way to experts, and a shared network: together they take the longer of both times, and a part of the shorter, because
+    messages slow products down. Of four chunks, the rows of two are on their way. The way back is never hidden."""
+    experts = Experts(count=16, choices=2, hidden=4096, exchange=AllToAll(Dispatch(overlap_chunks=chunks)))
+    alone, both = (replace(SPARSE, experts=replace(experts, shared_hidden=size)) for size in (0, shared))
+    plan, waits = Plan(dp=8, ep=8, microbatch=4), replace(OWN, shared="waited")
+    routed, waited, found = (
+        layer_time(network, plan, A100, program, sparse=True).passes for network, program in ((alone, OWN), (both, waits), (both, OWN))
+    )
+    products = waited.forward.compute - routed.forward.compute, waited.backward.compute - routed.backward.compute
+    inputs = products[1] - (waited.weights - routed.weights)
+    rows_bytes = 2 * 4 * 1024 * 2048 * 2  # two choices of 4 x 1024 tokens
+    sent = all_to_all(A100, group_of(8, 1, 8, 8), rows_bytes * min(1, 2 / chunks))
+    for of, window in (("forward", products[0]), ("backward", inputs)):
+        before, after = (getattr(each, of) for each in (waited, found))
+        shorter, longer = sorted((sent, window))
+        assert before.device - after.device == pytest.approx(sent + window - longer - OVERLAP_SLOWDOWN * shorter)
+        assert after.kernels == before.kernels and (shared > 512) == (sent < window)
 
 
 def test_small_work_is_bound_by_the_host_that_launches_it() -> None:

@@ -112,6 +112,17 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(home: Path, whole: Path,
     assert ("resumed", 4) in trained.events(out) and trained.losses(out) == trained.losses(whole)
 
 
+def test_a_checkpoint_that_was_passed_over_displaces_no_good_one(home: Path, whole: Path, tmp_path: Path) -> None:
+    """It is set aside, so it is none of the `train.keep` newest checkpoints, also if its step is never saved again."""
+    out = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints/step-8")
+    (out / "checkpoints/step-6").rename(out / "checkpoints/step-5")
+    next((out / "checkpoints/step-5").glob("*.safetensors")).write_bytes(b"damaged")
+    run = trained.recipe(home, degrees={"ep": 2}, train={"steps": STEPS, "save_every": 9, "keep": 2})
+    trained.train(run, out, ranks=2, before=trained.stop_at(5))
+    assert trained.checkpoints(out) == [4, 6] and [path.name for path in (out / "checkpoints.before-1").iterdir()] == ["step-5"]
+
+
 def _whole(reader: Reader, name: str, kind: str) -> Any:
     return reader.region(name, kind, tuple(slice(0, n) for n in reader.entries[name, kind][0]["shape"]))
 

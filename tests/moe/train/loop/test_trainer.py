@@ -553,7 +553,7 @@ def test_a_recipe_with_sequence_parallelism_also_runs_without_it(home: Path, tmp
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer.warmup_steps 4 are more than the steps, 1: the rate ends at 25% of optimizer.lr" in said
     for key in ("kind ulysses", "keep_attention true"):
-        assert said.count(f"sequence.{key} has no effect: with degrees.sp 1 sequences are whole") == 1
+        assert said.count(f"sequence.{key} has no effect: with degrees.sp 1 each rank has whole sequences") == 1
     assert said.count("has no effect") == 2
     assert without_effect(run.model_copy(update={"degrees": run.degrees.model_copy(update={"sp": 2})})) == []
 

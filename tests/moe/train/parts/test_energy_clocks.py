@@ -130,9 +130,9 @@ def test_an_order_that_cannot_end_and_plans_that_nothing_can_use_are_refused(hom
     for changed, said in (
         (
             {"degrees": {"pp": 1}},
-            "pipeline.energy_plan: got it with degrees.pp=1, needed stages, .*; fix: set it to null, or degrees.pp to 2",
+            "pipeline.energy_plan: got a plan with degrees.pp=1, needed stages, .*; fix: set it to null, or degrees.pp to 2",
         ),
-        ({"pipeline": {"schedule": "two_bw"}}, "got it with two_bw, .*; fix: set it to null, or pipeline.schedule to 1f1b"),
+        ({"pipeline": {"schedule": "two_bw"}}, "got a plan with two_bw, .*; fix: set it to null, or pipeline.schedule to 1f1b"),
     ):
         run = staged(home, planned(tmp_path))
         run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in changed.items()})

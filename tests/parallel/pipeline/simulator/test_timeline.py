@@ -221,16 +221,16 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
             "pipelines: got 8, needed an even number that divides 12 stages: 2, 4, 6, 12; fix: set it to 6",
         ),
         ("chimera --pipelines 0", "--pipelines: got 0, needed at least 2; fix: --pipelines 2"),
-        ("1f1b --tflops 100", "--tflops: got it without a recipe"),
-        ("1f1b --model.d_ff 64", "--model.d_ff: got it without a recipe"),
+        ("1f1b --tflops 100", "--tflops: got --tflops without a recipe"),
+        ("1f1b --model.d_ff 64", "--model.d_ff: got --model.d_ff without a recipe"),
         ("1f1b --recipe dense_tiny --tflops 0", "--tflops: got 0.0, needed a speed above 0; fix: --tflops 140"),
         ("1f1b --recipe dense_tiny --link-gb-s -1", "--link_gb_s: got -1.0, needed a speed above 0; fix: --link_gb_s 25"),
-        ("1f1b --recipe dense_tiny --forward-time 2", "--forward_time: got it with --recipe"),
+        ("1f1b --recipe dense_tiny --forward-time 2", "--forward_time: got --forward_time with --recipe"),
         ("1f1b --recipe dense_tny", "recipe: got dense_tny"),
         ("1f1b --recipe dense_tiny --model.d_fff 3", "model.d_fff: got a key that does not exist"),
         ("1f1b --recipe dense_tiny --stages 9", "stages: got 9, needed at most one a layer: 4; fix: --stages 4 or --model.num_layers 9"),
         ("zb_v --recipe dense_tiny", "stages: got 4, 8 stages, needed at most one a layer: 4; fix: --stages 2 or --model.num_layers 8"),
-        ("1f1b --recipe dense_tiny --microbatches 5", "--microbatches: got 5 of a batch of 16 sequences on 1 data-parallel ranks"),
+        ("1f1b --recipe dense_tiny --microbatches 5", "--microbatches: got 5 of a batch of 16 sequences on 1 data-parallel rank"),
         ("1f1b gpipe", "moe simulate: got 'gpipe' as one word too many, needed NAME"),
         ("1f1b --out two.csv/x.png", "--out: got two.csv/x.png: {here}/two.csv is no folder, needed a file that can be written"),
         ("1f1b --out two.csv/x.csv", "--out: got two.csv/x.csv: {here}/two.csv is no folder"),
@@ -257,4 +257,4 @@ def test_simulate_creates_the_folder_of_its_output(name: str, tmp_path: Path) ->
 def test_simulate_refuses_sizes_for_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.csv").write_text("0F0,0B0\n")
     assert cli.main(["simulate", str(tmp_path / "x.csv"), "--stages", "2"]) == 2
-    assert "--stages: got it with" in capsys.readouterr().err
+    assert "--stages: got --stages with" in capsys.readouterr().err
