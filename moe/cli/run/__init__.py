@@ -29,7 +29,7 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
 
 
 def check_least(flags: Any, **least: float) -> None:
-    """Raise BadInput for the first flag whose number is below its minimum in `least`. Flags that were not given are skipped."""
+    """Raise BadInput for the first flag with a number below its minimum in `least`. Flags that were not given are skipped."""
     for name, low in least.items():
         if (value := getattr(flags, name)) is not None and value < low:
             raise BadInput(f"--{name}", got=value, needed=f"at least {low}", fix=f"--{name} {low}")

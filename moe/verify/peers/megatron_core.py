@@ -83,8 +83,8 @@ def _on_a_cpu() -> None:
     stream = mock.MagicMock()
     for name, value in {"current_device": torch.device("cpu"), "Stream": stream, "current_stream": stream, "stream": nullcontext()}.items():
         setattr(torch.cuda, name, mock.Mock(return_value=value))
-    # the original makes lists of sizes of CUDA tensors alone
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.tolist() if as_numpy and torch.is_tensor(x) else x
+    # the original converts CUDA tensors alone
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.numpy() if as_numpy and torch.is_tensor(x) else x
     get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # of dropout, which is 0
 
 
