@@ -213,7 +213,7 @@ class FSDP(Stepped):
 
     def _whole(self, name: str) -> Whole | None:
         """Return how to gather a parameter's matrices: first from FSDP's shards, then from the layout's tensor- and expert-parallel shards.
-        None if it is not sharded."""
+        None if this rank has whole matrices, and no other rank has copies of them."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole

@@ -121,8 +121,8 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Wait for sends that must have ended, and free their tensors: those that the sender of `message` received before it sent
-        `message`."""
+        """Wait for this rank's sends that have certainly ended, and free the sent tensors: the sends that the sender of `message` received
+        before it sent `message`."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

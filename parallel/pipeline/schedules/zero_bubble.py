@@ -44,7 +44,7 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than 2 p - 1 micro-batches, it has the order of 2 p - 1, without the actions of the missing ones."""
+    """Build ZB-V. With fewer than 2 p - 1 micro-batches, it has the order for 2 p - 1 micro-batches, without the missing ones' actions."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 
