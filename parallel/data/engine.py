@@ -37,7 +37,8 @@ class Rule(ABC):
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean, or None."""
+        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean; None: the
+        state has the parameter's shape."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod

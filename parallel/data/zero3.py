@@ -130,7 +130,7 @@ class Zero3(DeepSpeed):
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}
 
     def _no_backward_pass(self, *_: Any) -> None:
-        """Free weights that were prefetched for a backward pass if gradients are off, because then no backward pass follows."""
+        """If gradients are off, free the weights that DeepSpeed has prefetched for a backward pass, because no backward pass follows."""
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 

@@ -143,7 +143,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
     """Write a rank's files, then its record. Raise BadInput for values that are not finite, and OSError or SafetensorError if a file cannot
-    be written. Both are raised after the last item of `held`: its items may be gathered from all ranks, and the others would wait."""
+    be written. Errors are raised after the last item of `held`, because its items may be gathered from all ranks, and without this rank the
+    other ranks would wait."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     problem: Exception | None = None

@@ -46,9 +46,9 @@ class Whole(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These are numbers of elements of sharded
     weights:
 
-    held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
-    layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer, trained_behind
-    likewise. bucket: a bucket of gradients.
+    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: its largest matrix.
+    behind: the layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer,
+    trained_behind likewise. bucket: a bucket of gradients.
 
     compute_bytes, sum_bytes: bytes of an element of gathered weights, and of summed gradients. copies: number of ranks over which a weight
     is sharded. stays: weights stay gathered between passes. on_stages: there are pipeline stages. once: unsharded gradients add up until a
