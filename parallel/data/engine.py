@@ -71,9 +71,9 @@ class AdamW(Rule):
 class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
-    Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a stage's
-    last micro-batch, and calls `reduce` after the batch."""
+    Without pipeline stages, the trainer calls `backward` for each micro-batch. With pipeline stages, it calls `backward_from` for each
+    stage and micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a
+    stage's last micro-batch, and calls `reduce` after the batch."""
 
     module: nn.Module
     layouts: Layouts

@@ -36,9 +36,9 @@ from parallel.mesh.layout import Layout
 class Settings:
     """Settings of K-FAC.
 
-    damping: number added to all eigenvalues of the Kronecker product G (x) A, relative to their mean. ema: weight of the old factor in the
-    running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the start of a refresh until
-    its inverses are used."""
+    damping: its square root is added to the eigenvalues of A and of G, relative to each factor's mean eigenvalue (factors.py). ema: weight
+    of the old factor in the running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the
+    start of a refresh until its inverses are used."""
 
     damping: float
     ema: float

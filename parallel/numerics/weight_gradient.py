@@ -77,7 +77,8 @@ def defer_gradients() -> Iterator[PendingGradients]:
 
 
 def pending_for(*weights: Tensor) -> PendingGradients | None:
-    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is no parameter or view of one."""
+    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is frozen, or is neither a
+    parameter nor a view of one."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 

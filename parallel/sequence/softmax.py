@@ -39,8 +39,8 @@ class Tokens:
     """Tokens of one rank. runs: their positions in the sequence, as ranges.
 
     document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document. window: number
-    of positions that a query sees, itself included; None: all earlier ones. place_L and document_BL are computed at their first use: blocks
-    without bias and documents do not need them.
+    of positions that a query sees, its position included; None: all earlier positions. place_L and document_BL are computed at their first
+    use: blocks without bias and documents do not need them.
     """
 
     runs: tuple[range, ...]
