@@ -1,4 +1,4 @@
-"""DDP: ranks along dp and sp hold equal copies of the dense weights; gradients are summed over them during the backward pass.
+"""DDP: ranks along dp and sp hold equal copies of the dense weights, and sum the gradients during the backward pass.
 
 torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. A communication hook replaces its average by a
 sum in fp32. DistributedDataParallel ignores parameters with gradients that are summed over another axis (experts: edp, the ranks with

@@ -180,8 +180,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions of master weights with their optimizer states, and of the weights that the model reads, except those
-        on a disk. No other rank has copies."""
+        """Yield this rank's partitions that are not on a disk: first of master weights, with the optimizer states, then of the weights that
+        the model reads. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

@@ -129,7 +129,7 @@ class _Compute(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return x W^T in `dtype` (None: x's); W is [out, in]. x and W are cast to it in each pass, so that no cast copy is saved."""
+    """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved."""
     y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
     return y
 

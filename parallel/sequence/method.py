@@ -43,8 +43,8 @@ class Known:
 class Method(ABC):
     """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias,
     documents or window, the keys may be of other sequences than the queries (cross attention).
-    `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
-    computed."""
+    `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks outside the window are
+    sent but not computed."""
 
     axis: Axis
     order: Order

@@ -47,7 +47,7 @@ _ORDERS = (2, 3, 4)  # numbers of partial sums into which sums are split, in the
 def record(
     folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST, pin: str | Path | None = None
 ) -> Iterator[Step]:
-    """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
+    """Record the step in the body of `for step in record(...)` into this rank's files in `folder`. They replace files of earlier steps.
 
     model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
     that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: only a sample is recorded of a
