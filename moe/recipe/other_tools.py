@@ -90,14 +90,11 @@ def in_our_words(key: str, value: Any) -> Any:
 
 @cache
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
-    """Return the name in the tables that `word` means: `word` itself (checkpoint.every is read as checkpoint_every,
-    because moe has no section checkpoint), or the most similar
-    name. Return "" if no name is similar, or if a key or flag of moe is more similar."""
-    if word in _table():
-        return word
-    if "." in word:
-        ours = field_at(word.split(".")[:1]) is not None
-        return joined if (joined := word.replace(".", "_")) in _table() and not ours else word
+    """Return the name in the tables that `word` means: `word` itself; with underscores for dots, if moe has no such section
+    (checkpoint.every); or the most similar name. Return "" if no name is similar, or if a key or flag of moe is more similar."""
+    joined = word.replace(".", "_")
+    if word in _table() or "." in word:
+        return joined if word not in _table() and joined in _table() and field_at(word.split(".")[:1]) is None else word
     own = {key.rpartition(".")[2] for key in known_keys()} | {flag[2:] for flag in flags}
     near = next(iter(difflib.get_close_matches(word, [*_table(), *own], n=1, cutoff=_SIMILAR)), "")
     return "" if near in own else near

@@ -51,7 +51,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token. They are not with train.loss, which has no bits per byte."""
+        """Whether losses are in nats per token. A user's train.loss is not, and has no bits per byte."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property
