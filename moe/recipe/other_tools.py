@@ -81,7 +81,8 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
 
 
 def in_our_words(key: str, value: Any) -> Any:
-    """Translate another tool's value of a key to a recipe's value by WORDS, or to lower case; unchanged if WORDS does not have the key."""
+    """Translate another tool's value of a key to a recipe's value by WORDS. A word that WORDS[key] lacks is put into lower case. All other
+    values, and values of keys that WORDS lacks, stay unchanged."""
     if key not in WORDS or not isinstance(value, str | int):
         return value
     lower = str(value).lower()
@@ -90,9 +91,9 @@ def in_our_words(key: str, value: Any) -> Any:
 
 @cache
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
-    """Return the name in the tables that `word` means: `word` itself (checkpoint.every is read as checkpoint_every,
-    because moe has no section checkpoint), or the most similar
-    name. Return "" if no name is similar, or if a key or flag of moe is more similar."""
+    """Return the name in the tables that `word` means: `word` itself, or the most similar name. Return "" if no name is similar, or if a
+    key or flag of moe is more similar. A word with a dot is not compared with similar names: checkpoint.every is read as checkpoint_every,
+    because moe has no section checkpoint; a dotted word that the tables lack is returned unchanged."""
     if word in _table():
         return word
     if "." in word:

@@ -121,7 +121,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for values that pydantic would accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
+        """Return the value; the text "1e3" becomes 1000 if the key takes only integers. Raise ValueError for values that pydantic would
+        accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if takes_number(kind) and float not in (kind, *get_args(kind)):
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)

@@ -65,15 +65,15 @@ class Spans(NamedTuple):
 
 
 def spans_of_text(tokens: int) -> Spans:
-    """Return the numbers of hidden tokens and spans for a text of `tokens` tokens, at least 2."""
+    """Return the numbers of hidden tokens and spans for a text of `tokens` (at least 2) tokens."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens, at least 2."""
+    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` (at least 2) tokens."""
     inputs = spans_of_text(tokens).inputs
-    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # `spans_of` takes the longest text with these inputs
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:

@@ -67,7 +67,7 @@ class Walked:
     save_s: float
     built_bytes: int  # after the build
     peak_bytes: int  # at the peak of a step
-    held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
+    held: dict[str, int]  # "parameters", "gradients", "optimizer" or "activations" -> bytes at that peak
     counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
     work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> work of a GPU in the last step; {} for a CPU
@@ -246,7 +246,8 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """Take the next step, or several if the pipeline is not drained between them, and count only the collectives in it. Collective."""
+    """Take the next step, or several if the pipeline is not drained between them. Afterwards, the communicator has the counts of the
+    collectives in this call alone. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)

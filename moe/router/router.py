@@ -142,7 +142,7 @@ class Router(nn.Module):
 
     def _fuses(self, logits_TE: Tensor, context: Context, shards: Shards | None, sequence_tokens: int | None) -> bool:
         """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
-        all others, a balance loss over the whole step's tokens, and groups of which a rank has uneven parts.
+        all other cases, such as a balance loss over the whole step's tokens, or over groups of which ranks have unequal numbers of tokens.
         """
         s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
         return (
@@ -227,7 +227,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if the experts of a token depend on the others of its group, and the chosen experts if only its slots do."""
+        gathered if a token's experts depend on other tokens of the group; the chosen experts are gathered if only its slots do."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)

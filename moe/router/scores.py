@@ -100,7 +100,7 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """Return each expert's probability [T, E], with gradient, of being among a token's k if only its own noise is drawn again.
+    """Return each expert's probability [T, E], with gradient, of being one of a token's k if only this expert's noise is drawn again.
 
     It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e) (Shazeer et al., eq. 8, 9). k must be less than E.
     """

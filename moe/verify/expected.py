@@ -12,9 +12,9 @@
 Cases in fp32 whose experts multiply matrices in fewer bits (moe/kernels/products.py) are compared in the way of 16-bit cases.
 
 A Bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
-multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
-largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts changes its expert
-only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
+multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The
+bound is twice the largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts
+changes its expert only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rou
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case, which runs on one process. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks);
-    they only affect the tolerance."""
+    """Return the reference case, which one process computes. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks),
+    which only affect the tolerance. With PipeDream or 2BW it also has the pipeline, which determines the age of the weights."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)

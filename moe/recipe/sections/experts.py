@@ -61,7 +61,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
 
 
 class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """Declares `router.preset`, as a base class, so that it is the first key of the section."""
+    """Declares `router.preset`. It is a base class of Router, so that `preset` is the section's first key."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",

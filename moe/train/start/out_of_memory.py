@@ -54,7 +54,8 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: the first measure, in the order above, that the recipe does not use yet. where: a name given to `during`."""
+    """Return the keys to set: the first measure, in the order of the module's docstring, that the recipe does not use yet. where: a name
+    given to `during`."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})

@@ -39,7 +39,7 @@ class Resumed:
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
         """Return the values from the run's own checkpoint `found`, which may be None. Raises BadInput if a changed key alters what the
-        model computes, unless it is in `allowed`."""
+        model computes, unless it is in `allowed`, or if the optimizer cannot read the checkpoint's optimizer states."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
