@@ -7,7 +7,7 @@ Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the 
     targets    a sentinel and the hidden tokens of each span, an end token              n + s + 1
 
 All texts have the same length, so inputs and targets have fixed lengths and no padding. One more token of text adds at most one token of
-inputs, so there is a text for every length of inputs; the longest one is used, as in T5.
+inputs, so every length of inputs belongs to one or more lengths of text; the longest of these is used, as in T5.
 """
 
 from __future__ import annotations

@@ -271,7 +271,8 @@ def _in_range(value: Any) -> bool:
 
 
 def _regular(path: Path) -> Path:
-    """Return the path of a regular file. Raises OSError for a pipe, on which reading would wait, and for a device, which has no end."""
+    """Return the path of a regular file unchanged. Raises OSError for a pipe, on which reading would wait, and for a device, which has no
+    end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(0, "not a regular file", str(path))
     return path

@@ -3,9 +3,9 @@
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
 
 It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). With
-`--rank all`, each rank is rehearsed in turn, and the order of their collectives and messages is compared. Tokens are zeros, and routing is
-balanced. The build gives the memory of the parameters. Step 0 allocates optimizer states. Step 1, which is like every later step, gives the
-collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
+`--rank all`, each rank is rehearsed in turn, and the order of collectives and messages is compared between ranks. Tokens are zeros, and
+routing is balanced. The build gives the memory of parameters. Step 0 allocates optimizer states. Step 1, which is like every later step,
+gives the collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
 
 
 def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
-    """Format a GPU's work in a step: one line for the same part of all layers that do equal work in it, then the places in the code at
-    which the host waits for the GPU."""
+    """Format a GPU's work in a step: a line for each part of a layer, such as attention, which layers with equal work in this part share;
+    then the places in the code at which the host waits for the GPU."""
     if not work:
         return []
     alike: dict[tuple[Any, ...], list[str]] = {}

@@ -52,7 +52,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token. They are not with train.loss, which has no bits per byte."""
+        """Whether losses are in nats per token: evaluations then record bits per byte, which they do not with a user's train.loss."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property

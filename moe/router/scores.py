@@ -50,7 +50,7 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """Return the chosen experts' gates [T, K] before they are made to sum to 1. router.drop lowest_gate compares them."""
+    """Return the chosen experts' gates [T, K] as in router.gates as_is, without gate_scale. router.drop lowest_gate compares these."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)
@@ -69,7 +69,7 @@ def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spe
 
 
 def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the logarithms of scores [T, K]. All of a token's may be off by the same constant, which `_sum_to_one` cancels."""
+    """Return the logarithms of scores [T, K]. All logarithms of a token may be off by one constant, which `_sum_to_one` cancels."""
     if spec.score == "softmax":
         return logits_TK
     if spec.score == "sigmoid":

@@ -2,7 +2,7 @@
 
     balance loss               sum of each expert's choices    the rest is a mean over each rank's own tokens
     slots                      all-gather of chosen experts    each rank computes all queues, and keeps its tokens' slots
-    expert choice, sinkhorn    all-gather of logits            each rank decides for all, and keeps its tokens' rows
+    expert choice, sinkhorn    all-gather of logits            each rank decides for all tokens, and keeps its tokens' decisions
 
 Each rank of sp has some positions of every sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens
 or, with tensor.sequence_parallel, by columns (contiguous chunks of each sequence's positions).

@@ -158,8 +158,8 @@ class Expected:
 
 def _of_values(twin: Case) -> Expected:
     """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. If the twin lacks
-    the optimizer, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the effect of
-    another order of sums."""
+    the optimizer, the update and later losses are compared with the trainer on one process, with twice the effect of another order of sums
+    as tolerance."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

@@ -59,8 +59,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because its
-    reference runs are the fastest."""
+    """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because
+    reference runs in fp32 are the fastest."""
     return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
 
 

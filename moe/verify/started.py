@@ -63,7 +63,7 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 parts = _results(folder, number, world)
                 until = time.monotonic() + limit_s + (0 if number else START_S)
                 while not all(part.exists() for part in parts):
-                    ended = not parent.is_alive()  # read before the files: once it has ended, all results are written
+                    ended = not parent.is_alive()  # read before the files, because the parent ends only after all results are written
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
                         yield _errors(
                             folder,

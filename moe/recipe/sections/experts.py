@@ -1,4 +1,4 @@
-"""Sections of a recipe that describe the experts, their router, and how rows are sent to them."""
+"""Sections of a recipe that describe the experts, their router, and how tokens are sent to the experts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Run(Section):
 
     @property
     def has_dense_networks(self) -> bool:
-        """Whether any layer has a feed-forward network other than routed experts: a dense layer's, a shared or a residual one."""
+        """Whether any layer has a feed-forward network other than routed experts: a dense one, a shared expert or a residual network."""
         return len(self.model.layers_with_experts()) < self.model.num_layers or bool(self.experts.shared or self.experts.residual)
 
     @property

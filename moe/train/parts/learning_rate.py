@@ -20,7 +20,8 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput unless it is finite and at least 0."""
+    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput if the function raises an error, or if the
+    share is not a finite number from 0."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)

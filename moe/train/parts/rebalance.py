@@ -62,7 +62,7 @@ class Rebalancer:
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore the load and, if ep is the same, the placement from a checkpoint's `state`. None changes nothing. Call it before the
+        """Restore the load and, if ep is the same, the placement from a checkpoint's `state`; None: change nothing. Call it before the
         engine's tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint in the error."""
         if state is None or not self.every:
             return

@@ -77,7 +77,7 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 
 def _is_long(run: Run) -> bool:
-    """Return whether one sequence's inputs of all layers, in fp32 and divided by sp, take more bytes than the model's weights, gradients
-    and moments."""
+    """Return whether the inputs of all layers for one sequence, in fp32 and divided by sp, take more bytes than the model's weights,
+    gradients and moments."""
     m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

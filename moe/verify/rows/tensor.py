@@ -107,8 +107,8 @@ def _grid_cases() -> list[Case]:
 
 
 def _sliced_cases() -> list[Case]:
-    """Cases of tensor.sequence_parallel: between layers, each tp rank has a slice of every sequence, which its MoE layers route without an
-    exchange over tp."""
+    """Cases of tensor.sequence_parallel: between layers, each tp rank has a slice of every sequence. MoE layers route these slices as they
+    are."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
