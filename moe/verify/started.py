@@ -101,7 +101,7 @@ def _launch(folder: Path, world: int, parent: int) -> None:
         os.dup2(log, stream)
     given, module = Arguments("verify", out=folder), "moe.verify.started"
     if world == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also if a cluster's job has set them
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # replaces a cluster job's variables
         os.execve(sys.executable, [sys.executable, "-m", module, *given.words()], os.environ | alone)
     start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
 

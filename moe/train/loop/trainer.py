@@ -161,7 +161,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
 
 
 def _end_early(job: Job) -> None:
-    """End a run that a callback stopped: save and evaluate, unless both were already done at this step."""
+    """End a run that a callback stopped: save, unless this step is saved already, and evaluate, unless this step was evaluated."""
     step = job.counters.step
     if job.saves.begun != step:
         _save(job, wait=True)

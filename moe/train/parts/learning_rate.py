@@ -4,7 +4,7 @@ The schedule (optimizer.schedule) gives the share:
 constant       1
 cosine         falls to min_lr_share along half a cosine                            (arXiv 1608.03983)
 linear         falls linearly to min_lr_share
-wsd            1, then falls linearly over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
+wsd            1, then falls linearly to min_lr_share over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
 inverse_sqrt   sqrt(warmup_steps / update), independent of the length of the run  (arXiv 1706.03762, section 5.3; T5, Switch)
 module:name    a user's function (index of the update after the warm-up, number of such updates) -> share, 0 or more
 """

@@ -28,7 +28,7 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 
 @dataclass(frozen=True)
 class Resumed:
-    """Values that a run takes from a checkpoint, and the recipe before."""
+    """Values that a run takes from a checkpoint, and the changes of its recipe since then."""
 
     tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
     before: Run | None = None  # the recipe of the run's own checkpoint

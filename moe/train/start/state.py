@@ -122,7 +122,8 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if there is none. Collective."""
+    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if the folder has none. Collective.
+    Raises BadInput if all checkpoints are damaged, or if the one of `step` is damaged or missing."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")

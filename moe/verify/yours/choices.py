@@ -53,7 +53,7 @@ class Choices(TorchFunctionMode):
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
         if len(self.inside) > 1 or tokens is None:
             return
-        self.check_replayed()  # of the micro-batch before this one
+        self.check_replayed()  # the choices of the micro-batch before this one
         self.entered, self.replayed = {module}, {"tokens"}
         self.calls.clear()
         self.tokens = tokens.detach().cpu()
