@@ -36,8 +36,8 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: resolves and
-    checks a recipe."""
+    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: function
+    of (recipe, world) that replaces "auto" values, and raises BadInput for a recipe that is refused."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(

@@ -71,8 +71,8 @@ def rounds(case: Case) -> bool:
 
 
 def alone(twin: Case) -> Case:
-    """Return the reference case without its splits (micro-batches, pipeline, tp and sp ranks): one process computes whole batches and whole
-    sums."""
+    """Return the reference case without its splits (micro-batches, pipeline, tp and sp ranks): one process computes each batch and each
+    sum in one piece."""
     if twin.values is not None:
         values = {section: keys for section, keys in json.loads(twin.values).items() if section not in _LAYOUT}
         one = Case(twin.model, PLAIN, 1, 1, 1, twin.precision, length=twin.length, batch=twin.batch, kernels=twin.kernels)

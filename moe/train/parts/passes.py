@@ -64,7 +64,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the divisor of the sum of losses: the global batch's number of predicted tokens; of sequences with a user's train.loss."""
+    """Return the divisor of the sum of losses: the number of predicted tokens in the global batch; with a user's train.loss, the number of
+    sequences in it."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 
