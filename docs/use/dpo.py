@@ -70,7 +70,7 @@ def note(predictions):
 def main(run, pairs):
     if REFERENCE.exists():
         needed = "no such file yet: a run may train with it, and its reference must not change"
-        raise BadInput(str(REFERENCE), got="a file that is there already", needed=needed, fix=f"mv {REFERENCE} {REFERENCE}.old")
+        raise BadInput(str(REFERENCE), got="a file that is there already", needed=needed, fix="rename it, or work in another folder")
     base = moe.open(run)
     sizes = {"max_length": base.recipe.model.max_length, "vocab_size": base.recipe.vocab_size, "seed": 0}
     data = open_data(Data(source="chat", path=pairs), **sizes, tokenizer=base.tokenizer.describe())

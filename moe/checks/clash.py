@@ -26,7 +26,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
 
 
 def check_others(run: Run, other: str, works: Mapping[str, tuple[object, str]], *fixes: Fix) -> None:
-    """Raise BadInput for the first key whose value does not work with the key `other`. works: key -> (value that works, why)."""
+    """Raise BadInput for the first key with a value that does not work with the key `other`. works: key -> (value that works, why)."""
     for key, (value, why) in works.items():
         if value_of(run, key) != value:
             raise clash(run, key, other, value, why, *fixes)

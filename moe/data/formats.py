@@ -4,7 +4,7 @@
     a.parquet  a.arrow        one column, a few rows at a time; Arrow's file format and its stream format (which `datasets` saves)
 
 A small compressed file may unpack to any size, so the size of a document, line or cell is limited. A truncated or damaged file is refused
-with one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+with one line, and so is a format without its installed package. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Tokenizer(ABC):
 
     @property
     def bytes_per_id(self) -> npt.NDArray[np.int64]:
-        """Number of bytes of each id's text, [vocab_size], for bits per byte. The separator of bytes and bpe counts as one byte."""
-        return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
+        """Number of bytes of each id's text, [vocab_size], for bits per byte. The separator counts as one byte."""
+        return np.array([1 if i == self.separator else len(held) for i, held in enumerate(self.token_bytes)], dtype=np.int64)
 
     @abstractmethod
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:

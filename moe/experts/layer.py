@@ -8,7 +8,7 @@
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
 The layer's backward pass adds the gradients of the balance and z losses. Free experts have the highest indices, skip before zero; the
-router treats them like other experts, but their choices are not dispatched. A token of which all choices are dropped gets zeros from
+router treats them like other experts, but their choices are not dispatched. A token with all choices dropped gets zeros from
 the experts.
 """
 

@@ -246,7 +246,7 @@ def _deferred_gradients(
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
     """Allocate the weights' gradients, with zeros for experts without rows, also if no expert has rows: autograd would run no hooks of a
-    weight whose gradient is None."""
+    weight with gradient None."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -273,8 +273,8 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16,
-    whose sums are rounded to 16 bits."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16;
+    the sums are rounded to 16 bits."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

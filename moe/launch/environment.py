@@ -40,7 +40,7 @@ _INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_
 
 # The number of open files that a rank is allowed: a reserve, and some for connections to each rank. At most 33 are open with 2 ranks and 41
 # with 4 in `moe train switch_tiny --nproc N --degrees.ep N`.
-_OPEN_FILES, _OPEN_FILES_EACH = 128, 3
+_OPEN_FILES, _OPEN_FILES_EACH = 128, 4
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:

@@ -13,6 +13,8 @@ from parallel.data.tiling import without_tiles
 
 _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
+AHEAD = "ahead."  # beginning of names of the blocks of multi-token prediction, which only training uses
+
 
 def global_name(name: str) -> str:
     """Return a parameter's global name: `layers.3.experts.w1` for `layers.3.moe.experts.w1`. A tile gets the name of its matrix."""
@@ -35,7 +37,7 @@ def stack_of(name: str) -> str | None:
 
 def depth_ahead(name: str) -> int:
     """Return the number, from 1, of the block of multi-token prediction that has this parameter; 0 for all other parameters."""
-    return int(name.split(".")[1]) + 1 if name.startswith("ahead.") else 0
+    return int(name.split(".")[1]) + 1 if name.startswith(AHEAD) else 0
 
 
 def tiled_dim(name: str) -> int:

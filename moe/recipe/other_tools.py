@@ -95,11 +95,9 @@ def _nearest(word: str, flags: tuple[str, ...]) -> str:
     """Return the name in the tables that `word` means: `word` itself, or the most similar name. Return "" if no name is similar, or if a
     key or flag of moe is more similar. A word with a dot is not compared with similar names: checkpoint.every is read as checkpoint_every,
     because moe has no section checkpoint; a dotted word that the tables lack is returned unchanged."""
-    if word in _table():
-        return word
-    if "." in word:
-        ours = field_at(word.split(".")[:1]) is not None
-        return joined if (joined := word.replace(".", "_")) in _table() and not ours else word
+    joined = word.replace(".", "_")
+    if word in _table() or "." in word:
+        return joined if word not in _table() and joined in _table() and field_at(word.split(".")[:1]) is None else word
     own = {key.rpartition(".")[2] for key in known_keys()} | {flag[2:] for flag in flags}
     near = next(iter(difflib.get_close_matches(word, [*_table(), *own], n=1, cutoff=_SIMILAR)), "")
     return "" if near in own else near

@@ -52,7 +52,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token: evaluations then record bits per byte, which they do not with a user's train.loss."""
+        """Whether losses are in nats per token. A user's train.loss is not, and has no bits per byte."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property

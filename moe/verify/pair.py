@@ -7,8 +7,9 @@ ROUTED    the MODELS with routers                   DEGREES  the axes ep, tp, fs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,24 @@ class Pair:
     many: Callable[[Path], None]
 
 
+def subsets(degrees: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Yield each subset of the axes but the empty one, as axis -> degree, small subsets first."""
+    for size in range(1, len(degrees) + 1):
+        yield from map(dict, combinations(degrees.items(), size))
+
+
 def batch() -> Tensor:
     """Return the global batch [4, 11] of token ids."""
     return torch.randint(0, VOCABULARY, (4, 11), generator=torch.Generator().manual_seed(1))
+
+
+def write_weights(model: nn.Module, folder: Path) -> None:
+    """Add random numbers to the weights, since initial values of 0 or 1 would hide faults, and write them and buffers to weights.pt."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}, folder / "weights.pt")
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

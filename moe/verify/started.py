@@ -65,12 +65,8 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 while not all(part.exists() for part in parts):
                     ended = not parent.is_alive()  # read before the files, because the parent ends only after all results are written
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
-                        yield _errors(
-                            folder,
-                            f"{counted(world, 'rank')} gave no result"
-                            if ended
-                            else f"{counted(world, 'rank')} still running after {limit_s:g} s",
-                        )
+                        how = "gave no result" if ended else f"still running after {limit_s:g} s"
+                        yield _errors(folder, f"{counted(world, 'rank')} {how}")
                         return
                     time.sleep(_POLL_S)
                 yield gathered([torch.load(part, map_location="cpu", weights_only=True) for part in parts])

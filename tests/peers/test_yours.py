@@ -180,16 +180,16 @@ def test_vectors_of_an_experts_input_follow_its_rows() -> None:
     draws = torch.Generator().manual_seed(0)
     rows, gates, order = torch.randn(6, 3, generator=draws), torch.randn(6, generator=draws), torch.tensor([4, 1, 5, 0, 3, 2])
 
-    def of(rank: int, r: Tensor, g: Tensor) -> Recorded:
-        values = {Key("input", "e", "0"): r, Key("input", "e", "1"): g}
-        return Recorded(rank, 2, pieces={key: [Piece.of(value, "e", 99)] for key, value in values.items()})
+    def of(rank: int, x: Tensor, r: Tensor, g: Tensor) -> Recorded:
+        values = {Key("input", "m", "0"): x, Key("input", "e", "0"): r, Key("input", "e", "1"): g}
+        return Recorded(rank, 2, pieces={key: [Piece.of(value, "e", 99, hashed=key.name == "m")] for key, value in values.items()})
 
     for wrong in (False, True):
         here = gates[order] if not wrong else gates[order].flip(0)
-        ranks = [of(rank, rows[order].chunk(2)[rank], here.chunk(2)[rank]) for rank in range(2)]
-        comparison = Comparison(of(0, rows, gates), ranks, [of(0, rows, gates + 1e-8)])
+        ranks = [of(rank, SAMPLES.chunk(2)[rank], rows[order].chunk(2)[rank], here.chunk(2)[rank]) for rank in range(2)]
+        comparison = Comparison(of(0, SAMPLES, rows, gates), ranks, [of(0, SAMPLES, rows, gates + 1e-8)])
         comparison.run(lambda *_: (None, ""))
-        assert [d.passed for d, _ in comparison.found if d.kind == "input"] == [True, not wrong]
+        assert [d.passed for d, _ in comparison.found if d.kind == "input"] == [True, True, not wrong]
 
 
 def test_the_scale_of_a_ranks_gradients_is_that_of_a_shard_that_says_its_place() -> None:

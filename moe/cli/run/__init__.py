@@ -29,7 +29,7 @@ def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **m
 
 
 def check_least(flags: Any, **least: float) -> None:
-    """Raise BadInput for the first flag whose number is below its minimum in `least`. Flags that were not given are skipped."""
+    """Raise BadInput for the first flag with a number below its minimum in `least`. Flags that were not given are skipped."""
     for name, low in least.items():
         if (value := getattr(flags, name)) is not None and value < low:
             raise BadInput(f"--{name}", got=value, needed=f"at least {low}", fix=f"--{name} {low}")
@@ -47,9 +47,9 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
     """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: as in
     `refuse`."""
     for field in dataclasses.fields(flags):
-        if field.name not in allowed and getattr(flags, field.name) != field.default:
-            shown = field.name.upper() if is_word(field) else f"--{field.name}"
-            raise BadInput(shown, got=f"{shown} {got}", needed=needed, fix=f"remove {shown}")
+        if field.name not in allowed and (value := getattr(flags, field.name)) != field.default:
+            shown, given = (field.name.upper(), value) if is_word(field) else (f"--{field.name}",) * 2
+            raise BadInput(shown, got=f"{given} {got}", needed=needed, fix=f"remove {given}")
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:

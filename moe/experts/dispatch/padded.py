@@ -103,7 +103,7 @@ def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
 
 
 def _one_token(x_TD: Tensor, routing: Routing, dropout: Dropout | None) -> tuple[Tensor, Routing, Dropout | None]:
-    """Add one token, whose choices are all dropped, to the input of a rank without tokens, because empty slots must copy some token."""
+    """Add one token, with all choices dropped, to the input of a rank without tokens, because empty slots must copy some token."""
     import torch.nn.functional as F
 
     def one(values: Tensor) -> Tensor:

@@ -424,7 +424,7 @@ class _Step:
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
     def _reduced_last(self, stage: _Stage) -> Elements:
-        """Return the parameters whose gradients FSDP reduces last in a stage's backward pass: of the embedding or of the first layer."""
+        """Return the parameters that FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
     def _at_work(self, stage: _Stage, once: bool, at_i: bool) -> list[_AtWork]:

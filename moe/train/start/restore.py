@@ -92,14 +92,15 @@ class Merged(Reader):
     def __init__(self, adapters: Reader, base: Reader) -> None:
         self.path, self.base, self.adapters = adapters.path, base, adapters
         recipe = adapters.state["recipe"]
-        self.scale = build_run(recipe).lora.scale
+        run = build_run(recipe)
+        self.scale, self.ahead = run.lora.scale, run.model.ahead
         self.state: dict[str, Any] = adapters.state | {"recipe": recipe | {"lora": Lora().model_dump(mode="json")}}
         self.entries = {}
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
         if kind == "weight":
-            ahead = self.state["recipe"]["model"]["ahead"]  # the base may have more blocks of multi-token prediction
-            return {name: shape for name, shape in self.base.names().items() if depth_ahead(name) <= ahead}
+            # the base may have more blocks of multi-token prediction
+            return {name: shape for name, shape in self.base.names().items() if depth_ahead(name) <= self.ahead}
         return self.adapters.names(kind) if kind == EXTRA else {}
 
     def region(self, name: str, kind: str, region: Box) -> Tensor:

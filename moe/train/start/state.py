@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.checks.begins import no_checkpoint
-from moe.model.names import global_name
+from moe.model.names import AHEAD, global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
 from moe.recipe import hash_table
@@ -214,8 +214,8 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
-    check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(_AHEAD,))
-    if {name for name in found.names() if name.startswith(_AHEAD)} - global_layouts(everywhere).keys():
+    check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
+    if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():
         log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
     load_extra(found, engine.module, log=log, staged=whole is not None)
@@ -227,7 +227,6 @@ def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
     return frozen or trained
 
 
-_AHEAD = "ahead."  # beginning of names of blocks of multi-token prediction, which only training uses
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}
 
 

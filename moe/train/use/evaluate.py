@@ -111,7 +111,8 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
     data = read_data(run, data_config, tokenizer=state["tokenizer"], log=partial(print, file=sys.stderr))
     if run.train.has_own_loss or data.has_pairs:
         answers = ", of chosen and rejected answers" if data.has_pairs else ""
-        print(f"this is cross-entropy{answers}, and not train.loss {run.train.loss}", file=sys.stderr)
+        other = f", and not train.loss {run.train.loss}" if run.train.has_own_loss else ""
+        print(f"this is cross-entropy{answers}{other}", file=sys.stderr)
     found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch
+from moe.verify.pair import VOCABULARY, Pair, adamw, batch, subsets, write_weights
 from moe.verify.yours.recorder import record
 
 PACKAGES = {"megatron.core": "megatron-core"}
@@ -63,13 +63,12 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     """Yield a pair for each model, each subset of the axes in `degrees`, with and without sequence parallelism, and each dispatcher."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
-        for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
-            if "ep" in names and model not in ROUTED or names == ("ep", "fsdp"):  # the latter is ep alone
+        for chosen in subsets(degrees):
+            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:  # the latter is ep alone
                 continue
-            chosen = {name: degrees[name] for name in names}
-            world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if names != ("ep",) else chosen["ep"]
+            world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if list(chosen) != ["ep"] else chosen["ep"]
             layout = " ".join(f"{'dp' if name == 'fsdp' else name}{degree}" for name, degree in chosen.items())
-            sequence = (False, True) if "tp" in names and model == "gpt" else ("tp" in names,)
+            sequence = (False, True) if "tp" in chosen and model == "gpt" else ("tp" in chosen,)
             for split, dispatcher in product(sequence, DISPATCHERS if model in ROUTED else ("",)):
                 title = " ".join(filter(None, (layout, "sequence" if split else "", dispatcher)))
                 many = partial(_many, model, heads, chosen, pin, split, dispatcher or DISPATCHERS[0])
@@ -84,8 +83,8 @@ def _on_a_cpu() -> None:
     stream = mock.MagicMock()
     for name, value in {"current_device": torch.device("cpu"), "Stream": stream, "current_stream": stream, "stream": nullcontext()}.items():
         setattr(torch.cuda, name, mock.Mock(return_value=value))
-    # the original makes lists of sizes of CUDA tensors alone
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.tolist() if as_numpy and torch.is_tensor(x) else x
+    # the original converts CUDA tensors alone
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.numpy() if as_numpy and torch.is_tensor(x) else x
     get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # of dropout, which is 0
 
 
@@ -126,11 +125,7 @@ def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
 
     torch.manual_seed(0)
     net = _model(model, heads, {}, False, DISPATCHERS[0])
-    with torch.no_grad():
-        for parameter in net.parameters():  # initial values of 0 or 1 would hide faults
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({name: parameter.detach() for name, parameter in net.named_parameters()}, folder / "weights.pt")
+    write_weights(net, folder)
     net.finish_grad_sync = lambda **_: None
     optimizer = adamw(net)
     for step in record(folder, net, optimizer, pin=folder if pin else None):

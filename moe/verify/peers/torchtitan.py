@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe.verify.pair import VOCABULARY, Pair, adamw, batch
+from moe.verify.pair import VOCABULARY, Pair, adamw, batch, subsets, write_weights
 from moe.verify.yours.recorder import record
 
 PACKAGES = {"torchtitan": "torchtitan", "spmd_types": "spmd_types==0.2.3"}
@@ -61,10 +60,9 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     fsdp, so ep has no pair of its own."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
-        for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
-            if names == ("ep",) or ("ep" in names and model not in ROUTED):
+        for chosen in subsets(degrees):
+            if list(chosen) == ["ep"] or ("ep" in chosen and model not in ROUTED):
                 continue
-            chosen = {name: degrees[name] for name in names}
             world = chosen.get("tp", 1) * chosen.get("fsdp", 1)
             layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
             for backend in BACKENDS:
@@ -101,12 +99,11 @@ def _built(model: str, heads: int, parallelism: Any) -> tuple[Any, Any]:
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     family, config, layers = _layers(model, heads)
+    head_init = family._output_linear_init(_WIDTH) if hasattr(family, "_output_linear_init") else family._LINEAR_INIT
     ends = {
         "tok_embeddings": Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=_WIDTH, param_init=family._EMBEDDING_INIT),
         "norm": replace(layers[0].ffn_norm),
-        "lm_head": Linear.Config(in_features=_WIDTH, out_features=VOCABULARY, param_init=family._output_linear_init(_WIDTH))
-        if hasattr(family, "_output_linear_init")
-        else Linear.Config(in_features=_WIDTH, out_features=VOCABULARY, param_init=family._LINEAR_INIT),
+        "lm_head": Linear.Config(in_features=_WIDTH, out_features=VOCABULARY, param_init=head_init),
     }
     for layer in layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -128,10 +125,7 @@ def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
     net.to_empty(device="cpu")
     with torch.no_grad():
         net.init_weights(buffer_device=None)
-        for parameter in net.parameters():  # initial values of 0 or 1 would hide faults
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({name: value.detach() for name, value in [*net.named_parameters(), *net.named_buffers()]}, folder / "weights.pt")
+    write_weights(net, folder)
     _train(folder, net, ParallelDims.from_config(parallelism, 1), batch(), pin)
 
 

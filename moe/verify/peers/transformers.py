@@ -11,14 +11,13 @@ import os
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe.verify.pair import VOCABULARY, Pair, batch, train
+from moe.verify.pair import VOCABULARY, Pair, batch, subsets, train
 
 PACKAGES = {"transformers": "moe-parallel[hf]"}
 MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
@@ -54,10 +53,9 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     alone = "ep_size" not in _keys()  # later releases spread experts over the ranks of tp or fsdp only
     heads = max(2, degrees.get("tp", 1))
     for model in models:
-        for names in (names for size in range(1, len(degrees) + 1) for names in combinations(degrees, size)):
-            if names == ("ep",) != tuple(degrees) and not alone:
+        for chosen in subsets(degrees):
+            if list(chosen) == ["ep"] != list(degrees) and not alone:
                 continue
-            chosen = {name: degrees[name] for name in names}
             shared = chosen.get("tp", chosen.get("ep", 1) if alone else 1) * chosen.get("fsdp", 1)
             layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
             for products in (None, *(_PRODUCTS if "ep" in chosen and len(chosen) == 2 - alone else ())):

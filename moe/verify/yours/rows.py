@@ -32,11 +32,9 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
         weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
         for key in (k for k in of.order if k.name == module and k.kind in weights):
             whole = joined(of.one.pieces[key])
-            one, here = (
-                (None, None)
-                if whole is None or len(whole.shape) < 2
-                else (stacked([whole], [1.0]), stacked(of.pieces(key), [], whole, of.readers))
-            )
+            if whole is None or len(whole.shape) < 2:
+                continue
+            one, here = stacked([whole], [1.0]), stacked(of.pieces(key), [], whole, of.readers)
             if one is not None and here is not None and (not sides or [len(one), len(here)] == [len(side) for side in sides[0]]):
                 size = weights[key.kind] * (float(one.abs().max()) or 1.0)
                 sides.append((one / size, here / size))

@@ -173,7 +173,7 @@ def test_this_machine_is_measured_and_predicted_for(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["dense_tiny", "--calibrate"], "RECIPE: got RECIPE with --calibrate"),
+        (["dense_tiny", "--calibrate"], "RECIPE: got dense_tiny with --calibrate"),
         (["--calibrate", "--cluster", "a100-80-8"], "--cluster: got --cluster with --calibrate"),
         (["--calibrate", "--out", "machine.json"], "--out: got machine.json, needed a cluster file, *.yaml; fix: --out machine.yaml"),
         (["--calibrate", "--nproc", "0"], "--nproc: got 0"),

@@ -214,6 +214,7 @@ def test_documents_are_told_apart_by_the_tokenizers_own_id(separator: int | None
         check_separator(ours, separator)
     check_separator(ours, 7)
     check_separator(Ids(290), separator)
+    assert ours.bytes_per_id[7] == 1 and ours.token_bytes[7] == b"<|7|>"  # a separator counts as one byte in bits per byte
 
 
 def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

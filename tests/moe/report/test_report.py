@@ -334,8 +334,10 @@ def test_comparison_draws_mean_range_and_difference_of_equal_seeds(tmp_path: Pat
     out = compare(runs, str(tmp_path / "new" / "curves.png"), baseline="dense", title="Equal FLOPs")
     assert out.read_bytes().startswith(b"\x89PNG")
     with styled():
-        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, "dense", None)
+        fig = _figure({label: evaluations(label, lines) for label, lines in runs.items()}, "dense", None, unit=" (nats per token)")
     top, below = fig.axes
+    assert top.get_ylabel() == "validation loss (nats per token)"
+    assert History.of(runs["dense"][0]).in_nats and not History.of([{"kind": "eval", "step": 1, "validation_loss": 0.7}]).in_nats
     np.testing.assert_allclose(np.asarray(top.lines[0].get_ydata()), evaluations("x", seeds(0.2))[1][0])  # the mean over seeds
     band = np.asarray(top.collections[0].get_paths()[0].vertices)
     last = evaluations("x", seeds(0.0, 0.4))[1][:, -1]

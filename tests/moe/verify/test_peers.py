@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]], str, str
     "torch": ("ddp", _unreduced, "blocks.2.up.weight: gradient", "not reduced"),
     "deepspeed": ("moe", _doubled, "layers.1.moe", "x"),
     "transformers": ("olmoe tp2", _not_summed, "model.layers.1.", "not summed"),
-    "torchtitan": ("llama3 fsdp2 full_dtensor", _averaged, "lm_head.weight: gradient", "x"),
+    "torchtitan": ("llama3 fsdp2 full_dtensor", _averaged, "lm_head.weight: gradient", "1/2: averaged"),
     "megatron_core": ("gpt tp2 sequence", _parts_of_norms, "decoder.final_layernorm.weight: gradient", "not"),
 }
 
