@@ -1,6 +1,6 @@
 """Loads YAML text from any source safely: plain values only, and limits on their number and depth.
 
-    text -> events, counted -> values          a: &x [1, 1], b: [*x, *x]     counts as 8 values: aliases count as if written out
+    text -> events, counted -> values      {a: &x [1, 1], b: [*x, *x]}     counts as 13 values, with keys, lists and written-out aliases
 
 A few aliases can mean more values than fit into memory, and deeply nested brackets overflow the parser's stack. Both are found in the
 parser's events, before any value is made. Repeated keys are refused too (PyYAML would keep the last).

@@ -1,1 +1,1 @@
-"""GSPMD: graphs of operators annotated with shardings, their SPMD programs, and execution of these with DTensor."""
+"""GSPMD: graphs of operators annotated with shardings, their SPMD programs, and the execution of these programs with DTensor."""

@@ -11,8 +11,7 @@
     all_reduce       adds partial sums                                2 (n - 1) / n S
 
 Of several axes that shard a dim, only the last (minor) one can be added or removed, because the shards of the other axes are not
-contiguous. Sources: GSPMD
-(arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
+contiguous. Sources: GSPMD (arXiv 2105.04663), sections 3.5 and 4.5; bytes are counted for ring collectives (Thakur et al. 2005).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from parallel.mesh.gradients import Bucket, StartedSum, buckets_of, data_axis, s
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 
-_MOST_STARTED = 8  # largest number of unfinished sums: at most 256 MiB of copied gradients; a gradient larger than a bucket is not copied
+# largest number of unfinished sums: at most 256 MiB of copied gradients (an fp32 gradient larger than a bucket is summed without a copy)
+_MOST_STARTED = 8
 
 
 class Buckets:

@@ -1,8 +1,8 @@
-"""DDP: ranks along dp and sp hold equal copies of the dense weights; gradients are summed over them during the backward pass.
+"""DDP: ranks along dp and sp hold equal copies of the dense weights, and sum the gradients during the backward pass.
 
 torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums. A communication hook replaces its average by a
-sum in fp32. It ignores parameters whose gradients are summed over another axis (experts: edp, the ranks with copies of an expert); these
-have buckets of their own (parallel/data/buckets.py).
+sum in fp32. DistributedDataParallel ignores parameters with gradients that are summed over another axis (experts: edp, the ranks with
+copies of an expert); the engine sums these gradients in its own buckets (parallel/data/buckets.py).
 """
 
 import math
@@ -29,7 +29,7 @@ from parallel.watch.audit import Held
 class DDP(Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
     `working`: parameter name -> the dtype in which the model reads it, if weights are cast once a step instead of at each use. The model
-    then holds these copies, and `parameters` has the master weights; all gradients are in the engine's own buckets.
+    then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
     DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 

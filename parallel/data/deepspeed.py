@@ -127,8 +127,9 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 
 def _use_compiled(folder: Path) -> None:
-    """Load the compiled extensions of a folder into DeepSpeed. Otherwise it would check each time whether to compile them, which needs a
-    compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and DeepSpeed."""
+    """Load the compiled extensions of a folder into DeepSpeed. Without this, DeepSpeed would check at each start whether to compile them,
+    which needs a compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and
+    DeepSpeed."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -146,7 +147,7 @@ def _use_compiled(folder: Path) -> None:
 def start_deepspeed(device: torch.device) -> Any:
     """Return DeepSpeed with its communication initialised, for a model on `device`."""
     deepspeed = load_deepspeed()
-    if not dist.is_initialized():  # a single process: DeepSpeed needs a group anyway, on a GPU also for tensors that it offloads
+    if not dist.is_initialized():  # DeepSpeed needs a group even for a single process; on a GPU also gloo, for offloaded tensors
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)

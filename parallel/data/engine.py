@@ -1,6 +1,6 @@
 """The interface between the trainer and every kind of data parallelism (an engine).
 
-    loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
+    loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over ranks with copies
     owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
 
 Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert gets tokens of its whole ep group. Its
@@ -37,7 +37,8 @@ class Rule(ABC):
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean, or None."""
+        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean; None: the
+        state has the parameter's shape."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
@@ -70,9 +71,9 @@ class AdamW(Rule):
 class Engine(Protocol):
     """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
 
-    Without pipeline stages, the trainer calls `backward` for each micro-batch. With them, it calls `backward_from` for each stage and
-    micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a stage's
-    last micro-batch, and calls `reduce` after the batch."""
+    Without pipeline stages, the trainer calls `backward` for each micro-batch. With pipeline stages, it calls `backward_from` for each
+    stage and micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a
+    stage's last micro-batch, and calls `reduce` after the batch."""
 
     module: nn.Module
     layouts: Layouts
@@ -96,14 +97,15 @@ class Engine(Protocol):
         """Start the sums of these parameters' complete gradients now instead of in `reduce`. Does nothing in some engines. Collective."""
 
     def reduce(self) -> None:
-        """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
+        """Sum each parameter's accumulated gradient over the ranks that hold copies of it. Call this once a batch, after the last backward
+        pass."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter family, summed gradient) for the gradients that this rank owns, to compute norms. Exactly one rank owns each
         element."""
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's weights and optimizer states, except those on a disk. Ranks with equal copies yield them in the same order."""
+        """Yield this rank's weights and optimizer states that are not on a disk. Ranks with equal copies yield them in the same order."""
 
     def summed_gradients(self) -> Iterator[Held]:
         """Yield this rank's summed gradients, which exist until `step`. Ranks with equal copies yield them in the same order."""
@@ -132,7 +134,7 @@ class Engine(Protocol):
 
 class OfStages(ABC):
     """Base class of engines, with the methods for pipeline stages: no sum of gradients starts before `reduce`. Engines that start sums
-    earlier override them."""
+    earlier override these methods."""
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)

@@ -200,7 +200,7 @@ class FSDP(Stepped):
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
-        # the optimizer's parameters: those that are not sharded, and this rank's shards as ordinary tensors that share the DTensors' memory
+        # the optimizer's parameters: unsharded parameters, and this rank's shards as ordinary tensors that share the DTensors' memory
         self.parameters = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
@@ -213,7 +213,7 @@ class FSDP(Stepped):
 
     def _whole(self, name: str) -> Whole | None:
         """Return how to gather a parameter's matrices: first from FSDP's shards, then from the layout's tensor- and expert-parallel shards.
-        None if it is not sharded."""
+        None if this rank has whole matrices, and no other rank has copies of them."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
@@ -256,8 +256,7 @@ class FSDP(Stepped):
                 yield layout.family, grad
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return the tensor with the axes along which ranks hold copies of it. Axes over which FSDP shards the parameter are not among
-        them."""
+        """Return the tensor with the axes along which ranks hold copies of it. Axes over which FSDP shards the parameter are left out."""
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 

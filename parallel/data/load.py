@@ -36,8 +36,8 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with consecutive elements, in row-major order, of another tensor with this shape. first: flat index there of the
-    first of these elements. load(box) reads a box of the other tensor."""
+    """Fill a flat tensor with consecutive elements, in row-major order, of another tensor with this shape. load(box) reads a box of the
+    other tensor. first: flat index, in the other tensor, of the first element that is read."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)

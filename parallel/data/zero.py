@@ -8,9 +8,9 @@ A parameter is sharded over the ranks that sum its gradient (Layout.summed_over)
 This project handles precision, loss scale, gradient norm, clipping, and checkpoints, which store tensors under global names. Source: ZeRO
 (arXiv 1910.02054).
 
-16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then, of the flat groups that the model
-reads, those in 16 bits are replaced by copies in this dtype. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses,
-micro-batches and ranks.
+16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then each flat group of weights that the
+model reads in 16 bits is replaced by a copy in that dtype. Gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches
+and ranks.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. dtype: the one in which the model reads them. owned: whether this rank's shards count in
-    the gradient norm."""
+    """Parameters that DeepSpeed flattens together. dtype: dtype in which the model reads these parameters. owned: whether this rank's
+    shards count in the gradient norm."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
@@ -259,8 +259,8 @@ def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
-    `marked`: whether parameters that are not summed over DeepSpeed's data-parallel group get its marks: `allreduce` False, and the axis's
-    name as the group's. Shapes are read from layouts, because a sharded parameter has lost its shape."""
+    `marked`: whether parameters with gradients that are not summed over DeepSpeed's data-parallel group get DeepSpeed's marks: `allreduce`
+    False, and as `group_name` the axis's name. Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

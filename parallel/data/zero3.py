@@ -130,7 +130,7 @@ class Zero3(DeepSpeed):
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}
 
     def _no_backward_pass(self, *_: Any) -> None:
-        """Free weights that were prefetched for a backward pass if gradients are off, because then no backward pass follows."""
+        """If gradients are off, free the weights that DeepSpeed has prefetched for a backward pass, because no backward pass follows."""
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 
@@ -180,8 +180,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions of master weights with their optimizer states, and of the weights that the model reads, except those
-        on a disk. No other rank has copies."""
+        """Yield this rank's partitions that are not on a disk: first of master weights, with the optimizer states, then of the weights that
+        the model reads. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

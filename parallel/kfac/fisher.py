@@ -30,9 +30,8 @@ class BubbleFiller(Watcher):
     actions (passes) of the last of these steps are timed too.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
-    slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action.
-    Index
-        -1: before the first action. None: not planned yet.
+    slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;
+        index -1: before the first action. None: not planned yet.
     placed_share: planned units' time as a fraction of all units' time.
     waits: (idle time of this rank without K-FAC, idle time with the plan), as fractions of a step.
     """

@@ -36,9 +36,9 @@ from parallel.mesh.layout import Layout
 class Settings:
     """Settings of K-FAC.
 
-    damping: number added to all eigenvalues of the Kronecker product G (x) A, relative to their mean. ema: weight of the old factor in the
-    running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the start of a refresh until
-    its inverses are used."""
+    damping: its square root is added to the eigenvalues of A and of G, relative to each factor's mean eigenvalue (factors.py). ema: weight
+    of the old factor in the running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the
+    start of a refresh until its inverses are used."""
 
     damping: float
     ema: float
@@ -107,8 +107,8 @@ class Kfac:
     `discard_step` if there is no update.
 
     linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
-    copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: units run as soon as
-    they are ready; False: they wait for `run`, `do_next` or the end of the step.
+    copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: curvature units run as
+    soon as they are ready. False: they wait for `run` or `do_next`, as inversions always do, at most until they are due (`finish`).
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]
@@ -185,7 +185,8 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Make units wait, from now on, for `run`, `do_next` or the end of the step. timed: measure each unit until `times` is called."""
+        """Set `at_once` to False: units wait for `run` or `do_next`, at most until they are due. timed: measure each unit until `times` is
+        called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -208,7 +209,7 @@ class Kfac:
         return False
 
     def run(self, unit: KfacUnit) -> None:
-        """Take this unit from the queue and run it."""
+        """Take this unit, which must be ready, out of `waiting`, and compute it."""
         self._queue.remove(unit)
         if self._seconds is None:
             self.do(unit)
@@ -220,7 +221,8 @@ class Kfac:
 
     @torch.no_grad()
     def do(self, unit: KfacUnit) -> None:
-        """Compute a unit: add a micro-batch's products to the factor's sums, or invert the running factor. Leaves the queue unchanged."""
+        """Compute a unit, which `run` has taken out of `waiting`: add a micro-batch's products to the factor's sums, or invert the running
+        factor."""
         factor = self.factors[unit.factor, unit.name]
         if unit.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)

@@ -294,7 +294,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis must divide the dim."""
+    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The size of dim must be a multiple of the ranks."""
     return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
 
 

@@ -61,7 +61,7 @@ class Agreement:
 
     def check(self, ranks: tuple[int, ...], call: Call) -> None:
         """Return when all of these ranks are about to run this collective. Raise Disagreement if a rank is about to run a different one, or
-        has not come to one within `timeout_s`."""
+        reaches no collective of these ranks within `timeout_s`."""
         self._numbers[ranks] += 1
         mine = replace(call, number=self._numbers[ranks])
         key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"

@@ -63,8 +63,8 @@ class StartedSum:
 
 
 def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
-    """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. A single fp32 gradient is summed in place.
-    `first`: name of the first gradient, for error messages."""
+    """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. A single contiguous gradient in fp32 or wider is
+    summed in place. `first`: name of the first gradient, for error messages."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     if len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == wide:
         flat = grads[0].view(-1)

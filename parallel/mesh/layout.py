@@ -111,7 +111,8 @@ class Layout:
         return tuple(shard.stop - shard.start for shard in self.region(mesh))
 
     def region(self, mesh: Mesh) -> Box:
-        """Return this rank's shard as a slice of each dim of the whole tensor. Raise BadInput if the axes do not divide a dim."""
+        """Return this rank's shard as a slice of each dim of the whole tensor. Raise BadInput if the axes do not divide a dim and the dim
+        is not in `uneven`."""
         shard = [slice(0, size) for size in self.shape]
         for dim in self.split:
             place, ways, axes = 0, 1, self.cut_by(dim)

@@ -198,7 +198,7 @@ class Axis:
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`, `receive[i]`:
         rows to and from the axis's i-th rank; None if all ranks pass tensors of the same shape. The name "send" is a message between two
-        ranks, which is counted but not compared."""
+        ranks, which is counted, but neither compared nor recorded here."""
         agreement, record = (None, None) if name == "send" else (self.communicator.agreement, self.communicator.record)
         if agreement is not None:
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -3,8 +3,8 @@
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
 
-A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last of
-them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Each rank also adds a number, its token, to the
+A collective is announced (recorded) before it starts. For each group of ranks, a Lane has the number of announced collectives, the last 512
+of them, and a hash chain of all. Ranks that ran the same collectives have equal chains. Each rank also adds a number, its token, to the
 all-reduce of the gradient norm. The total shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or
 splits differ). This token is a hash and has nothing to do with the model's tokens:
 
@@ -47,8 +47,8 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all. splits: hash of all numbers of rows sent and received. last: the last
-    512, newest last."""
+    number: count of announced collectives. chain: hash chain of all of them. splits: hash of all numbers of rows sent and received. last:
+    the last 512 collectives, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

@@ -3,7 +3,7 @@
     predicted   Load, the rows that one rank has for the ranks of an axis   ->   Traffic, the Messages of one layer's exchange
     counted     every axis of a mesh reports each call to the mesh's Communicator   ->   counts(), a Count for each axis and collective
 
-The planner times Messages. Tests and `moe bench exchange` compare them with the counts. Each mesh has its own Communicator, so two
+The planner times Messages. Tests and `moe bench exchange` compare Messages with the counts. Each mesh has its own Communicator, so two
 meshes of one process count separately.
 """
 
@@ -30,7 +30,7 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks.
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
-    ones. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
+    rows. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
     row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
     reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if the bins are placed
     on targets in consecutive blocks of equal size; None: each row is sent to a random target."""

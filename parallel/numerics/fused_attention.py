@@ -7,7 +7,7 @@
 
 Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged.
 For flash attention's cases this is also the choice of scaled_dot_product_attention. For others, torch would try its memory-efficient
-kernel. This file does not use it, because it pads log-sum-exps, and needs outputs in another memory order.
+kernel. This file does not use that kernel, because it pads log-sum-exps, and needs outputs in another memory order.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device has matrix instructions for a 16-bit dtype. Without them, a CPU is far slower than in fp32."""
+    """Return whether the device has matrix instructions for a 16-bit dtype. A CPU without them computes far more slowly than in fp32."""
     if device.type == "cuda":
         return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return any(DTYPES[MATRIX_INSTRUCTIONS[flag]] == dtype for flag in matrix_instructions())

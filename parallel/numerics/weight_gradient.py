@@ -77,7 +77,8 @@ def defer_gradients() -> Iterator[PendingGradients]:
 
 
 def pending_for(*weights: Tensor) -> PendingGradients | None:
-    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is no parameter or view of one."""
+    """Return the PendingGradients of the surrounding `defer_gradients`; None outside one, or if a weight is frozen, or is neither a
+    parameter nor a view of one."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 
@@ -128,7 +129,7 @@ class _Compute(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return x W^T in `dtype` (None: x's); W is [out, in]. x and W are cast to it in each pass, so that no cast copy is saved."""
+    """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved."""
     y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
     return y
 

@@ -36,7 +36,7 @@ class Muon(Rule):
     """The Rule of Muon.
 
     matrix: (name, number of dims) -> orientation of the parameter's matrices; None: the parameter takes AdamW's step. lr_factor: learning
-    rate of matrices / that of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
+    rate of matrices / learning rate of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     scale: Scale

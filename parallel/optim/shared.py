@@ -119,7 +119,8 @@ def _results(stacks: list[Stack], wait: Wait) -> Iterator[tuple[int, Tensor]]:
 
 
 def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
-    """Yield the stacks of each round. Each round but the last has at least as many matrices as ranks, and _ROUND_ELEMENTS if it can."""
+    """Yield the stacks of each round. Each round but the last has at least as many matrices as ranks, and at least _ROUND_ELEMENTS
+    elements. On a single rank, each stack is a round."""
     some: list[Stack] = []
     matrices = elements = 0
     for stack in stacks:

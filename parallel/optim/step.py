@@ -28,10 +28,10 @@ class PerWeight(torch.optim.Optimizer):
 
 
 class AdamWExcept(torch.optim.AdamW):
-    """torch's AdamW, except for weights that `update_itself` updates."""
+    """torch's AdamW, for the weights that `update_itself` leaves to it."""
 
     def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
-        """Update the weight and return True; or return False, so that AdamW updates it."""
+        """Return True if the subclass updates this weight, in this method or in its `step`; False: AdamW updates it."""
         raise NotImplementedError
 
     @torch.no_grad()

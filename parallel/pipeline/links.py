@@ -121,8 +121,8 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Wait for sends that must have ended, and free their tensors: those that the sender of `message` received before it sent
-        `message`."""
+        """Wait for the sends that the sender of `message` received from this rank before it sent `message`, and free their tensors. These
+        sends have ended, so the wait is short."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

@@ -161,7 +161,7 @@ class Schedule:
         return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
 
     def receives(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that must arrive before this action starts. The first action of a pair waits for those of both."""
+        """Return the messages that must arrive before this action starts. The first action of a pair waits for the messages of both."""
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
         block = (node, Node(node.rank, node.at + 1)) if node in self.pairs else (node,)

@@ -4,7 +4,7 @@
     rank 2   recv F of micro-batch 0 from 0   all_reduce of (2, 3)   ...    a pair: each send has its receive, in the same order
 
 NCCL has no tags: a rank's call is matched with the other ranks' next call on the same group, and the run hangs or gets wrong numbers if
-these differ. The numbers of rows in an all-to-all are not compared, because ranks exchange these numbers first.
+the calls differ. The numbers of rows in an all-to-all are not compared, because ranks exchange these numbers first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel.rehearse.work import where
 class Call(NamedTuple):
     """A call of a collective, or of a message to or from the rank `peer`.
 
-    `group`: the group's name and its ranks. `said`: operator, shapes and dtypes, which must be equal on all ranks of the group.
+    `group`: the group's name and its ranks. `said`: operator, numbers of elements and dtypes; it must be equal on all ranks of the group.
     `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: it starts alone.
     """
 

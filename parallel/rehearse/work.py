@@ -1,10 +1,10 @@
 """Counts the work that a rehearsed step gives a GPU: kernels launched, bytes that they move, and waits of the host.
 
     host synchronisation    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
-                            and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same ones
+                            and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same synchronisations
     kernel                  an operator that computes, or a Triton kernel; views and allocations do not count. Several kernels that torch
                             launches for one operator (a sort) count as one
-    moved bytes             all inputs and results of a kernel, except of matrix products and attention
+    moved bytes             all inputs and results of each kernel; kernels of matrix products and attention are left out
 
 Each count is recorded for the module that runs (`watch`) and its pass, forward or backward.
 """
@@ -147,7 +147,7 @@ def _on_gpu(tensor: Any) -> bool:
 
 
 def launches(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for the method `run` of Triton's kernels, which launches nothing for fake tensors, but counts."""
+    """Return a replacement for the method `run` of Triton's kernels. For fake tensors, it counts the kernel instead of launching it."""
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]

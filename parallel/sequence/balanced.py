@@ -6,7 +6,8 @@
     step 2      -         -         q2k0      q3k1
 
 At step t, rank r computes with the keys of rank r - t. If r < t, there is no such rank, and r helps the rank t places before it on the
-ring: it computes that rank's queries with its own keys. Each causal block is computed once, in p / 2 + 1 steps. Positions are contiguous.
+ring: it computes that rank's queries with its own keys. Each causal block is computed once, in p // 2 + 1 steps of p ranks. Positions are
+contiguous.
 Messages of the next step are sent while a step computes. Results are sent back during the step after it.
 Costs: docs/parallel/sequence_lightseq.md. Source: Li et al., arXiv 2310.03294, whose code needs an even p; this form does not.
 """
@@ -109,7 +110,7 @@ class Balanced(Method):
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
         """Start to send `results` to the rank `step` places behind, and to receive the results that the rank ahead computed for this rank.
-        `of_keys`, `of_queries`: tensors like those received, if this rank had sent its keys, or its queries."""
+        `of_keys`, `of_queries`: tensors with the shapes of these results if this rank sent its keys, or if it sent its queries."""
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
 

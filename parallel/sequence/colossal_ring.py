@@ -5,7 +5,7 @@
     ring AV    values go around the ring; each rank sums probabilities times values
 
     backward   values go around again for the probabilities' gradient, and keys for the queries' gradient. Every rank has partial sums of
-               the gradients of all keys and values; a reduce-scatter sums them on their owners
+               the gradients of all keys and values; a reduce-scatter gives each rank the sums for its keys and values
 
 ColossalAI's code divides gradients by N (issue #3044). This file does not, because a sequence's loss is no mean over ranks.
 Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13120, section 3.2.

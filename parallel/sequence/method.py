@@ -24,7 +24,8 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 @dataclass(frozen=True)
 class Known:
     """Inputs of attention other than queries, keys and values.
-    document_BS: the number of each token's document, for whole sequences, int64; None: one document a sequence. window: see Method.
+    document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document a sequence.
+    window: see Method.
     sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
     order: Order
@@ -40,10 +41,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Attention over the ranks of `axis`, which hold the positions of `order`. Without a causal order, position bias, documents and window,
-    keys may be of other sequences than the queries (cross attention).
-    `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
-    computed."""
+    """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias,
+    documents or window, the keys may be of other sequences than the queries (cross attention).
+    `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks outside the window are
+    sent but not computed."""
 
     axis: Axis
     order: Order

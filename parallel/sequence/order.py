@@ -42,9 +42,9 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """Division of sequences of `length` tokens over a ring of `size` places. inner: number of ranks at each place of the ring, which have
-    one chunk each of the place's positions. kind: one of ORDERS. causal: a token sees no later tokens. Raises BadInput if `length` cannot
-    be divided."""
+    """Division of sequences of `length` tokens over a ring of `size` places. inner: number of ranks at each place of the ring (Ulysses);
+    each of them holds one chunk of the place's positions. kind: one of ORDERS. causal: a token sees no later tokens. Raises BadInput if
+    `length` cannot be divided."""
 
     kind: str
     size: int

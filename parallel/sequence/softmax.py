@@ -38,8 +38,9 @@ QUERIES = 512  # queries computed at a time without a fused kernel
 class Tokens:
     """Tokens of one rank. runs: their positions in the sequence, as ranges.
 
-    document_BS: the number of each token's document, for whole sequences, int64; None: one document. window: number of positions that a
-    query sees, itself included; None: all earlier ones. Tensors are made at their first use: blocks without bias and documents need none.
+    document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document. window: number
+    of positions that a query sees, its position included; None: all earlier positions. place_L and document_BL are computed at their first
+    use: blocks without bias and documents do not need them.
     """
 
     runs: tuple[range, ...]

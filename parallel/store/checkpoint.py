@@ -143,7 +143,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
     """Write a rank's files, then its record. Raise BadInput for values that are not finite, and OSError or SafetensorError if a file cannot
-    be written. Both are raised after the last item of `held`: its items may be gathered from all ranks, and the others would wait."""
+    be written. Errors are raised after the last item of `held`, because its items may be gathered from all ranks, and without this rank the
+    other ranks would wait."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     problem: Exception | None = None
@@ -204,8 +205,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
-    """Remove the oldest checkpoints, so that `keep` are left: the one of `step`, which is intact, and earlier ones. A resumed run calls
-    this too, because the previous process may have died after it committed a checkpoint and before it removed old ones."""
+    """Remove the oldest checkpoints, so that `keep` remain: the checkpoint of `step`, which is intact, and the newest earlier ones. A
+    resumed run calls this too, because the previous process may have died between committing a checkpoint and removing old ones."""
     # Only lower steps count: a higher one was skipped as damaged, and must not displace the one just written.
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:
@@ -317,7 +318,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Return the step of the newest checkpoint that verifies, and log those skipped; _NONE if there is no checkpoint."""
+    """Return the step of the newest checkpoint that verifies; _NONE if there is no checkpoint. Log each newer one that is skipped."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:

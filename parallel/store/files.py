@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel.errors import BadInput, harmless
 
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
-_MOST_STEPS = 2**53  # largest step that float64, in which ranks exchange steps, holds exactly
+_MOST_STEPS = 2**53  # all steps are below this number, because ranks exchange steps as float64, which holds them exactly
 MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read; real ones have a few megabytes at most
 
 
@@ -125,7 +125,7 @@ def of_contents(error: OSError) -> bool:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint's folder name: 80 for step-80; None for others (step-0080, non-ASCII digits, more than 2^53)."""
+    """Return the step in a checkpoint's folder name: 80 for step-80; None for others (step-0080, non-ASCII digits, 2^53 or more)."""
     digits = name.removeprefix("step-")
     number = int(digits) if digits.isascii() and digits.isdecimal() else _MOST_STEPS
     return number if name == f"step-{number}" and number < _MOST_STEPS else None

@@ -41,7 +41,7 @@ class Saver:
         self._told: int | None = None
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write a checkpoint in this thread, without a copy in memory. Collective. Arguments and errors: see checkpoint.save."""
+        """Write a checkpoint in the calling thread, without a copy in memory. Collective. Arguments and errors: see checkpoint.save."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self.known = step
@@ -137,13 +137,14 @@ class _Writer(threading.Thread):
             raise self.problem
 
     def committed(self) -> None:
-        """Wait for this thread's end, on rank 0 with the commit; raise the thread's error if it failed."""
+        """Wait until this writer has ended, on rank 0 after the commit; raise its error if it failed."""
         self.join()
         if self.problem is not None:
             raise self.problem
 
     def abandon(self) -> None:
-        """Stop waiting for the other ranks' parts, because one of them failed, and wait for this thread's end."""
+        """Make this writer give up, because a rank failed: on rank 0 it no longer waits for the other ranks' parts. Wait until it has
+        ended."""
         self.given_up.set()
         self.join()
 

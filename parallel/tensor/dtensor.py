@@ -52,7 +52,8 @@ class DTensorColumn(Style):
 
 @dataclass(frozen=True)
 class DTensorRow(Style):
-    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of its module and `leave` of its layer."""
+    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills the slots (style.py) `product` of the weight's module and
+    `leave` of its layer."""
 
     sliced: bool = False
 
@@ -75,7 +76,7 @@ class Ranks:
         self._meshes: dict[str, DeviceMesh] = {}  # device type -> mesh
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """Return the DTensor of the ranks' local tensors, as shards or copies. torch chooses the placement of its gradient."""
+        """Return the DTensor made of each rank's `local`: shards or copies, as `placement` says. torch chooses the gradient's placement."""
         from torch.distributed.tensor import DTensor  # not at the top: the import takes a second
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)

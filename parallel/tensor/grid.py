@@ -36,7 +36,7 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
     """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it. A slot is
     a replaceable function of a module (style.py).
 
-    `made(label)` returns the function that multiplies. `label`: the path, which error messages show."""
+    `made(label)` returns the function that multiplies. `label`: path of the module or layer, which error messages show."""
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
     model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]
@@ -78,8 +78,8 @@ class Channels(Style):
 
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
-    """A norm whose channels are split over `axis`: between layers, or over the heads of queries or keys. Fills the norm's slot `normed`,
-    and sets `first_channel` of its block or model, if it has one."""
+    """A norm over channels that are split over `axis`: the model's channels between layers, or the channels of all heads of queries or
+    keys. Fills the norm's slot `normed`. Sets `first_channel` of the block or model that holds the norm, if it has this attribute."""
 
     axis: str = "tp_col"
 

@@ -34,9 +34,10 @@ from parallel.tensor.style import Shape, Style
 class Column(Style):
     """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
-    Fills the slot `products` of the layer (a replaceable function, style.py). For a sum of tiles it fills `enter` instead, so that the
-    gradient of x is summed over ranks only once, after all tiles. sliced: with sequence parallelism between layers (sliced.py).
-    chunks: number of chunks with overlapping sums (overlapped.py).
+    Fills the slot `products` of the layer (a replaceable function, style.py). A layer without this slot, such as a sum of tiles
+    (parallel/data/tiling.py), gets `enter` instead: the gradient of x is then summed over ranks only once, after all tiles.
+    sliced: with sequence parallelism between layers (sliced.py). chunks: largest number of chunks into which products are cut, so that the
+    collective of one chunk overlaps with the products of the next (overlapped.py).
     """
 
     axis: str = "tp"
@@ -59,7 +60,7 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer; with `chunks` above 1
+    """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer. With `chunks` above 1, it fills
     `product` of the module instead, so that sums start before the product ends (parallel/tensor/overlapped.py)."""
 
     sliced: bool = False
@@ -85,7 +86,7 @@ class Row(Style):
 
 
 def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
-    weights = [module.weight for module in modules]  # read inside their layer, because engines gather weights by layer
+    weights = [module.weight for module in modules]  # read in the layer's forward pass, because engines gather weights layer by layer
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 

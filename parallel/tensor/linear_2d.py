@@ -57,9 +57,10 @@ def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
 
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
-    """Return x W^T [..., O] for each W, in x's dtype, given blocks x [..., I] and W [O, I] of any dtype. `row`, `column`: of this rank.
+    """Return x W^T [..., O] for each W, in x's dtype, given this rank's blocks x [..., I] and W [O, I] of any dtype.
 
-    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass."""
+    `row`, `column`: the ranks in this rank's row and column of the grid. Partial products are summed in fp32 or wider. Blocks of other
+    ranks are not saved for the backward pass."""
     found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
     return found
 

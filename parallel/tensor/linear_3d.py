@@ -80,7 +80,8 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        return apart(y, [len(weight) for weight in weights_OI])  # for several W, `deep` is the inputs, so this rank has outputs of each W
+        # several W are only in a first product, where W is gathered along its inputs, so the outputs stay in the order of the weights
+        return apart(y, [len(weight) for weight in weights_OI])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

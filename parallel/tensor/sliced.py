@@ -22,7 +22,8 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. Fills the slot (style.py) `columns` of its block, if any."""
+    """A norm between layers, which sees different tokens on each rank. If the norm is in a block, fills the block's slot (style.py)
+    `columns`."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

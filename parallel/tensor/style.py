@@ -50,9 +50,10 @@ class Copied(Style):
 
 @dataclass(frozen=True)
 class Stacked(Style):
-    """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
-    hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: parameter -> the names in checkpoints of the tensors
-    in the stack, with `{}` for the index. `fill` calls the module's method hold(indices of this rank's networks, hidden=its units)."""
+    """A stack of networks (experts), split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
+    hidden_dim: last word of a parameter's path -> its dim of hidden units. name_of: a stacked parameter's path -> the name of one
+    network's tensor in checkpoints, with `{}` for the network's index. `fill` calls the module's method hold(indices of this rank's
+    networks, hidden=slice of this rank's hidden units)."""
 
     axis: str
     hidden: str
@@ -82,7 +83,8 @@ class Stacked(Style):
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows (pattern, style). The first row whose pattern matches a parameter counts; if none matches, it is Copied. str(plan): a table."""
+    """Rows (pattern, style). The first row with a pattern that matches a parameter gives its style; if none matches, the style is Copied().
+    str(plan) is a table of the rows."""
 
     rows: tuple[tuple[str, Style], ...] = ()
 

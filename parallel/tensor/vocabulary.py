@@ -5,8 +5,8 @@
     x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
     on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). If the ranks do not divide V, shards differ by one row; nothing
-is padded. On grids, a rank looks up the tokens of all ranks that hold the same channels. Tokens in other ranks' rows give zeros. A
+m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). If V is not a multiple of the ranks, shards differ by one row;
+nothing is padded. On grids, a rank looks up the tokens of all ranks that hold the same channels. Tokens in other ranks' rows give zeros. A
 reduce-scatter sums the results and sends them to the ranks that hold the tokens. In 2D, rank (row, column) then sends its result to rank
 (column, row). In 3D, the table's channels are first gathered over depth.
 Costs: docs/parallel/tensor_1d.md, tensor_grids.md. Sources: Megatron-LM (arXiv 1909.08053), Optimus (2104.05343), 3D (2105.14450).
@@ -113,7 +113,7 @@ class VocabularyCube(_Vocabulary):
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
     Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back`, used in 3D, sends logits of the whole vocabulary to the
-    ranks that hold the sequences of the logits."""
+    ranks that hold these sequences between layers."""
 
     axis: Axis
     size: int
@@ -134,8 +134,8 @@ class OtherRows:
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
-    """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: the same for this rank's
-    rows, 0 as logit of a target in another rank's rows."""
+    """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: the same two numbers for
+    this rank's rows alone; the logit of a target in another rank's rows is 0."""
     found: Tensor = _Merged.apply(scores_2N, axis)
     return found
 

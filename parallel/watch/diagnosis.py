@@ -37,7 +37,7 @@ def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, sha
     """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show what it waits for.
 
     answers: rank -> its report. silent: rank without a report -> text about its last sign of life. limit_s: the watchdog's time limit.
-    share: a rank counts as waiting after this fraction of `limit_s`. 0: it counts at once, unless it computes.
+    share: a rank counts as waiting after this fraction of `limit_s`. 0: every rank that does not compute counts as waiting.
     settled: all ranks are at the same point of the step, so they must have run equally many collectives."""
     waiting = {r for r, a in answers.items() if a["waits"] != "no" and a["idle"] >= share * limit_s * a["patience"]}
     found = _differ(answers, settled=settled)

@@ -233,7 +233,7 @@ def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], s
 
 
 def _sizes_agree(kind: str) -> bool:
-    """Return whether all ranks must pass inputs of equal shape to this kind of collective (in scatter and gather, the root does not)."""
+    """Return whether all ranks must pass inputs of equal shape to this kind of collective. (In scatter and gather, the root's differs.)"""
     return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
 
 

@@ -39,9 +39,9 @@ class NotMet(Ended):
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "", device: str = "cpu") -> Any:
     """Wait for all ranks, and return the store of this run.
 
-    environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: the reason, if this rank cannot start: all
-    ranks then raise NotMet with this reason. device: id of this rank's GPU, or "cpu". Raises NotMet also if ranks do not come within
-    `timeout_s`, and BadInput if MASTER_ADDR has no address or the devices do not go together (`unfit`)."""
+    environment: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are read. problem: why this rank cannot start; "" if it can. If a
+    rank has a problem, all ranks raise NotMet with it. device: id of this rank's GPU, or "cpu". Raises NotMet also if ranks do not come
+    within `timeout_s`, and BadInput if MASTER_ADDR has no address or the devices do not go together (`unfit`)."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
@@ -139,7 +139,8 @@ def _ask(store: Any, rank: int, *, until: float) -> str:
 
 
 def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
-    """Return a function that rank 0 calls while it waits: it writes the name of this start for each rank that has asked since."""
+    """Return a function that rank 0 calls while it waits: it writes the name of this start for each rank that has asked since the last
+    call."""
     told: set[str] = set()
 
     def answer() -> None:
@@ -156,7 +157,7 @@ def _nothing() -> None: ...
 
 def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
     """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
-    looks for all ranks, and the others for rank 0's result, so the number of reads grows linearly with the ranks."""
+    looks for all ranks; the others look for rank 0's result. So the number of reads grows linearly with the number of ranks."""
     keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):

@@ -33,7 +33,7 @@ class Failure:
 
 
 def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> T | Failure:
-    """Return work(), or on every rank a Failure if it raises on any rank. said: turns an exception into one line. Collective."""
+    """Return work(). If work() raises on any rank, return a Failure on every rank. said: turns an exception into one line. Collective."""
     error: BaseException | None = None
     try:
         value = work()

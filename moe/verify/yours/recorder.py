@@ -47,12 +47,12 @@ _ORDERS = (2, 3, 4)  # numbers of partial sums into which sums are split, in the
 def record(
     folder: str | Path, model: nn.Module, *others: Any, on: bool = True, most: int = MOST, pin: str | Path | None = None
 ) -> Iterator[Step]:
-    """Record the step in the body of `for step in record(...)` into files of this rank in `folder`, which replace earlier ones.
+    """Record the step in the body of `for step in record(...)` into this rank's files in `folder`. They replace files of earlier steps.
 
     model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
-    that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: of tensors with more elements,
-    only a sample is recorded. pin: folder for routing choices (choices.py). A single process runs the body once more, to write its routers'
-    choices there; all other runs replay them. Raises BadInput if a gradient is not finite with sums in other orders.
+    that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: only a sample is recorded of a
+    tensor with more elements than this. pin: folder for routing choices (choices.py). A single process runs the body once more, to write
+    its routers' choices there; all other runs replay them. Raises BadInput if a gradient is not finite with sums in other orders.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -100,8 +100,8 @@ def _refuse_infinite(record: Recorded) -> None:
 
 
 class Step:
-    """Records one run of the loop's body. most: of tensors with more elements, only a sample is recorded. given: routing choices to
-    replay."""
+    """Records one run of the loop's body. most: only a sample is recorded of a tensor with more elements than this. given: routing choices
+    to replay; None: the routers choose."""
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], record: Recorded, most: int, given: Given | None = None
@@ -133,7 +133,8 @@ class Step:
         for name, parameter in self._parameters():
             self._hook(name, parameter)
         for name, module in self.model.named_modules():
-            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):  # a wrapper is skipped: its module has its name
+            # a wrapper (DDP, FSDP, ...) is skipped, because the module in it is recorded under the same name
+            if not any(_WRAPPED.fullmatch(child) for child, _ in module.named_children()):
                 self.record.modules[_name(name)] = type(module).__name__
                 self._until_the_end(module.register_forward_pre_hook(partial(self._entered, _name(name)), with_kwargs=True))
                 self._until_the_end(module.register_forward_hook(partial(self._left, _name(name))))

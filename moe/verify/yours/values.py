@@ -42,8 +42,9 @@ class Key(NamedTuple):
 @dataclass(frozen=True)
 class Piece:
     """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; without a DTensor equal to shape.
-    offset: for each dim, the rank's first index in the global tensor. index: for each dim, all its indices there, if they are not
-    contiguous. summed_over: ranks that hold the terms of a sum (Partial). kept: for each dim, the number of indices kept of each PERIOD."""
+    offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the global tensor,
+    if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim, how many
+    of every PERIOD indices are stored."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class Piece:
     summed_over: tuple[int, ...] = ()
     norm: float | None = None  # of all elements, if this is a sample
     name: str = ""
-    rows: tuple[str, ...] = ()  # only for the first input: a hash of each sample
+    rows: tuple[str, ...] = ()  # only for the first input: a hash of the data at each index of dim 0
     index: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
@@ -120,7 +121,7 @@ def _place(tensor: Any) -> tuple[tuple[int, ...], list[Tensor], tuple[int, ...],
 
 
 def _kept(shape: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return for each dim the number of indices that a sample keeps of each PERIOD."""
+    """Return for each dim how many of every PERIOD indices a sample keeps, so that it has at most `most` elements if possible."""
     kept = [PERIOD] * len(shape)
     sizes = [float(size) for size in shape]
     while sizes and torch.tensor(sizes).prod() > most:

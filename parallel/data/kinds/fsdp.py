@@ -61,7 +61,7 @@ def gathered(at: At, w: Whole) -> float:
 
 def _each_pass(at: At, w: Whole) -> float:
     """Return the bytes of `gathered` with pipeline stages, if gradients are reduce-scattered after each backward pass. A stage's weights
-    stay gathered from a forward pass until its next backward pass; `held` has those that are gathered. The input of the last
+    stay gathered from a forward pass until its next backward pass; `held` counts the weights that are gathered. The input of the last
     reduce-scatter, the gradients of `behind`, stays allocated until the next reduce-scatter, also during forward passes."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:

@@ -25,9 +25,9 @@ At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  
 @dataclass(frozen=True)
 class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
-    working: parameter name -> the dtype in which the model reads it; None: the parameter's own dtype. casts: when weights are cast to it
-    (precision.casts). units: returns FSDP's units, in the order in which the model runs them. scatter, gather: see Replicas in
-    parallel/data/dp.py."""
+    working: parameter name -> the dtype in which the model reads it; None: the parameter's own dtype. casts: whether weights are cast to
+    this dtype at each use or once a step (precision.casts). units: returns FSDP's units, in the order in which the model runs them.
+    scatter, gather: see Replicas in parallel/data/dp.py."""
 
     layouts: Layouts
     mesh: Mesh
@@ -43,14 +43,16 @@ class Setup:
 
 
 class Whole(NamedTuple):
-    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These count elements of sharded weights:
+    """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These are numbers of elements of sharded
+    weights:
 
-    held: all weights of the rank's pipeline stages. table: the embedding. layer: the running layer. matrix: its widest matrix. behind: the
-    layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer, trained_behind
-    likewise. bucket: a bucket of gradients.
+    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: its largest matrix.
+    behind: the layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer,
+    trained_behind likewise. bucket: a bucket of gradients.
 
-    copies: number of ranks that share a weight. stays: weights stay gathered between passes. on_stages: there are pipeline stages.
-    once: unsharded gradients add up until a stage's last backward pass."""
+    compute_bytes, sum_bytes: bytes of an element of gathered weights, and of summed gradients. copies: number of ranks over which a weight
+    is sharded. stays: weights stay gathered between passes. on_stages: there are pipeline stages. once: unsharded gradients add up until a
+    stage's last backward pass. loss_chunks: number of chunks of tokens in which the loss is computed."""
 
     compute_bytes: int
     sum_bytes: int
@@ -95,11 +97,11 @@ class EngineKind:
     frees_weights: gathered weights are freed after use, so no matrix product may save its weight for the backward pass.
     steps: the form in which the optimizer gets parameters: whole `matrices`, `shards` of matrices, or flat `elements`.
     steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
-    casts: the values of precision.casts that it can carry out.
+    casts: the values of precision.casts that this engine supports.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    The engine used instead of this one (None: this one), with_stages: with pipeline stages; unless_flat: if the optimizer cannot step flat
-    ranges of fp32 elements; stands_in: in a rehearsal; planned_as: in the planner.
+    with_stages: name of the engine that is used instead of this one if there are pipeline stages; None: this one. Likewise unless_flat, if
+    the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal; planned_as, in the planner.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.

@@ -192,8 +192,8 @@ class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All actions S of one stage are one
     vertex, which runs in parallel with the next actions of its ranks. A message also needs the previous message between the same ranks.
 
-    vertices: node -> its vertex. before, after: for each vertex, those that it needs, and those that need it. transfers: vertices of
-    messages."""
+    vertices: node -> its vertex. before, after: for each vertex, the vertices that it needs, and the vertices that need it. transfers:
+    vertices of messages."""
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self.vertices: dict[Node, int] = {}

@@ -36,7 +36,7 @@ class Gpus:
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Lock the GPU of `rank` to this clock. Return False, without a call to NVML, if it is already locked to it or `mhz` is 0."""
+        """Lock the GPU of `rank` to `mhz`. Return False, without a call to NVML, if it is already locked to `mhz`, or if `mhz` is 0."""
         if mhz in (0, self.locked[rank]):
             return False
         self.locked[rank] = mhz  # recorded before the call, so that `release` unlocks the GPU even if the call raises an error

@@ -118,7 +118,8 @@ class Alternating:
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
     def _fill(self, rank: int, arrival: float) -> None:
-        """Run pending W of a rank until the time `arrival`."""
+        """Run pending W of a rank that end by the time `arrival`, and one more that ends later: with `always`, or if the rank's idle time
+        would otherwise become the largest."""
         took = self.times[rank][Op.W]
         while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)

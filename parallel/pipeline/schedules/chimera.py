@@ -10,7 +10,7 @@ micro-batches and changes micro-batch sizes to close the bubbles between blocks.
 with up to p micro-batches in flight.
 
 With n = 2 f pipelines (section 3.6), f run down and f run up, each starting p / f ranks after the previous one. Each rank holds n stages.
-The bubble is (p - n) / n m if F = B. Blocks of p micro-batches follow one another directly.
+The bubble is (p - n) / (n m) if F = B. Blocks of p micro-batches follow one another directly.
 """
 
 from __future__ import annotations

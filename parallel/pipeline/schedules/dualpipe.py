@@ -99,7 +99,8 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
 
 def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
     """Return the order of a DualPipe rank, without updates, made from `side`, the order of a DualPipe-V rank.
-    each: micro-batches of each pipeline. The pipeline down has the first `each`, the one up the others. S follows a stage's last B or W."""
+    each: number of micro-batches of each pipeline. The pipeline down has the first `each`, the pipeline up the rest. S follows a stage's
+    last B or W."""
     first_half, complete, found = 2 * rank < ranks, stage_complete_at(side), []
     for at, (op, stage, microbatch, _) in enumerate(side):
         if op is Op.U:

@@ -50,15 +50,16 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each rank. Counts 2 groups of p, or p + 1 unequal groups; more groups do not change the peaks."""
+    """Return the peak activations of each rank. They are counted for at most 2 groups of p micro-batches or, if p does not divide m, p + 1
+    groups; more groups do not change the peaks."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 
 
 @cache
 def _peaks(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
-    """Count each rank's peaks without a schedule. A rank's activations are encoded as one number in base microbatches + 1. Its digits are,
-    for each chunk, the number of micro-batches between the chunk's forward and backward pass."""
+    """Return the peak activations of each rank, without making a schedule. The micro-batches in flight on a rank are encoded as one number
+    in base microbatches + 1, with one digit for each chunk: the number of micro-batches between the chunk's forward and backward pass."""
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
     forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))  # after n forward passes

@@ -10,7 +10,7 @@ micro-batch: F, I and W of its two stages (chunk 0 on the way down the ranks, ch
 W takes the free slots; the gap g prevents two actions in one slot. All ranks keep the same number of micro-batches until W: (p + 2) // 2 in
 V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p, a rank is busy for 6 m slots of a step. It is
 idle for 3 p - 4 (3 p - 5 for an even p) in V-Half, and for at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min. The paper's bubbles are
-p / 2 m and 2 p / 3 m.
+p / (2 m) and 2 p / (3 m).
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class _Builder:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Return True if this F fits into memory, and then also the F of the other chunk that have earlier slots and have not run yet."""
+        """Return whether this F may run. If all F of the other chunk with earlier slots have run, it only needs memory. Otherwise it may
+        only run early, with no W pending, and if the earlier F will still fit into memory."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk

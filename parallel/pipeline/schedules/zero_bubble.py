@@ -5,8 +5,9 @@
 
 H1 (section 2): rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p micro-batches until their W.
 The bubble is (p - 1) (F + I - W) / (m (F + I + W)). H2: rank r starts with 2 (p - r) - 1 forward passes, delays W by 2 r, and keeps 2 p - 1
-micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas count from a rank's first action to its last. They hold
-if ranks can start the next step as staggered as this one. In H2, a gradient norm over all ranks before the update prevents this.
+micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas count from rank 0's first action to its last. They hold
+for all ranks if these can start the next step as staggered as this one. In H2, a gradient norm over all ranks before the update prevents
+this.
 
 V (section 6): two chunks a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank has 2 p chunks
 in flight, the memory of 1F1B's first rank. There is no bubble if F = I = W, and twice the messages of 1F1B.
@@ -44,7 +45,7 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than 2 p - 1 micro-batches, it has the order of 2 p - 1, without the actions of the missing ones."""
+    """Build ZB-V. With fewer than 2 p - 1 micro-batches, it has the order for 2 p - 1 micro-batches, without the missing ones' actions."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 

@@ -1,1 +1,1 @@
-"""Simulates a schedule without running ranks: its times, a drawing of them, a trace file."""
+"""Simulates a schedule without running ranks, and shows the result as text, picture or trace file."""

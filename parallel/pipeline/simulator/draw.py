@@ -34,7 +34,8 @@ def label(schedule: Schedule, action: Action) -> str:
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
     """Return text with a row for each rank and a column for each unit of time. width: maximum length of a row; longer rows end in ` ...`.
-    The unit is the largest time that divides all durations, or else the shortest duration. Actions of zero duration are not shown."""
+    The unit is the largest time that divides all durations or, if that is very short, the shortest duration. Actions of zero duration and
+    S are not shown."""
     seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
     unit = _unit([end - start for spans in seen for _, start, end in spans])
     schedule = timeline.schedule
@@ -57,7 +58,7 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _unit(durations: list[float]) -> float:
-    """Return the largest time that divides all durations (up to rounding), or the shortest duration if that is over 12 times as long."""
+    """Return the largest time that divides all durations (up to rounding); if that is at most 1/12 of the shortest duration, the latter."""
     shortest = min(durations)
     unit = shortest
     for duration in dict.fromkeys(durations):

@@ -101,7 +101,8 @@ def simulate(
 ) -> Timeline:
     """Compute the start and end of every action and message. Raises BadInput for a deadlock, and for negative times.
     cost: default: `costs()`. transfer_time, message_bytes: time and bytes of each message, as a number or a function of the message.
-    overlap: True: ranks compute during transfers and S (all-reduces of replicas' gradients). False: ranks wait for them."""
+    overlap: True: ranks compute during transfers and S (all-reduces of replicas' gradients). False: the sending rank of a transfer, and the
+    ranks of S, wait until it has ended."""
     run = _Run(schedule, transfer_time, overlap)
     run.all(cost or costs())
     return run.timeline(message_bytes)
