@@ -35,7 +35,7 @@ def balance_loss(
     counted_TK: Mask = None,
     step: StepMeans | None = None,
 ) -> Tensor:
-    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f covers the whole step, without groups."""
+    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f_e covers the whole step, without groups."""
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()

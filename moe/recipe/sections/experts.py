@@ -1,4 +1,4 @@
-"""Sections of a recipe that describe the experts, their router, and how rows are sent to them."""
+"""Sections of a recipe that describe the experts, their router, and how tokens are sent to the experts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
 
 
 class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """Declares `router.preset`, as a base class, so that it is the first key of the section."""
+    """Declares `router.preset`. It is a base class of Router, so that `preset` is the section's first key."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",

@@ -87,7 +87,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            # copies still differ if pipeline stages have repaired a tensor differently, or if the fault recurs
+            # copies still differ if two pipeline stages hold the tensor and took different values as intact, or if the fault recurs
             if left := self._on_all(by_majority(held, prints, self.mesh)):
                 self._end(step, when, left)
         self.step = step
