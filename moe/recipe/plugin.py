@@ -49,7 +49,7 @@ class _ModuleAndName:
 
 
 Plugin = Annotated[str, _ModuleAndName()]
-WORDS = "module:name of a part of your own"
+WORDS = "module:name of your own function or class"
 
 
 def is_plugin(value: object) -> bool:
@@ -68,7 +68,7 @@ def by_name(key: str, name: str) -> str:
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
     if len(found) > 1:
-        needed = f"one part of that name, not {' and '.join(sorted(found))}"
+        needed = f"one plug-in of that name, not {' and '.join(sorted(found))}"
         raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
     for value in found:
         if not re.match(_PATTERN, value):

@@ -70,7 +70,7 @@ class Auditor:
                 if self._settle(changed, step, "during the step"):
                     seen.clear()  # earlier passes read corrupt tensors, so later passes are not compared with them
                 elif reasons := self._unlike(grads, mine, heard, seen):
-                    self._tell(step, "another result in the second pass", reasons, "the passes are repeated")
+                    self._tell(step, f"another result in pass {attempt + 1}", reasons, "the passes are repeated")
                 else:
                     return numbers
             seen.append((mine, heard))

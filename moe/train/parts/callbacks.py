@@ -119,7 +119,7 @@ def check(each: object) -> None:
     """Raise BadInput unless `each` is a list of Callback objects, and all methods of these objects named on_... are in EVENTS."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
-        raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")
+        raise BadInput("callbacks", got=got, needed="a list of callbacks", fix="write callbacks=[...]")
     for one in each:
         if isinstance(one, type) and issubclass(one, Callback):
             raise BadInput("callbacks", got=f"the class {one.__name__}", needed="an instance of it", fix=f"write {one.__name__}()")

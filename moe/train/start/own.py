@@ -95,6 +95,6 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     data, what = of_all(opened, world, what="data")
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
-        needed = "the same on every rank, which reads its own part of them"
+        needed = "the same samples on every rank: each rank reads its own part"
         raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files")
     return data
