@@ -1,4 +1,4 @@
-"""Finds the key or flag of moe that another tool's name means, with the tables of other_names.py.
+"""Uses the tables of other_names.py to find the key or flag of moe that another tool's name means.
 
 An unknown name is first looked up in these tables, and only then compared with similar names of keys: `hidden_size` is similar to head_size
 but means d_model. A name that differs little from one in the tables (n_embed for n_embd) is read as that name.
@@ -43,7 +43,8 @@ class Meant:
         return list(self.keys) if self.unit is None else [self.unit.partition(",")[0]]
 
     def fix(self, value: Any, *, typed: bool) -> Fix:
-        """Return the advice for the name with this value, written as keys for a recipe file or (typed) as flags for a command line."""
+        """Return the fix for a recipe that has the name with this value. The fix names keys for a recipe file or, if `typed`, flags for a
+        command line."""
         if self.flag is not None:
             return Words(f"remove it, and give moe {VERB_OF.get(self.flag, 'train')} {self.flag}", Remove("it"))
         if self.unit is not None:
@@ -81,7 +82,8 @@ def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Mean
 
 
 def in_our_words(key: str, value: Any) -> Any:
-    """Translate another tool's value of a key to a recipe's value by WORDS, or to lower case; unchanged if WORDS does not have the key."""
+    """Translate another tool's value of a key to a recipe's value by WORDS. A word that WORDS[key] lacks is put into lower case. All other
+    values, and values of keys that WORDS lacks, stay unchanged."""
     if key not in WORDS or not isinstance(value, str | int):
         return value
     lower = str(value).lower()
@@ -90,8 +92,9 @@ def in_our_words(key: str, value: Any) -> Any:
 
 @cache
 def _nearest(word: str, flags: tuple[str, ...]) -> str:
-    """Return the name in the tables that `word` means: `word` itself; with underscores for dots, if moe has no such section
-    (checkpoint.every); or the most similar name. Return "" if no name is similar, or if a key or flag of moe is more similar."""
+    """Return the name in the tables that `word` means: `word` itself, or the most similar name. Return "" if no name is similar, or if a
+    key or flag of moe is more similar. A word with a dot is not compared with similar names: checkpoint.every is read as checkpoint_every,
+    because moe has no section checkpoint; a dotted word that the tables lack is returned unchanged."""
     joined = word.replace(".", "_")
     if word in _table() or "." in word:
         return joined if word not in _table() and joined in _table() and field_at(word.split(".")[:1]) is None else word
@@ -102,7 +105,7 @@ def _nearest(word: str, flags: tuple[str, ...]) -> str:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return name in another tool -> its entries in other_names.py, as (kind of table, the entry's key, settings, flag or reason)."""
+    """Return name in another tool -> its entries in other_names.py. An entry: (kind of table; the key, settings, flag or reason there)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

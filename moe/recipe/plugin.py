@@ -39,8 +39,8 @@ GROUPS = {  # key that accepts plugins -> group of entry points in which package
 
 
 class _ModuleAndName:
-    """Makes pydantic check the form module:name. The method imports pydantic, so that a program that uses only a router does not need
-    it."""
+    """Makes pydantic check the form module:name. Only the method imports pydantic, so a program that uses only a router does not need
+    pydantic."""
 
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
@@ -49,7 +49,7 @@ class _ModuleAndName:
 
 
 Plugin = Annotated[str, _ModuleAndName()]
-WORDS = "module:name of a part of your own"
+WORDS = "module:name of your own function or class"
 
 
 def is_plugin(value: object) -> bool:
@@ -58,7 +58,7 @@ def is_plugin(value: object) -> bool:
 
 
 def registered(key: str) -> list[str]:
-    """Return the names of plugins that installed packages register for this key. Their metadata are read; no module is imported."""
+    """Return the names of plugins that installed packages register for this key. The packages' metadata are read; no module is imported."""
     return sorted(entry_points(group=GROUPS[key]).names) if key in GROUPS else []
 
 
@@ -68,7 +68,7 @@ def by_name(key: str, name: str) -> str:
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
     if len(found) > 1:
-        needed = f"one part of that name, not {' and '.join(sorted(found))}"
+        needed = f"one plug-in of that name, not {' and '.join(sorted(found))}"
         raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
     for value in found:
         if not re.match(_PATTERN, value):
@@ -117,7 +117,8 @@ def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: 
 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
-    """Return the plugin of a key, quickly enough for every step: after the first call (`load_plugin`), nothing is checked again."""
+    """Return the plugin of a key, quickly enough for every step. If its module is already imported and has the name, nothing is checked;
+    otherwise `load_plugin` imports and checks it."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found

@@ -1,7 +1,7 @@
 """Published routers by name, with their settings. docs/moe/routing.md explains them, and docs/inside/papers.md has their papers.
 
-Source code of some: mesh_tensorflow/transformer/moe.py (switch_mtf), deepspeed/moe/sharded_moe.py, top2gating (deepspeed),
-megatron/core/transformer/moe (megatron), transformers, models/gpt_oss and models/llama4.
+Source code of some: mesh_tensorflow/transformer/moe.py (switch_mtf), top2gating in deepspeed/moe/sharded_moe.py (deepspeed),
+megatron/core/transformer/moe (megatron), transformers/models/gpt_oss (gpt_oss), transformers/models/llama4 (llama4).
 """
 
 from __future__ import annotations

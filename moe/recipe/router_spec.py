@@ -1,8 +1,8 @@
 """A router's settings: one key for each respect in which published routers differ.
 
-scores      x -> logits -> noise -> scores                       input_norm, logits, score, softmax_over, jitter, noise
+scores      router's input -> logits -> noise -> scores          input_norm, logits, score, softmax_over, jitter, noise
 selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
-gates       scores of the chosen -> weights of their outputs     gates, gate_scale, expert_scale, gate_on
+gates       chosen experts' scores -> weights of outputs         gates, gate_scale, expert_scale, gate_on
 capacity    choices -> the choices that get a slot               group ... queue
 losses      terms that keep experts evenly used                  balance_weight ... z_weight
 """
@@ -18,7 +18,7 @@ from moe.recipe.section import Section, key
 
 
 class RouterSpec(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """All settings of one router. A recipe's section `router` takes them from a preset and changes some (moe/recipe/presets.py).
+    """All settings of one router. A recipe's section `router` takes them from a preset and may change some (moe/recipe/presets.py).
 
     An expert has capacity_factor * k * (tokens of a `group`) / experts slots (without k for capacity_counts "tokens"). This number is
     rounded, then rounded up to a multiple of `capacity_multiple`, and is at least `min_capacity`. docs/moe/routing.md has all formulas.

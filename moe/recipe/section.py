@@ -37,7 +37,7 @@ class Key:
         "function"  the model's output in evaluation, with parameters of the same shapes: refused unless --allow-change permits it
         "training"  how training continues: data, optimizer, losses, dropping, noise, dtypes
         "cost"      speed, memory, layout, checkpoints or records: losses stay equal up to rounding
-        "name"      other keys, which the key sets (router.preset): those are compared instead
+        "name"      the values of other keys (router.preset): these other keys are compared instead
     of: conditions under which the key is read. If one is not met, every value but the default is refused. A condition is `key=value|value`,
         or `key` (any value but null, 0, false and none), or several of these joined by `or`.
     off_without: conditions of the same form. If one is not met, a value that the user sets is refused, but one from a parent recipe may
@@ -121,7 +121,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for values that pydantic would accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
+        """Return the value; the text "1e3" becomes 1000 if the key takes only integers. Raise ValueError for values that pydantic would
+        accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if takes_number(kind) and float not in (kind, *get_args(kind)):
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)

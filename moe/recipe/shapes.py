@@ -7,7 +7,7 @@ Span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4) makes the 
     targets    a sentinel and the hidden tokens of each span, an end token              n + s + 1
 
 All texts have the same length, so inputs and targets have fixed lengths and no padding. One more token of text adds at most one token of
-inputs, so there is a text for every length of inputs; the longest one is used, as in T5.
+inputs, so every length of inputs belongs to one or more lengths of text; the longest of these is used, as in T5.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class Spans(NamedTuple):
 
 
 def spans_of_text(tokens: int) -> Spans:
-    """Return the numbers of hidden tokens and spans for a text of `tokens` tokens, at least 2."""
+    """Return the numbers of hidden tokens and spans for a text of `tokens` (at least 2) tokens."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
 
 def inputs_within(tokens: int) -> int:
-    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` tokens, at least 2."""
+    """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` (at least 2) tokens."""
     inputs = spans_of_text(tokens).inputs
-    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a text of tokens + 1 tokens may have the same number of inputs
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # `spans_of` takes the longest text with these inputs
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:

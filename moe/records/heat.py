@@ -3,7 +3,7 @@
     relative  0   ⅛       ½       1       1½      2 and more
     cell      ·   ▁       ▂       ▄       ▆       █            blue: below the mean, grey: the mean, orange: above
 
-Height is largest at twice the mean, colour is strongest at four times. Blue and orange can be told apart with any colour vision.
+Height grows up to twice the mean, colour up to four times and down to a quarter. Blue and orange can be told apart with any colour vision.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class Records:
                 self._failed(f"{name} is off", error, "has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line. Adds `kind` "train" and the present `time` if the line lacks them. NaN and inf become null, and `nonfinite`
-        names their keys."""
+        """Append one line to metrics.jsonl, and send its numbers to the trackers. Adds `kind` "train" and the present `time` if the line
+        lacks them. NaN and inf become null; `nonfinite` lists the paths of these values. Raises BadInput if the file cannot be written."""
         if self._file is None:
             return
         clean = finite({"kind": "train", "time": time.time(), **line})
@@ -193,7 +193,7 @@ def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """Return the run's summary, or None if it has none yet. Raises BadInput for a file that is not JSON."""
+    """Return the run's summary, or None if it has none yet. Raises BadInput for a file that is not the JSON object of a run."""
     path = Path(out) / SUMMARY
     if not path.exists():
         return None
@@ -271,7 +271,8 @@ def _in_range(value: Any) -> bool:
 
 
 def _regular(path: Path) -> Path:
-    """Return the path of a regular file. Raises OSError for a pipe, on which reading would wait, and for a device, which has no end."""
+    """Return the path of a regular file unchanged. Raises OSError for a pipe, on which reading would wait, and for a device, which has no
+    end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(0, "not a regular file", str(path))
     return path

@@ -1,4 +1,4 @@
-"""Lines about a run's predicted memory and time, which are printed before it starts, and the comparison with measurements in its summary.
+"""Formats a run's predicted memory and time: as lines before the run, and in its summary as a comparison with the measurements.
 
 moe/plan/choose/predicted.py makes the prediction, and finds a change of the recipe with which a run fits.
 """
@@ -27,8 +27,8 @@ def line(found: Prediction) -> str:
 
 
 def warning(found: Prediction) -> str | None:
-    """Return a warning if tensors alone fit into the device's memory, but not with the allocator's share and the CUDA context; else
-    None."""
+    """Return a warning if tensors alone fit into the device's memory, but not together with the allocator's unused blocks and the CUDA
+    context; else None."""
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
@@ -36,8 +36,8 @@ def warning(found: Prediction) -> str | None:
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
-    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: resolves and
-    checks a recipe."""
+    """Return the error for a run that is predicted not to fit, with a fix. run: the recipe, with its "auto" values. checked: function
+    of (recipe, world) that replaces "auto" values, and raises BadInput for a recipe that is refused."""
     bound = found.tightest
     assert bound is not None
     change = change_that_fits(

@@ -2,7 +2,8 @@
 
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
-Each event `resumed` in metrics.jsonl has their number, and `so_far`: totals since the run's first start. The summary has the last totals.
+Each event `resumed` in metrics.jsonl has the number of repeated steps, and `so_far`: totals since the run's first start. The summary has
+the last totals.
 Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
 """
 
@@ -46,8 +47,8 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def has_records(self, out: Path) -> bool:
-        """Return whether the records in `out` can be the restarted run's, not an earlier run's: there are none, or the first is not older
-        than `since`."""
+        """Return whether the records in `out` can belong to the restarted run: there are none, or the first was not written before `since`.
+        Older records belong to an earlier run."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -60,7 +61,8 @@ def _parent_began() -> float:
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
-    """Return fields for the event `resumed`: number and seconds of the steps after `step`, and new totals. Call it before `cut_after`."""
+    """Return fields for the event `resumed`: number and seconds of the recorded steps after `step`, which will be repeated, and new totals.
+    Call it before `cut_after`, which removes these steps."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)

@@ -3,9 +3,9 @@
 moe rehearse dense_8b --world 1024 --rank 37 --device cuda --degrees.tp 8 --degrees.pp 4
 
 It runs the trainer's own code on tensors without values, and assumes that every other rank is like this one (parallel/rehearse/). With
-`--rank all`, each rank is rehearsed in turn, and the order of their collectives and messages is compared. Tokens are zeros, and routing is
-balanced. The build gives the memory of the parameters. Step 0 allocates optimizer states. Step 1, which is like every later step, gives the
-collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
+`--rank all`, each rank is rehearsed in turn, and the order of collectives and messages is compared between ranks. Tokens are zeros, and
+routing is balanced. The build gives the memory of parameters. Step 0 allocates optimizer states. Step 1, which is like every later step,
+gives the collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Walked:
     save_s: float
     built_bytes: int  # after the build
     peak_bytes: int  # at the peak of a step
-    held: dict[str, int]  # bytes at that peak: of parameters, gradients, optimizer states, activations
+    held: dict[str, int]  # "parameters", "gradients", "optimizer" or "activations" -> bytes at that peak
     counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
     work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> work of a GPU in the last step; {} for a CPU
@@ -147,8 +147,8 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
 
 
 def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
-    """Format a GPU's work in a step: one line for the same part of all layers that do equal work in it, then the places in the code at
-    which the host waits for the GPU."""
+    """Format a GPU's work in a step: a line for each part of a layer, such as attention, which layers with equal work in this part share;
+    then the places in the code at which the host waits for the GPU."""
     if not work:
         return []
     alike: dict[tuple[Any, ...], list[str]] = {}
@@ -242,7 +242,8 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """Take the next step, or several if the pipeline is not drained between them, and count only the collectives in it. Collective."""
+    """Take the next step, or several if the pipeline is not drained between them. Afterwards, the communicator has the counts of the
+    collectives in this call alone. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)

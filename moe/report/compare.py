@@ -96,8 +96,7 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
-    """Return (bottom, top) of the y axis. The first tenth of the steps is ignored, because its high losses would flatten the other
-    curves."""
+    """Return (bottom, top) of the y axis. The top ignores the first tenth of the steps, in which high losses would flatten all curves."""
     low = min(float(values.min()) for _, values in curves)
     last = max(float(steps[-1]) for steps, _ in curves)
     high = max(float(values[:, steps >= min(0.1 * last, steps[-1])].max()) for steps, values in curves)

@@ -1,6 +1,7 @@
 """A run's lines of metrics.jsonl as arrays with an entry for each training step, which is NaN if a line lacks the number.
 
-S steps, E experts. If a step was written twice (a file joined by hand), its last line counts.
+Suffixes of names are the axes of arrays: S training steps, E experts. If a step was written twice (a file joined by hand), its last line
+counts.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """Return the names of the parts of memory that are not 0 on all ranks, the largest first."""
+    """Return the names of the parts of memory that are above 0 on at least one rank, the largest first."""
     most = {name: max(rank.parts.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.parts}
     return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
 

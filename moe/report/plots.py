@@ -216,7 +216,7 @@ def dropped(history: History) -> Figure | None:
             ax.plot(steps_S, 100 * share_S, color=colour, alpha=0.28, linewidth=0.8)
         shown_S = smoothed(share_S) if len(steps_S) > 10 else share_S
         ax.plot(steps_S, 100 * shown_S, color=colour, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
-    ax.set_title("Dropped tokens by layer")
+    ax.set_title("Dropped choices by layer")
     ax.set_ylabel("share of token choices (%)")
     ax.set_ylim(bottom=0, top=max(1.0, 105 * float(np.nanmax([np.nanmax(s) for s in shares.values()]))))
     step_axis(ax, steps_S)
@@ -248,7 +248,7 @@ PLOTS = (
         "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; colour of the arrow below the scale: no token.",
         wide=True,
     ),
-    Plot("dropped", "Dropped tokens", dropped, "Tokens that found their expert full and took the residual path, by layer."),
+    Plot("dropped", "Dropped choices", dropped, "Choices that found their expert full, by layer."),
     Plot(
         "router_losses",
         "Router losses",

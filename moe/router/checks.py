@@ -102,7 +102,8 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """Refuse capacity factors that, rounded down, give experts no slot: a whole run would route nothing. Raises BadInput."""
+    """Refuse a capacity factor that rounding turns into 0 slots (or that is below _LEAST_FACTOR) if min_capacity is 0: the run would route
+    nothing. Raises BadInput."""
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
             continue
@@ -158,7 +159,8 @@ def only_second_choices_look_ahead(spec: RouterSpec) -> bool:
 
 
 def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
-    """Refuse a router that looks ahead in a decoder, unless the recipe allows it. Raises BadInput."""
+    """Refuse a decoder's router that looks ahead, unless the recipe allows it (`allowed`) or only second choices look ahead. Raises
+    BadInput."""
     reason = looks_ahead(spec)
     if reason is None or only_second_choices_look_ahead(spec) or allowed:
         return

@@ -142,7 +142,7 @@ class Router(nn.Module):
 
     def _fuses(self, logits_TE: Tensor, context: Context, shards: Shards | None, sequence_tokens: int | None) -> bool:
         """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
-        all others, a balance loss over the whole step's tokens, and groups of which a rank has uneven parts.
+        all other cases, such as a balance loss over the whole step's tokens, or over groups of which ranks have unequal numbers of tokens.
         """
         s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
         return (
@@ -158,8 +158,8 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses experts, unless a record or an earlier pass gives them, or drops depend on gates. Collective
-        if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. The kernel also chooses the experts, but not if a record or an earlier pass gives them, or with a capacity
+        and a router.drop other than position. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
@@ -227,7 +227,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if the experts of a token depend on the others of its group, and the chosen experts if only its slots do."""
+        gathered if a token's experts depend on other tokens of the group; the chosen experts are gathered if only its slots do."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)
@@ -286,7 +286,7 @@ class Router(nn.Module):
         return kept_TK if shards is None or slots is None else shards.mine(kept_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
-        """Return the scores [T, E] by which experts are selected, with noise and bias. Gates are computed without them."""
+        """Return the scores [T, E] by which experts are selected: with gumbel noise and selection bias, both of which gates do not have."""
         spec = self.spec
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:
@@ -295,7 +295,8 @@ class Router(nn.Module):
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _given(self, context: Context) -> Tensor | None:
-        """Return the recorded experts [T, K], -1 if the router chooses a token's experts; None without a record."""
+        """Return the recorded experts [T, K], with -1 for a token without a record; None if no record is replayed. Raises BadInput for a
+        record with a method in which experts choose tokens."""
         if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
             needed, fix = "a router in which tokens choose experts", "give no record" | Set("router.select", "top_k")
             raise BadInput(

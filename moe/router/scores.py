@@ -50,7 +50,7 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """Return the chosen experts' gates [T, K] before they are made to sum to 1. router.drop lowest_gate compares them."""
+    """Return the chosen experts' gates [T, K] as in router.gates as_is, without gate_scale. router.drop lowest_gate compares these."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)
@@ -69,7 +69,7 @@ def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spe
 
 
 def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the logarithms of scores [T, K]. All of a token's may be off by the same constant, which `_sum_to_one` cancels."""
+    """Return the logarithms of scores [T, K]. All logarithms of a token may be off by one constant, which `_sum_to_one` cancels."""
     if spec.score == "softmax":
         return logits_TK
     if spec.score == "sigmoid":
@@ -100,7 +100,7 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """Return each expert's probability [T, E], with gradient, of being among a token's k if only its own noise is drawn again.
+    """Return each expert's probability [T, E], with gradient, of being one of a token's k if only this expert's noise is drawn again.
 
     It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e) (Shazeer et al., eq. 8, 9). k must be less than E.
     """

@@ -2,7 +2,7 @@
 
     balance loss               sum of each expert's choices    the rest is a mean over each rank's own tokens
     slots                      all-gather of chosen experts    each rank computes all queues, and keeps its tokens' slots
-    expert choice, sinkhorn    all-gather of logits            each rank decides for all, and keeps its tokens' rows
+    expert choice, sinkhorn    all-gather of logits            each rank decides for all tokens, and keeps its tokens' decisions
 
 Each rank of sp has some positions of every sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens
 or, with tensor.sequence_parallel, by columns (contiguous chunks of each sequence's positions).
@@ -40,7 +40,8 @@ class Shards:
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def whole(self, x_T: Tensor) -> Tensor:
-        """Gather all ranks' tokens [G, ...], in the order of sequences. Backward: sum this rank's gradients over the ranks."""
+        """Gather all ranks' tokens [G, ...], in the order of sequences. The backward pass sums the gradients of this rank's tokens over the
+        ranks."""
         return all_gather(lengthened(x_T, self._longest), self.axis)[self._on("row_G", x_T.device)]
 
     def mine(self, x_G: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class Shards:
         return sum(map(len, self.held))
 
     def _on(self, name: str, device: torch.device) -> Tensor:
-        """Return held tokens' indices or `_row_G` on the device."""
+        """Return the indices of this rank's tokens (name "held") or `_row_G` (name "row_G") on the device, as a copy that is kept."""
         if (name, device) not in self._copies:
             self._copies[name, device] = on_device(self.held[self.axis.index] if name == "held" else self._row_G, device)
         return self._copies[name, device]

@@ -1,8 +1,8 @@
 """Defines the tiny models of `moe verify`, and a Case: one of these models in one layout. Needs no torch.
 
 Sizes differ from each other, so that swapped dims fail. If a router preset counts capacity or balance over a rank's tokens or a
-micro-batch, results depend on the layout by definition. The models here therefore count over a sequence. moe/verify/kinds.py lists the
-cases.
+micro-batch, results depend on the layout by definition. The models here therefore count over a sequence or the global batch.
+moe/verify/kinds.py lists the cases.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ LINES = ("1d", "dtensor", *FORMS)
 @dataclass(frozen=True)
 class Case:
     """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" are for runs on one process with which a layout is compared: they make it sum partial results in the order of the layout's
-    ranks.
+    "reference:" are for runs on one process, with which layouts are compared: they make this process sum partial results in the order of
+    the layout's ranks.
     """
 
     model: str
@@ -288,7 +288,7 @@ class Case:
 
     @property
     def delayed(self) -> bool:
-        """Whether the pipeline schedule computes gradients with older weights than those that they update (PipeDream, 2BW)."""
+        """Whether the pipeline schedule computes gradients with older weights than the weights that they update (PipeDream, 2BW)."""
         return SCHEDULES[self.schedule].continuous
 
 

@@ -12,9 +12,9 @@
 Cases in fp32 whose experts multiply matrices in fewer bits (moe/kernels/products.py) are compared in the way of 16-bit cases.
 
 A Bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
-multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff, 2^-8 or 2^-11. The bound is twice the
-largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts changes its expert
-only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
+multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The
+bound is twice the largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts
+changes its expert only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rou
 
 
 def twin_of(case: Case) -> Case:
-    """Return the reference case, which runs on one process. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks);
-    they only affect the tolerance."""
+    """Return the reference case, which one process computes. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks),
+    which only affect the tolerance. With PipeDream or 2BW it also has the pipeline, which determines the age of the weights."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
@@ -71,8 +71,8 @@ def rounds(case: Case) -> bool:
 
 
 def alone(twin: Case) -> Case:
-    """Return the reference case without its splits (micro-batches, pipeline, tp and sp ranks): one process computes whole batches and whole
-    sums."""
+    """Return the reference case without its splits (micro-batches, pipeline, tp and sp ranks): one process computes each batch and each
+    sum in one piece."""
     if twin.values is not None:
         values = {section: keys for section, keys in json.loads(twin.values).items() if section not in _LAYOUT}
         one = Case(twin.model, PLAIN, 1, 1, 1, twin.precision, length=twin.length, batch=twin.batch, kernels=twin.kernels)
@@ -158,8 +158,8 @@ class Expected:
 
 def _of_values(twin: Case) -> Expected:
     """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. If the twin lacks
-    the optimizer, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the effect of
-    another order of sums."""
+    the optimizer, the update and later losses are compared with the trainer on one process, with twice the effect of another order of sums
+    as tolerance."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

@@ -59,8 +59,8 @@ def hybrid_cases() -> list[Case]:
 
 
 def covering() -> Covering:
-    """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because its
-    reference runs are the fastest."""
+    """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because
+    reference runs in fp32 are the fastest."""
     return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
 
 
@@ -131,7 +131,7 @@ def case_of(choice: Choice, *, world: int | None) -> Case:
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
-    # without a pipeline: 3 micro-batches, or 1 if 24 sequences are not divisible by 3 dp
+    # without a pipeline: 3 micro-batches, or 1 if dp is 8, which leaves each rank 3 of the 24 sequences
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: at least as many sequences as a tp grid has rows

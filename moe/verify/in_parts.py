@@ -1,8 +1,10 @@
 """Makes one process take sums in the order of a layout's ranks. In 16 bits, this order decides which partial results are rounded
 (moe/verify/expected.py).
 
-    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1. Each term is rounded to the compute dtype
-    in blocks    as a q x q grid of tensor-parallel ranks: y_j = sum over t of x_t W_tj. Each term is rounded to the compute dtype
+    in parts     as 1D tensor parallelism: y = x W1_0 W2_0 + x W1_1 W2_1, with shards of rank 0 and 1. Each term is rounded to the compute
+                 dtype
+    in blocks    as a q x q grid of tensor-parallel ranks: y_j = sum over t of x_t W_tj, with blocks of columns x_t and y_j, and blocks W_tj
+                 of the matrix. Each term is rounded to the compute dtype
     in slices    as sequence parallelism: attention to one slice of keys after another, then merged. Ranks of Colossal-AI's ring compute all
                  scores of a query together, so for this ring each rank's real code runs in turn, with the keys and values of all ranks
 
@@ -90,7 +92,8 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T in side x side blocks. Each block of outputs gets its own view of x, so that its gradient is rounded before the sum."""
+    """x W^T in side x side blocks. Each block of outputs gets its own view of x, so that each view's gradient is rounded before the sum
+    over views."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)
@@ -158,7 +161,7 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, blocks). A block: (slice of its queries, positions of keys, other arguments).
+        """Yield for each rank (positions of its queries, blocks). A block: (slice of these queries, positions of keys, other arguments).
         num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each rank has a contiguous slice."""
         tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)

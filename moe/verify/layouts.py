@@ -62,10 +62,10 @@ def compute(
     delayed_as: Case | None = None,
     device: torch.device = _CPU,
 ) -> Result:
-    """Run ten steps of a case as rank `rank`. Return its Result, in which tensors are zero outside the part that this rank owns (see
-    `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape: records the first
-    steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older weights that its stages
-    use.
+    """Run the steps of a case (ten, or case.steps) as rank `rank`. Return its Result, in which tensors are zero outside the part that this
+    rank owns (see `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape:
+    records the first steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older
+    weights that the stages of `delayed_as` use.
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
@@ -162,7 +162,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device) -> Result:
-    """Run one step and drain the pipeline, then nine steps without draining. The gradients of step 0 are computed from Adam's state:
+    """Run one step and drain the pipeline, then the other steps without draining. The gradients of step 0 are computed from Adam's state:
     exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
@@ -301,7 +301,8 @@ def ran_by(
 
 
 def gathered(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
-    """Return (result, tape or None) of a case. parts: what `ran_by` yielded on each rank. Sums tensors over ranks, and merges tapes."""
+    """Return (result, tape or None) of a case. parts: for each rank, the value that `ran_by` yielded. Sums tensors over ranks, and merges
+    tapes."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

@@ -63,7 +63,7 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                 parts = _results(folder, number, world)
                 until = time.monotonic() + limit_s + (0 if number else START_S)
                 while not all(part.exists() for part in parts):
-                    ended = not parent.is_alive()  # read before the files: once it has ended, all results are written
+                    ended = not parent.is_alive()  # read before the files, because the parent ends only after all results are written
                     if (ended and not all(part.exists() for part in parts)) or time.monotonic() > until:
                         how = "gave no result" if ended else f"still running after {limit_s:g} s"
                         yield _errors(folder, f"{counted(world, 'rank')} {how}")
@@ -97,7 +97,7 @@ def _launch(folder: Path, world: int, parent: int) -> None:
         os.dup2(log, stream)
     given, module = Arguments("verify", out=folder), "moe.verify.started"
     if world == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # also if a cluster's job has set them
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # replaces a cluster job's variables
         os.execve(sys.executable, [sys.executable, "-m", module, *given.words()], os.environ | alone)
     start(given, nproc=world, launcher="torchrun", module=module, grace_s=0)
 

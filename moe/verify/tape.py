@@ -101,7 +101,7 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 
 
 def listen(model: nn.Module, tape: Tape) -> None:
-    """Add hooks to the model that record its modules' outputs on the tape, unless gradients are off."""
+    """Add hooks to the model that record its modules' outputs on the tape, except in passes without gradient."""
     assert isinstance(model, Transformer)
     now = threading.local()  # .contexts: layer -> context of the tokens that entered it last. Replicas of the engine dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)

@@ -54,7 +54,8 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """Train the case's model with the twin for `steps` steps, in float64 unless `rounding` is given. tape: records the first steps."""
+    """Train the case's model with the twin for `steps` steps (at most case.steps, if that is set), in float64 unless `rounding` is given.
+    tape: records the first steps."""
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainStep(run.optimizer), ages(case, [*parameters, *biases])
@@ -177,8 +178,8 @@ def version_read(step: int, age: int) -> int:
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return a dict: parameter -> number of updates by which its gradient's weights are older than the newest. {} if the schedule uses no
-    older weights."""
+    """Return a dict: name of a parameter or router's bias -> age: the value with which gradients are computed is this number of updates
+    older than the newest value. {} if the schedule computes all gradients with the newest values."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

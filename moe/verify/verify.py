@@ -128,8 +128,8 @@ def _with_kernels(found: list[Case], device: str) -> list[Case]:
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and in 16 bits `of_bound`: the largest ratio
-    of a deviation to its limit."""
+    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and `of_bound`: the largest ratio of a
+    deviation to its limit in the Bound, or None without a Bound."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row:
         return row

@@ -166,7 +166,8 @@ def unreadable(path: Path, error: OSError) -> Unreadable:
 
 def damaged(path: Path, name: str) -> BadInput:
     """Return the error for a checkpoint at `path` whose file `name` has changed since it was saved."""
-    return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
+    fix = f"restore it from a copy, or move {path} to another folder"
+    return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="each file with its recorded size and hash", fix=fix)
 
 
 class Reader:

@@ -250,7 +250,11 @@ def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
     few = sorted(r for r, a in answers.items() if a["place"] != common) if 2 * many > len(answers) else []
     if few:
         where = f"{_at(answers[few[0]])} ({answers[few[0]]['place']})"
-        return Finding("engine", tuple(few), f"{_ranks(few)} waits elsewhere, in {where}{_waits(waiting - set(few), answers)}")
+        return Finding(
+            "engine",
+            tuple(few),
+            f"{_ranks(few)} {'waits' if len(few) == 1 else 'wait'} elsewhere, in {where}{_waits(waiting - set(few), answers)}",
+        )
     hosts = sorted({a["host"] for a in answers.values()})
     line = f"every rank is here, but nothing arrives between {' and '.join(hosts[:4])}{_waits(sure, answers)}"
     return Finding("engine", tuple(sorted(answers)), line)

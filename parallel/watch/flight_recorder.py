@@ -112,7 +112,9 @@ def read_folder(folder: Path) -> list[Trace]:
             continue
         rank = int(number[1])
         if rank in traces:
-            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one trace a rank", fix=f"remove {path}")
+            raise BadInput(
+                "--trace", got=f"two traces of rank {rank} in {folder}", needed="one trace a rank", fix=f"move {path} to another folder"
+            )
         traces[rank] = _trace(rank, _content(path), path)
     if not traces:
         raise BadInput("--trace", got=f"{folder} without a trace", needed="files that end with a rank, such as _dump_0", fix=fix)
@@ -120,7 +122,7 @@ def read_folder(folder: Path) -> list[Trace]:
 
 
 def _content(path: Path) -> Any:
-    needed, fix = "a trace of torch's flight recorder", f"remove {path}"
+    needed, fix = "a trace of torch's flight recorder", f"move {path} to another folder"
     try:
         about = path.stat()
     except OSError as error:
@@ -159,7 +161,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
             trace.calls.setdefault(group, {})[number] = Call(number, kind, sent, entry["state"] == "completed")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         got = f"{path.name}, whose entries are not as torch writes them ({type(error).__name__}: {error})"
-        raise BadInput("--trace", got=got, needed="a trace of torch's flight recorder", fix=f"remove {path}") from None
+        raise BadInput("--trace", got=got, needed="a trace of torch's flight recorder", fix=f"move {path} to another folder") from None
     return trace
 
 
@@ -256,8 +258,9 @@ def _words(roots: set[int], waits: tuple[Wait, ...], by_rank: dict[int, Trace]) 
         at = "has no trace" if calls is None else "has recorded nothing" if not any(calls.values()) else "has not entered it"
         said.append(f"rank {rank} {at if own is None else f'has not finished {own.call.kind} {own.call.number} over {_name(own.group)}'}")
     held = [wait for wait in waits if roots & set(wait.behind)]
-    who = " ".join(str(rank) for rank in sorted({wait.rank for wait in held}))
-    at = f"; ranks {who} wait, rank {held[0].rank} at {held[0].call.kind} {held[0].call.number} over {_name(held[0].group)}" if held else ""
+    waiting = sorted({wait.rank for wait in held})
+    who = f"ranks {' '.join(map(str, waiting))} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits" if waiting else ""
+    at = f"; {who}, rank {held[0].rank} at {held[0].call.kind} {held[0].call.number} over {_name(held[0].group)}" if held else ""
     return ", ".join(said) + at
 
 

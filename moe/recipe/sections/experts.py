@@ -1,4 +1,4 @@
-"""Sections of a recipe that describe the experts, their router, and how rows are sent to them."""
+"""Sections of a recipe that describe the experts, their router, and how tokens are sent to the experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "dropout of the experts' hidden units; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
-    rebalance_every: int = key(0, "steps after which experts move between ranks to equalise their load; 0: never", ge=0, alters="cost")
+    rebalance_every: int = key(0, "steps after which experts move, if this evens out the ranks' loads; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
         "auto", "auto: triton on a GPU, else cpu", alters="cost"
     )
@@ -61,7 +61,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
 
 
 class _Published(Section, alters="function", off_without="model.moe_every or model.moe_layers"):
-    """Declares `router.preset`, as a base class, so that it is the first key of the section."""
+    """Declares `router.preset`. It is a base class of Router, so that `preset` is the section's first key."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",

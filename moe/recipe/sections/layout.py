@@ -62,8 +62,8 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: sharding.engine if it names one, else `named`. Some engines are replaced by another with pipeline
-        stages (pp > 1), or if the optimizer does not step flat ranges of fp32 elements (`flat` False)."""
+        """Return the engine that runs: sharding.engine if it names one, else `named`. Some engines are replaced by another if pp > 1, or,
+        with sharding.engine auto, if the optimizer cannot step flat ranges of fp32 elements (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen

@@ -95,7 +95,8 @@ class Latent(Section, alters="shape"):
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Numbers of channels in latent attention: of the latent (rank), of a head's queries and keys (content + rotary), of its values."""
+    """Numbers of channels in latent attention. rank: of the latent vector. content + rotary: of a head's queries and keys, without and with
+    rotary positions. value: of a head's values."""
 
     rank: int
     content: int
@@ -164,7 +165,7 @@ class Model(Section, alters="shape"):
         return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
 
     def window_of(self, layer: int) -> int | None:
-        """Return the number of tokens to which a token attends in this layer, itself included; None: to all earlier ones."""
+        """Return the number of tokens to which a token attends in this layer, itself included; None: the layer has no window."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @property

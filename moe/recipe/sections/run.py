@@ -43,7 +43,7 @@ class Run(Section):
 
     @property
     def has_dense_networks(self) -> bool:
-        """Whether any layer has a feed-forward network other than routed experts: a dense layer's, a shared or a residual one."""
+        """Whether any layer has a feed-forward network other than routed experts: a dense one, a shared expert or a residual network."""
         return len(self.model.layers_with_experts()) < self.model.num_layers or bool(self.experts.shared or self.experts.residual)
 
     @property
@@ -72,13 +72,13 @@ class Run(Section):
         return self.model_copy(update={"degrees": d.model_copy(update={"dp": dp, "ep": ep})})
 
     def tp_grid(self) -> Grid:
-        """Return the grid that the ranks of tp form. Raises BadInput if tensor.kind has no such grid."""
+        """Return the grid that the ranks of tp form. Raises BadInput if degrees.tp ranks cannot form a grid of tensor.kind."""
         heads = self.model.num_kv_heads or self.model.num_heads
         sides = [side for side in divisors(self.model.num_heads)[1:] if heads % side == 0 or side % heads == 0]
         return grid_of(self.tensor.kind, self.degrees.tp, self.tensor.depth, sides=sides)
 
     def head_copies(self) -> int:
-        """Return the number of ranks of tp that hold the same key-value head: 1 unless there are more ranks than heads."""
+        """Return the number of ranks of tp that hold the same key-value head. It is above 1 only if there are more ranks than heads."""
         heads, ways = self.model.num_kv_heads or self.model.num_heads, self.tp_grid().units
         return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
 

@@ -80,7 +80,7 @@ class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov":
 
 
 class Optimizer(Section, alters="training"):
-    """The optimizer, its learning rate and its weight decay. No weight decay on norms, biases and the router."""
+    """The optimizer, its learning rate and its weight decay. Norms, biases and the router have no weight decay."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
         "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalised updates of matrices; given: by train(run, optimizer=...)"

@@ -2,7 +2,7 @@
 
     group of 4 tokens, C = 2      e0 takes t0, t3      e1 takes t0, t1       t0 has two experts, t2 has none
 
-The result is [T, K], with K the largest number of experts of any token; `counted_TK` is False for entries beyond a token's number.
+The result is [T, K], with K the largest number of experts of any token; `counted_TK` is False for a token's unused entries.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SparseMixer: experts are drawn one after another, and the router gets the gradient of their probabilities.
 
-    choice k    open_k    experts not yet chosen with a logit near the best of them: (best - l_e) / max(|l_e|, best) <= 2 margin
+    choice k    open_k    experts not yet chosen with a logit l_e near their best one: (best - l_e) / max(|l_e|, best) <= 2 margin
                 p_k       softmax of the logits of open_k
                 e_k       drawn by p_k in training; the best one in evaluation
                 gate_k    p_k(e_k), in training times s_k. s_k is 1 for the best one; for others it is 1 with probability 1/4, else 1/3
@@ -108,7 +108,7 @@ def one_by_one(
 
 
 def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
-    """Return s_k of each choice in training, fp32 [T, K], by random numbers."""
+    """Return s_k of each choice in training, fp32 [T, K], drawn with the uniform random numbers."""
     import torch
 
     return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)

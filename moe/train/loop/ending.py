@@ -24,7 +24,8 @@ from parallel.watch import watchdog
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write the run's summary and return it; if all steps had been made earlier, return the stored summary. Collective."""
+    """Write the run's summary and return it. If this process has made no step and the stored summary has the run's number of steps, return
+    the stored one. Collective."""
     run, world, figures, progress = job.run, job.mesh.axis("world"), job.figures, job.progress
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:

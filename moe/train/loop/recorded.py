@@ -73,8 +73,8 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """Raise BadInput on all ranks if this step was skipped and later steps are likely to be skipped too. norm: gradient norm of this step.
-    Collective if the step was skipped."""
+    """If this step was skipped, write the event "skipped", and raise BadInput on all ranks if later steps are likely to be skipped too.
+    norm: gradient norm of this step. Collective if the step was skipped."""
     run, c = job.run, job.counters
     if norm.finite:
         return
@@ -99,7 +99,7 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
 
 
 def _refuse_bad_weights(job: Job) -> None:
-    """Raise BadInput if a weight of this rank is not finite: then gradients are never finite again."""
+    """Raise BadInput if a weight or optimizer state of this rank is not finite: later steps cannot repair it."""
     bad = next((held for held in job.engine.tensors() if not finite(held.tensor)), None)
     if bad is None:
         return
@@ -112,7 +112,7 @@ def _refuse_bad_weights(job: Job) -> None:
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
-        needed="finite weights: later steps cannot repair them, so they are not saved",
+        needed="finite weights and optimizer states: later steps cannot repair them, so they are not saved",
         fix=f"start it again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
 

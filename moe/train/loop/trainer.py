@@ -77,8 +77,8 @@ def train(
     A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
-    Raises BadInput before anything is written, Stopped after a signal has ended the run and a checkpoint is saved, and Ended if a callback
-    raised an exception.
+    Raises BadInput for wrong arguments before anything is written, and during the run for gradients that are repeatedly not finite; Stopped
+    after a signal has ended the run and a checkpoint is saved; Ended if a callback raised an exception or an audit found no intact copy.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
@@ -161,7 +161,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
 
 
 def _end_early(job: Job) -> None:
-    """End a run that a callback stopped: save and evaluate, unless both were already done at this step."""
+    """End a run that a callback stopped: save, unless this step is saved already, and evaluate, unless this step was evaluated."""
     step = job.counters.step
     if job.saves.begun != step:
         _save(job, wait=True)

@@ -70,7 +70,7 @@ class Auditor:
                 if self._settle(changed, step, "during the step"):
                     seen.clear()  # earlier passes read corrupt tensors, so later passes are not compared with them
                 elif reasons := self._unlike(grads, mine, heard, seen):
-                    self._tell(step, "another result in the second pass", reasons, "the passes are repeated")
+                    self._tell(step, f"another result in pass {attempt + 1}", reasons, "the passes are repeated")
                 else:
                     return numbers
             seen.append((mine, heard))
@@ -87,7 +87,7 @@ class Auditor:
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
-            # copies still differ if pipeline stages have repaired a tensor differently, or if the fault recurs
+            # copies still differ if two pipeline stages hold the tensor and took different values as intact, or if the fault recurs
             if left := self._on_all(by_majority(held, prints, self.mesh)):
                 self._end(step, when, left)
         self.step = step

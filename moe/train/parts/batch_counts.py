@@ -25,8 +25,9 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, its sums in this forward pass)
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes. If a balancing loss over the global batch has a weight above 0, their contexts give each layer the sums over the
-    step; otherwise the balance loss is only reported, as a mean over micro-batches, and the passes are unchanged. Collective."""
+    """Return the passes. If router.balance_scope is global_batch and a balancing loss has a weight above 0, their contexts give each layer
+    the sums over the step. Otherwise the passes are unchanged; with global_batch and weights 0, the balance loss is only reported: the
+    mean over micro-batches. Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)

@@ -50,7 +50,7 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run on all ranks after this step (in on_train_begin: before the first). It is saved and evaluated as usual."""
+        """End the run on all ranks after this step (in on_train_begin: before the first). The run is saved and evaluated as usual."""
         self.asked.append(reason)
 
 
@@ -65,7 +65,8 @@ class Callback:
         layer)."""
 
     def on_evaluate(self, now: Now) -> None:
-        """Called after each evaluation on held-out text. now.record: its line of metrics.jsonl, with validation_loss and bits_per_byte."""
+        """Called after each evaluation on held-out text. now.record: the evaluation's line of metrics.jsonl, with validation_loss and, with
+        cross-entropy as the loss, bits_per_byte."""
 
     def on_save(self, now: Now) -> None:
         """Called after a checkpoint is complete on disk; with train.save_mode async, this may be as late as the next save or the run's end.
@@ -115,10 +116,10 @@ def _overridden(callback: Callback) -> list[str]:
 
 
 def check(each: object) -> None:
-    """Raise BadInput unless `each` is a list of Callback objects, and the name of each of their methods on_... is in EVENTS."""
+    """Raise BadInput unless `each` is a list of Callback objects, and all methods of these objects named on_... are in EVENTS."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
-        raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")
+        raise BadInput("callbacks", got=got, needed="a list of callbacks", fix="write callbacks=[...]")
     for one in each:
         if isinstance(one, type) and issubclass(one, Callback):
             raise BadInput("callbacks", got=f"the class {one.__name__}", needed="an instance of it", fix=f"write {one.__name__}()")

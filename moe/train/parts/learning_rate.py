@@ -4,7 +4,7 @@ The schedule (optimizer.schedule) gives the share:
 constant       1
 cosine         falls to min_lr_share along half a cosine                            (arXiv 1608.03983)
 linear         falls linearly to min_lr_share
-wsd            1, then falls linearly over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
+wsd            1, then falls linearly to min_lr_share over the last decay_share of all updates  (warm-up, stable, decay: arXiv 2404.06395)
 inverse_sqrt   sqrt(warmup_steps / update), independent of the length of the run  (arXiv 1706.03762, section 5.3; T5, Switch)
 module:name    a user's function (index of the update after the warm-up, number of such updates) -> share, 0 or more
 """
@@ -20,7 +20,8 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput unless it is finite and at least 0."""
+    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput if the function raises an error, or if the
+    share is not a finite number from 0."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)

@@ -44,8 +44,8 @@ class Pass:
 
 
 def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
-    """Count the tokens of the global batch. Collective over the ranks that share the batch. Raises BadInput on all of them for padding
-    before a token, or in an encoder."""
+    """Count the tokens of the global batch. Collective over the ranks that share the batch. Raises BadInput on all these ranks for padding
+    before a token, and for any padding in an encoder-decoder."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
@@ -64,7 +64,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the divisor of the global batch's sum of losses: its number of predicted tokens, or with a user's train.loss of sequences."""
+    """Return the divisor of the sum of losses: the number of predicted tokens in the global batch; with a user's train.loss, the number of
+    sequences in it."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 

@@ -32,7 +32,8 @@ Phase = Literal["forward", "backward"]
 
 
 class Spent(NamedTuple):
-    """Milliseconds per step that the host spent in one region. device: milliseconds of the GPU kernels that it launched; 0 on a CPU."""
+    """Milliseconds per step that the host spent in one region. device: milliseconds of the GPU kernels that the region launched; 0 on a
+    CPU."""
 
     region: str
     forward: float
@@ -68,7 +69,8 @@ class Recording:
         return made
 
     def close(self) -> None:
-        """Stop the profiler and write its files, also if the run ended before RECORDED steps."""
+        """Stop the profiler and write its files for the steps recorded so far, which may be fewer than RECORDED. If no step was recorded,
+        print a line about this instead. Later calls do nothing."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

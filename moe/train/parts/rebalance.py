@@ -1,6 +1,6 @@
-"""Live rebalancing: between steps, experts and their optimizer states move to other ranks, to even out the load since the last move.
+"""Live rebalancing: every n steps, experts and their optimizer states move to other ranks, to even out the ranks' loads.
 
-    every n steps, for each layer: load of its experts -> balanced placement -> if this lowers the largest load of any rank: move experts
+    for each layer: load of its experts in the n steps -> balanced placement -> if this lowers the largest load of any rank: move experts
 
 All ranks have each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
 optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
@@ -45,8 +45,9 @@ def nothing_to_move(run: Run) -> str | None:
 
 
 class Rebalancer:
-    """Counts each layer's load, and moves experts every `experts.rebalance_every` steps. All ranks must call its methods alike. load: layer
-    -> number of choices of each expert since the last move. placements: layer -> ids of its experts, ep rank 0's experts first."""
+    """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call its
+    methods alike. load: layer -> number of choices of each expert since the counts were last reset, every `rebalance_every` steps.
+    placements: layer -> ids of its experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -61,7 +62,7 @@ class Rebalancer:
         return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
 
     def resume(self, state: Any, *, where: str) -> None:
-        """Restore the load and, if ep is the same, the placement from a checkpoint's `state`. None changes nothing. Call it before the
+        """Restore the load and, if ep is the same, the placement from a checkpoint's `state`; None: change nothing. Call it before the
         engine's tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint in the error."""
         if state is None or not self.every:
             return

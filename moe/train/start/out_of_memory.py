@@ -54,7 +54,8 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: the first measure, in the order above, that the recipe does not use yet. where: a name given to `during`."""
+    """Return the keys to set: the first measure, in the order of the module's docstring, that the recipe does not use yet. where: a name
+    given to `during`."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})
@@ -76,7 +77,7 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 
 def _is_long(run: Run) -> bool:
-    """Return whether one sequence's inputs of all layers, in fp32 and divided by sp, take more bytes than the model's weights, gradients
-    and moments."""
+    """Return whether the inputs of all layers for one sequence, in fp32 and divided by sp, take more bytes than the model's weights,
+    gradients and moments."""
     m, total = run.model, flops.size(run).total
     return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

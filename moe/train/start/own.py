@@ -42,8 +42,8 @@ class Own:
     optimizer: Factory | None = None
 
     def named_in(self, run: Run) -> Run:
-        """Return `run` with data.source and optimizer.kind set to "given" if their object is given. Raises BadInput if the recipe names
-        another source or optimizer, or says "given" without an object."""
+        """Return `run` with data.source "given" if samples are given, and optimizer.kind "given" if an optimizer is. Raises BadInput if the
+        recipe names another source or optimizer, or says "given" without an object."""
         check(self.callbacks)
         rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
         for key, argument, value, said in rows:
@@ -95,6 +95,6 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     data, what = of_all(opened, world, what="data")
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
-        needed = "the same on every rank, which reads its own part of them"
+        needed = "the same samples on every rank: each rank reads its own part"
         raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files")
     return data

@@ -116,7 +116,7 @@ def own_peak_bytes(device: torch.device) -> float:
 
 
 def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[float]:
-    """Return the maximum of each value over all ranks. device: of the tensor that is sent. Collective."""
+    """Return the maximum of each value over all ranks. device: of the tensor that is all-reduced. Collective."""
     return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
 
 
@@ -152,7 +152,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            # the handler of moe/launch/launch.py would report a signal before training, which is wrong after it
+            # the handler of moe/launch/launch.py would report that a signal came before training, which is wrong after training
             if getattr(old, "before_training", False):
                 old = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler set from C, which cannot be restored

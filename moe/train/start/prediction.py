@@ -51,7 +51,7 @@ def here(world: World) -> Place:
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Predict memory and time, print and return them; return None if the prediction raises an error. Collective: all ranks decide alike.
     run: the checked run. asked: the run before values `auto` were replaced, from which the error's fix is made. cluster: a cluster file, or
-    None for this machine. Raises BadInput if the run is predicted not to fit, unless `force`."""
+    None for this machine. Raises BadInput if the run or the token ids of an evaluation are predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -148,7 +148,7 @@ class Measured:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return a dict: address -> bytes of each storage of these tensors. For a DTensor, the storage is this rank's shard's."""
+    """Return a dict: address -> bytes of each storage of these tensors. Of a DTensor, only this rank's shard counts."""
     found: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError):  # a sparse tensor has no storage

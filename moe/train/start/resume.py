@@ -28,7 +28,7 @@ KEPT = "huggingface"  # folder in a run: config.json, generation_config.json, to
 
 @dataclass(frozen=True)
 class Resumed:
-    """Values that a run takes from a checkpoint, and the recipe before."""
+    """Values that a run takes from a checkpoint, and the changes of its recipe since then."""
 
     tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
     before: Run | None = None  # the recipe of the run's own checkpoint
@@ -39,7 +39,7 @@ class Resumed:
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
         """Return the values from the run's own checkpoint `found`, which may be None. Raises BadInput if a changed key alters what the
-        model computes, unless it is in `allowed`."""
+        model computes, unless it is in `allowed`, or if the optimizer cannot read the checkpoint's optimizer states."""
         if found is None:
             return Resumed(table=hash_table.read(run))
         before = build_run(found.state["recipe"])
@@ -75,9 +75,9 @@ class Resumed:
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (table token id -> experts for hash routers, or None; list of its change, if it changed). The table is the checkpoint's, or
-    the recipe's if the checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the key; else BadInput
-    is raised."""
+    """Return (table token id -> experts for hash routers, or None; list with the table's change, [] without one). The table is the
+    checkpoint's, or the recipe's if the checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the
+    key; else BadInput is raised."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)

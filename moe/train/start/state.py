@@ -98,8 +98,8 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that owns a layer's ffn_norm writes its
-    bias."""
+    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that owns a layer's ffn_norm writes the
+    bias of the layer's router."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
@@ -122,7 +122,8 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
-    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if there is none. Collective."""
+    """Return the newest valid checkpoint in a run's folder of checkpoints, or the one of `step`; None if the folder has none. Collective.
+    Raises BadInput if all checkpoints are damaged, or if the one of `step` is damaged or missing."""
     world = mesh.axis("world")
     path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
@@ -286,11 +287,12 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
-    """Load routers' biases. Biases that only the checkpoint or only the model has are logged, not refused, because a resumed run may add or
-    remove biases. staged: whether this rank has only some pipeline stages; biases of other stages are then not logged."""
+    """Load routers' biases. Biases that only the checkpoint or only the model has are logged, because a resumed run may add or remove
+    biases. Raises BadInput for a bias of another shape, and for one that is missing although the checkpoint's run trained with it. staged:
+    whether this rank has only some pipeline stages; biases of other stages are then not logged."""
     stored, held = reader.names(EXTRA), extra_state(model)
     before = build_run(reader.state["recipe"])
-    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, a missing bias is 0
+    saved = reader.state["counters"]["step"] > 0 and before.router.bias_rate is not None  # if False, a missing bias starts at 0
     for name, tensor in held.items():
         lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
         if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):

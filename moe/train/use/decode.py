@@ -121,7 +121,7 @@ class Cached:
 
 class Written:
     """`Reads` for an encoder-decoder without a cache: encoder (first `source` tokens) and decoder compute all tokens again for each new
-    one. It is the reference for `Cached`, and is used if experts choose their tokens, for which there is no cache."""
+    one. It is the reference for `Cached`, and is used for models that `Cached` does not support (`can_cache`)."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source

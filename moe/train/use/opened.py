@@ -43,8 +43,8 @@ class Opened:
 
     def expert(self, *, layer: int, number: int) -> dict[str, Weight]:
         """Return the weights of one expert, as views of the model's parameters: w1 [D, F], w2 [F, D], w3 [D, F] for gated activations, and
-        biases.
-        Raises BadInput for a layer without experts, and for an expert that it lacks."""
+        biases (D: width of the model, F: hidden width of an expert).
+        Raises BadInput for a layer without experts, and for an expert that the layer lacks."""
         experts = {moe.layer: moe.experts for moe in moe_layers(self.model)}
         if layer not in experts:
             needed = f"a layer with experts: {', '.join(map(str, experts)) or 'this model has none'}"

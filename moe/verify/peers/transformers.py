@@ -24,7 +24,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
-_SIZES: dict[str, Any] = {  # `config_of` sets those that the family's configuration has
+_SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
@@ -47,8 +47,9 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model and each subset of the axes in `degrees`. The subset of ep and one other axis (or of ep alone, in
-    releases that allow it) also has a pair for each implementation of the experts' matrix products."""
+    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Ep alone, with other axes in `degrees`, gets a pair
+    only in releases that allow it. In these releases ep alone, in others ep with one other axis, also has a pair for each implementation
+    of the experts' matrix products."""
     alone = "ep_size" not in _keys()  # later releases spread experts over the ranks of tp or fsdp only
     heads = max(2, degrees.get("tp", 1))
     for model in models:

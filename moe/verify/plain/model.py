@@ -115,8 +115,8 @@ def dropped(run: Run, x: Tensor, name: str, tokens: Tokens, cast: Rounding) -> T
 def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
-    """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) adds the embedding of token i+1+k at position i and predicts token
-    i+2+k."""
+    """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) joins the hidden state of position i with the embedding of token
+    i+1+k, and predicts token i+2+k."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):

@@ -34,7 +34,7 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Random numbers [T, width], uniform in [0, 1). They depend on seed, step, name and the token's index, but not on the layout."""
+        """Random numbers [T, width], uniform in [0, 1]. They depend on seed, step, name and the token's index, but not on the layout."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 

@@ -1,5 +1,6 @@
 """Computes the update of the plain twin (the second implementation, twin.py): weight decay, gradient norm, clipping, AdamW, Muon,
-Adafactor, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step.
+Adafactor, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step. m: Muon's momentum,
+mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selection bias of expert e.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982

@@ -26,7 +26,7 @@ def engine_cases() -> list[Case]:
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of engines that shard gradients or offload to the host, on at least two ranks. ZeRO-3 engines also have cases with
+    """Cases of engines that shard gradients or offload to the host, on at least two ranks. Engines that shard weights also have cases with
     recompute."""
     sharding = [name for name in planned() if ENGINES[name].stage >= 2]
     host = [name + ("+cpu-all" if ("parameters", "cpu") in kind.offloads else "+cpu") for name, kind in ENGINES.items() if kind.offloads]

@@ -14,7 +14,8 @@ THREE = ("dense", "gshard", "deepseek")
 
 
 def pipeline_cases() -> list[Case]:
-    """Return cases of every schedule in each precision, with recompute, and with engines that shard over replicas of the pipeline."""
+    """Return cases of every schedule in each precision (PipeDream and 2BW not in fp16), with recompute, and with engines that shard over
+    replicas of the pipeline."""
     found = []
     for world, pp in ((2, 2), (4, 4), (4, 2)):
         for name, kind in SCHEDULES.items():
@@ -95,8 +96,8 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a case of a pipeline, with ep = dp if the model has experts, and with the smallest number of micro-batches from 4 that its
-    schedule allows."""
+    """Return a case of a pipeline, with ep = dp if the model has experts. It has the smallest number of micro-batches that its schedule
+    allows and that is at least 4; with zb_h2 at least 2 pp - 1; with PipeDream and 2BW the schedule's own number."""
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 computes no weight gradient in a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)

@@ -12,7 +12,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
-SOURCE = 31  # encoder length for grids: the decoder's length is then 8, one token for each rank of the largest grid
+SOURCE = 31  # encoder length in cases on grids: span corruption then gives the decoder 8 tokens, one for each rank of the largest grid
 TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
@@ -107,7 +107,8 @@ def _grid_cases() -> list[Case]:
 
 
 def _sliced_cases() -> list[Case]:
-    """Cases of tensor.sequence_parallel: between layers, each tp rank has a slice of every sequence; MoE layers get whole sequences."""
+    """Cases of tensor.sequence_parallel: between layers, each tp rank has a slice of every sequence. MoE layers route these slices as they
+    are."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)

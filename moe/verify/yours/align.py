@@ -1,7 +1,7 @@
 """Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds. Both are from recordings of one
 step.
 
-samples     which sequences (and which of their tokens) a rank reads is found by searching the rank's first input in the single process's
+samples     the sequences, and the tokens in them, that a rank reads are found by searching for its first input in the single process's
 parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this
             chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
@@ -28,8 +28,8 @@ _NEAREST = 4096  # largest number of rows that are paired by distance
 
 @dataclass(frozen=True)
 class Samples:
-    """Part of the single process's batch [B, L, ...] that a rank reads. rows: indices of its sequences. cols: indices of its tokens in
-    each. batch, length: B, L. found: False if it was not found, and rows and cols are a guess."""
+    """Part of the single process's batch [B, L, ...] that a rank reads. rows: indices of the sequences. cols: indices of the tokens in each
+    of these sequences. batch, length: B, L. found: False if the search found no such part, and rows and cols are a guess."""
 
     rows: Tensor
     cols: Tensor
@@ -43,7 +43,7 @@ class Part:
     """A possible alignment of a rank's tensor with the single process's. cut: (dim that ranks split, number of chunks, index of the rank's
     chunk, number of blocks); None if ranks split only sequences and tokens. A dim may join several blocks, for example the weights of q, k
     and v: each block is split into this number of chunks. by_samples: whether a dim is indexed by sequences or tokens, so that the rank
-    holds only those of its samples."""
+    holds only the entries of its samples."""
 
     maps: Maps
     cut: tuple[int, int, int, int] | None = None
@@ -78,8 +78,8 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """If a rank calls a module without samples more often than the single process, once for each micro-batch, reduce its calls to one: keep
-    one of several equal outputs; add up output gradients."""
+    """If a rank calls a module more often than the single process, once for each micro-batch, and each call has values of the same shape as
+    in the single process (no dim of samples), reduce the calls to one: keep one of several equal outputs; add up output gradients."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
@@ -275,9 +275,9 @@ def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]])
 def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
-    """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if the pieces are sampled or their
-    widths differ. A vector has rows of one number. whole, readers: if given, chunks of the width on ranks with the same samples are joined
-    first (`_full_width`)."""
+    """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if there are no rows, or if the pieces
+    are sampled, are terms of a sum over ranks, or have different widths. A vector has rows of one number. whole, readers: if given, chunks
+    of the width on ranks with the same samples are joined first (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [

@@ -46,13 +46,14 @@ class Choices(TorchFunctionMode):
         self.at: Tensor | None = None  # index [b l] of each of them among the single process's tokens
 
     def enter(self, module: str, tensors: list[Tensor]) -> None:
-        """Must be called when a module is entered. The model's own first integer input is taken as the ids of this rank's tokens."""
+        """Note that `module` is entered with these tensors. The model's own first 2-D integer input is taken as the ids of this rank's
+        tokens. Raises BadInput for tokens that the single process did not read, and by `check_replayed`."""
         self.inside.append(module)
         self.entered.add(module)
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)
         if len(self.inside) > 1 or tokens is None:
             return
-        self.check_replayed()  # of the micro-batch before this one
+        self.check_replayed()  # the choices of the micro-batch before this one
         self.entered, self.replayed = {module}, {"tokens"}
         self.calls.clear()
         self.tokens = tokens.detach().cpu()
@@ -119,7 +120,8 @@ class Choices(TorchFunctionMode):
         return theirs[self.at].reshape(own.shape).to(own.device)
 
     def write(self, folder: str | Path) -> Given:
-        """Write the stored choices into the folder, and return them."""
+        """Write the stored choices into the folder, and return them. Raises BadInput if no choices are stored, or if micro-batches have
+        sequences of different lengths."""
         if len(self.kept) < 2:
             raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
         if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:

@@ -76,8 +76,8 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
     """Place all work in bubbles. works: the pieces of work, in order of priority.
     margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank, if two pieces of work have one name, if `after` has actions of another rank, or if `needs` name missing work or form
-    a cycle."""
+    bubble of its rank or into no step, if two pieces of work have one name, if `after` has actions of another rank, or if `needs` name
+    missing work or form a cycle."""
     found = _of_steps(timeline)
     _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -95,8 +95,13 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
                 at = start + work.time
         if len(done) == len(works):
             return _packing(timeline, done, step + 1)
-    left = next(work for queue in waiting.values() for work in queue)
-    got = f"{left.name}, which waits for {', '.join(left.needs)}"
+    left = [work for queue in waiting.values() for work in queue]
+    if any(all(need in done for need in work.needs) for work in left):
+        needed = f"work for at most {_MOST_STEPS:,} steps"
+        raise BadInput(
+            "works", got=f"{left[0].name}, which has no bubble in these steps", needed=needed, fix="give less work, or other `after`"
+        )
+    got = f"{left[0].name}, which waits for {', '.join(left[0].needs)}"
     raise BadInput("needs", got=got, needed="needs that form no cycle", fix="remove one of the needs")
 
 

@@ -167,7 +167,7 @@ def test_code_that_changed_since_the_checkpoint_is_told(home: Path, folder: Path
 
 @pytest.mark.parametrize("text", ["os.system:", ":x", "a b:c", "../x:y", "a:b:c", "a-b:c", "a:b()"])
 def test_a_name_that_is_none_is_refused_with_the_choices(text: str) -> None:
-    with pytest.raises(BadInput, match="needed adamw, .* or module:name of a part of your own"):
+    with pytest.raises(BadInput, match="needed adamw, .* or module:name of your own function or class"):
         load("switch_tiny", {"optimizer.kind": text})
 
 
@@ -208,10 +208,10 @@ def test_names_that_no_package_registers_for_this_key_are_refused(packages: Any)
     packages("one", optimizers={"lion": "parts_xq:sgd", "broken": "parts_xq", "deep": "parts_xq:a.b"}, scores={"other": "parts_xq:sgd"})
     packages("two", optimizers={"lion": "elsewhere:lion", "broken": "parts_xq"}, scores={"other": "parts_xq:sgd"})
     for kind, said in (
-        ("lion", "optimizer.kind: got lion, registered by one and two, needed one part of that name, not elsewhere:lion and parts_xq:sgd"),
+        ("lion", "optimizer.kind: got lion, registered by one and two, needed one plug-in of that name, not elsewhere:lion"),
         ("broken", "optimizer.kind: got broken, registered by .* as parts_xq, needed module:name"),
         ("deep", "got deep, registered by one as parts_xq:a.b, needed module:name"),
-        ("other", "optimizer.kind: got 'other', needed .*lion, .*adamw.* more .* or module:name of a part of your own"),
+        ("other", "optimizer.kind: got 'other', needed .*lion, .*adamw.* more .* or module:name of your own function or class"),
         ("leon", "fix: did you mean lion?"),
     ):
         with pytest.raises(BadInput, match=said):

@@ -174,7 +174,7 @@ def test_a_checkpoint_with_a_bias_of_nan_is_refused(
     tiny = tiny_of(0)
     extra_state(tiny.model)[BIAS].fill_(float("nan"))
     commit(tiny, tmp_path, 1)
-    with pytest.raises(BadInput, match="got checkpoints, none of which can be read"):
+    with pytest.raises(BadInput, match="got checkpoints, none of which verifies"):
         reopen(tiny_of(0), tmp_path)
     assert f"values of {BIAS}/buffer that are not finite" in capsys.readouterr().out
 

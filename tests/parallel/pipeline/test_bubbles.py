@@ -146,6 +146,8 @@ def test_work_that_cannot_be_placed_is_refused() -> None:
         pack(timeline, [BubbleWork("a", 0, 1, needs=("b",))])
     with pytest.raises(BadInput, match="needs: got a, which waits for b, needed needs that form no cycle"):
         pack(timeline, [BubbleWork("a", 0, 1, needs=("b",)), BubbleWork("b", 1, 1, needs=("a",))])
+    with pytest.raises(BadInput, match="works: got 1000, which has no bubble in these steps, needed work for at most 1,000 steps"):
+        pack(timeline, [BubbleWork(f"{n}", 0, 2) for n in range(1001)])  # each step has one bubble of 3 on rank 0
     with pytest.raises(BadInput, match="a: got after 1F0, needed actions of rank 0"):
         pack(timeline, [BubbleWork("a", 0, 1, after=(Action(Op.F, 1, 0),))])
     with pytest.raises(BadInput, match="works: got 2 pieces of work with 1 names"):

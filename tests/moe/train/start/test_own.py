@@ -153,7 +153,7 @@ class Misspelt(Callback):
     ("given", "said"),
     [
         ([Listens], "got the class Listens, needed an instance of it; fix: write Listens()"),
-        (Listens(), "got a Listens, needed a list of them"),
+        (Listens(), "got a Listens, needed a list of callbacks"),
         ([print], "got a builtin_function_or_method, needed objects of subclasses of moe.Callback"),
         ([Misspelt()], "got a method on_step, which nothing calls, needed one of on_train_begin, on_step_end"),
     ],
