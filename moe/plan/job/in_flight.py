@@ -87,4 +87,4 @@ def fullest_ranks(
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    return more.at_i >= less.at_i and all(map(ge, more.kept + more.pending + less.freed, less.kept + less.pending + more.freed))
+    return more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

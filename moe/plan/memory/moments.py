@@ -137,17 +137,14 @@ class _Now(NamedTuple):
     total: float
 
 
-_Key = tuple[bool, bool, tuple[bool, ...]]
-
-
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet, InFlight.freed) -> the moment with the most kept bytes
-    among moments with these properties."""
+    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> the moment with the most kept bytes among moments
+    with these properties."""
 
     number: int
     versions: int
     stages: tuple[_Stage, ...]
-    candidates: dict[_Key, _Now]
+    candidates: dict[tuple[bool, bool], _Now]
 
     def exceeds(self, other: _Rank) -> bool:
         """Return whether each of the other rank's candidates keeps at most as many bytes as this rank's. Both have the same stages."""
@@ -221,13 +218,13 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
     return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
 
 
-def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[_Key, _Now]:
+def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
     """Return `_Rank.candidates`. moments: those of `_in_flight`."""
-    found = dict[_Key, _Now]()
+    found = dict[tuple[bool, bool], _Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once, of.freed
+        key = of.at_i, once
         if key not in found or found[key].total < total:
             found[key] = _Now(of, once, total)
     return found
@@ -322,7 +319,7 @@ class _Step:
     def _moments(self, rank: _Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once, _), now in rank.candidates.items():
+        for (at_i, once), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
