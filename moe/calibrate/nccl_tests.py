@@ -121,9 +121,9 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
         needed = "all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf between nodes"
-        raise BadInput(found.what, got=counted(found.nodes, "node"), needed=needed, fix="move it to another folder")
+        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
-    source += f" by NCCL-tests, {found.what}, {counted(found.ranks, 'rank')} on {counted(found.nodes, 'node')}"
+    source += f" by NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
@@ -157,7 +157,7 @@ def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
-    source = f"between.tree_us (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used): replaced"
+    source = f"between.tree_us: replaced (its {2 * rate / 1000:.4g} GB/s for 2 * bytes are not used)"
     return replace(cluster.between, tree_us=tree_us), source
 
 
@@ -199,10 +199,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
-        got, fix = (
-            " and ".join(f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}" for nodes, ranks in several),
-            "move the others to another folder",
-        )
+        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
         raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):

@@ -31,7 +31,6 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.router.losses import (
     balance_loss,
-    balance_loss_of_part,
     count_choices,
     importance_loss,
     join,
@@ -228,16 +227,14 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shard
     num_groups, masks = routing.num_groups if s.balance_scope == "sequence" else 1, {"valid_T": valid_T, "counted_TK": counted_TK}
     if s.balance_scope == "global_batch" and whole is not None:
         step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
-    if s.balance_scope == "global_batch" or shards is None:
-        balance = balance_loss(routing.probs_TE, expert_TK, num_groups=num_groups, **masks, step=step)
-    else:
-        part: dict[str, Any] = {"group_T": on_device(shards.group_T(num_groups), expert_TK.device), "summed": shards.summed, **masks}
-        balance = balance_loss_of_part(routing.probs_TE, expert_TK, num_groups=num_groups, **part)
+    counted: dict[str, Any] = masks | {"step": step}
+    if s.balance_scope != "global_batch" and shards is not None:
+        counted |= {"group_T": on_device(shards.group_T(num_groups), expert_TK.device), "summed": shards.summed}
         if gate_TE is not None or chance_TE is not None:
             gate_TE, chance_TE, valid_T = (None if x is None else shards.whole(x) for x in (gate_TE, chance_TE, valid_T))
     scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}
     return {
-        "balance": balance,
+        "balance": balance_loss(routing.probs_TE, expert_TK, num_groups=num_groups, **counted),
         "importance": none if gate_TE is None else importance_loss(gate_TE, **scope),
         "load": none if chance_TE is None else load_loss(chance_TE, **scope),
         "z": z_loss(routing.logits_TE, valid_T=routing.valid_T),

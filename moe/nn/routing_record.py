@@ -85,9 +85,8 @@ class RoutingRecord:
             self._largest[name] = int(chosen.max())
         if chosen.shape[1] != num_choices or self._largest[name] >= num_experts:
             got = f"{counted(chosen.shape[1], 'choice')} of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
-            raise _refused(
-                got, f"{counted(num_choices, 'choice')} of experts 0 to {num_experts - 1}", "record it with a model of the same router"
-            )
+            needed = f"{counted(num_choices, 'choice')} of experts 0 to {num_experts - 1}"
+            raise _refused(got, needed, "record it with a model of the same router")
         return chosen[position_T].long()
 
     def _join(self, layer: int, array: npt.NDArray[np.int32]) -> None:

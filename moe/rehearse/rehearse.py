@@ -40,7 +40,7 @@ from moe.train.start.job import Job, Saves, Training
 from moe.train.start.opening import start_model
 from moe.train.start.place import check_precision, settle_precision
 from parallel.data.engine import Engine
-from parallel.errors import BadInput, counted
+from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.mesh.mesh import Mesh
 from parallel.mesh.traffic import Count
@@ -101,9 +101,7 @@ def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "c
         rows.append({"rank": "all", "device": device, "found": wrong, "passed": wrong is None})
     if wrong is None:
         largest = max(walked, key=lambda this: walked[this].peak_bytes)
-        agree = (
-            [f"collectives and messages of all {counted(world, 'rank')} have the same order within each group"] if len(walked) > 1 else []
-        )
+        agree = [f"collectives and messages of all {world} ranks have the same order within each group"] if len(walked) > 1 else []
         print(*table(run, walked[largest], largest), *([replaced] if replaced else []), *agree, sep="\n")
     else:
         print(wrong)
@@ -167,9 +165,7 @@ def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
     lines = ["", f"{'':<34}{'forward':>34}{'backward':>34}"]
     lines += [f"{'work of a GPU in a step':<34}{columns(('waits', 'kernels', 'bytes moved') * 2)}"]
     for (part, *numbers), layers in alike.items():
-        name = (
-            part if layers == [""] else f"{part} of layer {layers[0]}" if len(layers) == 1 else f"{part} of {counted(len(layers), 'layer')}"
-        )
+        name = part if layers == [""] else f"{part} of layer {layers[0]}" if len(layers) == 1 else f"{part} of {len(layers)} layers"
         lines.append(f"  {name:<32}{columns(f'{n:,}' for n in numbers)}")
     places: Counter[str] = sum((w.waits for w in work.values()), Counter())
     lines += [f"  {times:>4} x the host waits at {place}" for place, times in places.most_common()]

@@ -122,9 +122,8 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
         needed = "noisy_top_k and top_k: the loss is computed from how likely the noise makes each choice"
         raise BadInput("router.load_weight", got=got, needed=needed, fix=Set("router.noise", "noisy_top_k") | Set("router.load_weight", 0))
     if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
-        got = (
-            f"{counted(s.num_choices, 'choice')} of {counted(num_experts, 'expert')}" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
-        )
+        chosen = f"{counted(s.num_choices, 'choice')} of {counted(num_experts, 'expert')}"
+        got = chosen if s.bias_rate is None else f"bias_rate {s.bias_rate}"
         needed = "fewer choices than experts, and no selection bias: otherwise noise does not decide the choice"
         raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix=Set("router.load_weight", 0))
     for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):

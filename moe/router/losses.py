@@ -34,34 +34,24 @@ def balance_loss(
     valid_T: Mask = None,
     counted_TK: Mask = None,
     step: StepMeans | None = None,
+    group_T: Tensor | None = None,
+    summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
-    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f_e covers the whole step, without groups."""
+    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f_e covers the whole step, without groups.
+
+    `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
+    loss is then the mean of the ranks' results, weighted by their valid tokens.
+    """
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
-    chosen_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK).float()
+    which = {"valid_T": valid_T, "counted_TK": counted_TK, "group_T": group_T}
+    chosen_GE = summed(count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, **which).float())
     f_GE = chosen_GE / chosen_GE.sum(1, keepdim=True).clamp(min=1)
+    if group_T is not None:
+        return num_experts * mean_over_tokens((f_GE[group_T] * probs_TE).sum(1), valid_T=valid_T)
     p_GE = group_means(probs_TE, num_groups=num_groups, valid_T=valid_T)
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
-
-
-def balance_loss_of_part(
-    probs_TE: Tensor,
-    expert_TK: Tensor,
-    *,
-    group_T: Tensor,
-    num_groups: int,
-    valid_T: Mask = None,
-    counted_TK: Mask = None,
-    summed: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return this rank's part of the balance loss of groups that have tokens on other ranks too, scalar fp32. The loss is the mean of the
-    ranks' parts, weighted by their valid tokens. `group_T` int64: group of each token. `summed` sums counts, fp32 [G, E], over the ranks.
-    """
-    num_experts, counted = probs_TE.shape[1], {"valid_T": valid_T, "counted_TK": counted_TK, "group_T": group_T}
-    chosen_GE = summed(count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, **counted).float())
-    f_GE = chosen_GE / chosen_GE.sum(1, keepdim=True).clamp(min=1)
-    return num_experts * mean_over_tokens((f_GE[group_T] * probs_TE).sum(1), valid_T=valid_T)
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:

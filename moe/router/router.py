@@ -233,7 +233,7 @@ class Router(nn.Module):
         logits_GE = shards.whole(logits_TE)
         scores_GE = scores_of(logits_GE, self.spec)
         found = self.decide(scores_GE, logits_GE, sequence_tokens=sequence_tokens, context=shards.context(context))
-        return shards.mapped(found, shards.mine)
+        return shards.of_mine(found)
 
     @torch.no_grad()
     def decide(

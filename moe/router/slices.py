@@ -10,8 +10,8 @@ or, with tensor.sequence_parallel, by columns (contiguous chunks of each sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ class Shards:
 
     axis: Axis
     held: Sequence[Tensor]
+    _in_runs: dict[int, bool] = field(default_factory=dict)
+    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather all ranks' tokens [G, ...], in the order of sequences. The backward pass sums the gradients of this rank's tokens over the
@@ -64,24 +66,20 @@ class Shards:
             )
         return self._in_runs[num_groups]
 
-    @cached_property
-    def _in_runs(self) -> dict[int, bool]:
-        return {}
-
     def context(self, context: Context) -> Context:
         """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
         valid_T, tokens_T = (None if x is None else self.whole(x) for x in (context.valid_T, context.tokens_T))
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
 
-    def mapped(self, made: Made, change: Callable[[Tensor], Tensor]) -> Made:
-        """Return the dataclass with every tensor changed by `change`: `whole` (collective) or `mine`."""
+    def of_mine(self, made: Made) -> Made:
+        """Return the dataclass with this rank's rows of every tensor, as `mine`."""
         changed: dict[str, Any] = {}
         for f in fields(made):
             value = getattr(made, f.name)
             if isinstance(value, Tensor):
-                changed[f.name] = change(value)
+                changed[f.name] = self.mine(value)
             elif is_dataclass(value):
-                changed[f.name] = self.mapped(value, change)
+                changed[f.name] = self.of_mine(value)
         return replace(made, **changed)
 
     @cached_property
@@ -94,10 +92,6 @@ class Shards:
         if (name, device) not in self._copies:
             self._copies[name, device] = on_device(self.held[self.axis.index] if name == "held" else self._row_G, device)
         return self._copies[name, device]
-
-    @cached_property
-    def _copies(self) -> dict[tuple[str, torch.device], Tensor]:
-        return {}
 
     @cached_property
     def _longest(self) -> int:

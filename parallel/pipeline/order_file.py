@@ -91,9 +91,7 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
             order += updates(order)
     num_updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
     if microbatches % num_updates:
-        got, needed = (
-            f"{counted(microbatches, 'micro-batch')} and {counted(num_updates, 'update')}",
-            "the same number of micro-batches for each update",
-        )
+        got = f"{counted(microbatches, 'micro-batch')} and {num_updates} updates"
+        needed = "the same number of micro-batches for each update"
         raise BadInput(f"schedule {name}", got=got, needed=needed, fix="add or remove updates")
     return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

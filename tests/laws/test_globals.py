@@ -25,6 +25,10 @@ CHANGED = {
     "moe/records/tracker.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/parallelize/compiled.py: torch._dynamo": "torch has one limit of the sizes for which a function is compiled",
     "moe/verify/peers/transformers.py: os.environ": "transformers reads a forked rank's variables there, as from a launcher",
+    "moe/verify/peers/megatron_core.py: torch.cuda": "megatron-core asks there for a device; of a process that then ends",
+    "moe/verify/peers/megatron_core.py: token_dispatcher.maybe_move_tensor_to_cpu": "likewise: the original converts CUDA tensors alone",
+    "moe/verify/peers/torchtitan.py: sys.modules": "Python's table of modules: torchtitan's trainer imports packages for datasets",
+    "moe/verify/peers/torchtitan.py: parallel_dims.device_type": "torchtitan keeps the kind of device in a module",
     "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "parallel/numerics/weight_gradient.py: _open": "autograd calls a product's backward without arguments of ours",
     "moe/bench/gpu/__main__.py: os.environ": "Triton reads there whether its interpreter runs, as it loads",
@@ -62,6 +66,7 @@ CACHED = {
     "moe/plan/job/in_flight.py: made": "a schedule of these sizes; four at most",
     "moe/plan/memory/memory.py: _peak": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
     "moe/plan/memory/moments.py: _ranks": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
+    "moe/plan/memory/moments.py: _in_flight": "what a schedule of these sizes holds",
     "moe/plan/memory/moments.py: _kinds": "of a network alone",
     "moe/plan/memory/moments.py: _counted": "of a network alone",
     "moe/plan/memory/temporary.py: layer_bytes": "bytes follow from the sizes that are its arguments",
@@ -116,7 +121,10 @@ SETTINGS = {
     },
     ".mallopt": {"parallel/process/libc.py": "the C library has one heap for the process"},
     ".prctl": {"parallel/process/libc.py": "a rank dies with who started it"},
-    "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
+    "logging.disable": {
+        "moe/launch/torchrun.py": "of a process that is torchrun and nothing else",
+        "moe/verify/peers/torchtitan.py": "of a process that compares with torchtitan and nothing else",
+    },
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "torch.use_deterministic_algorithms": {"parallel/process/deterministic.py": "torch has one such setting; put back after training"},
     "resource.setrlimit": {
@@ -125,7 +133,10 @@ SETTINGS = {
     },
     "torch.manual_seed": {
         "moe/bench/training/step.py": "a peer draws its weights from torch's generator",
-        **{f"moe/verify/peers/{name}.py": "likewise, in forked processes" for name in ("deepspeed", "torch", "transformers")},
+        **{
+            f"moe/verify/peers/{name}.py": "likewise, in forked processes"
+            for name in ("deepspeed", "megatron_core", "torch", "torchtitan", "transformers")
+        },
     },
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}

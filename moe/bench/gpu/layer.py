@@ -29,7 +29,6 @@ from moe.bench.gpu.part import Machine, Row, each, failures, table
 from moe.bench.layers import dispatch, layers
 from moe.bench.layers.layers import LayerCase, Shape
 from moe.bench.timing import wait
-from moe.kernels import choose
 
 SHAPES = {
     True: {
@@ -53,6 +52,8 @@ def kernel_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
 
 
 def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> list[Row]:
+    from moe.kernels.triton.device import has_tma
+
     seconds, flops, size = _seconds_of_kernels(machine, shape, "triton"), flops_of(shape), _bytes(shape, 2)
     peak, copy = ceiling(before, "bfloat16"), ceiling(before, "copy")
 
@@ -64,16 +65,9 @@ def _kernels(machine: Machine, shape: Shape, before: dict[str, list[Row]]) -> li
 
     found, total = [row(kernel, kernel, taken) for kernel, taken in seconds.items()], sum(seconds.values())
     found.append({"kernel": "all four", "seconds": total, "tf_per_s": sum(flops.values()) / total / 1e12})
-    if _tma(machine):
+    if has_tma(machine.device):
         found.append(row(PERSISTENT, "product", _seconds_of_kernels(machine, shape, "triton_persistent")["product"]))
     return found
-
-
-def _tma(machine: Machine) -> bool:
-    choose("triton")
-    from moe.kernels.triton.device import has_tma
-
-    return has_tma(machine.device)
 
 
 def kernel_page(rows: Sequence[Row]) -> list[str]:

@@ -29,14 +29,13 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
     Of equal loads, the expert and the rank with the lower number come first, so all ranks compute the same placement. Raises BadInput if
     `ranks` does not divide the number of experts.
     """
-    if ranks < 1 or len(load_E) % ranks:
-        raise BadInput(
-            "ranks", got=ranks, needed=f"a divisor of {len(load_E)}, the number of experts", fix=f"use one of {divisors(len(load_E))}"
-        )
-    places = len(load_E) // ranks
+    experts = len(load_E)
+    if ranks < 1 or experts % ranks:
+        raise BadInput("ranks", got=ranks, needed=f"a divisor of {experts}, the number of experts", fix=f"use one of {divisors(experts)}")
+    places = experts // ranks
     held: list[list[int]] = [[] for _ in range(ranks)]
     load: list[float] = [0] * ranks
-    for expert in sorted(range(len(load_E)), key=lambda e: (-load_E[e], e)):
+    for expert in sorted(range(experts), key=lambda e: (-load_E[e], e)):
         rank = min((r for r in range(ranks) if len(held[r]) < places), key=lambda r: (load[r], r))
         held[rank].append(expert)
         load[rank] += load_E[expert]

@@ -33,13 +33,14 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
+InOrder = Callable[..., Tensor] | None  # multiplies 16-bit rows instead of `product`, with its parameters; None: `product` does
+
 
 @dataclass(frozen=True)
 class Rows:
     """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
     expert, its first row, and the end of the expert's rows. `plan`: given if input and output are tokens, which are then gathered and
-    summed; None: they are rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: multiplies 16-bit rows instead of
-    `product`, if given.
+    summed; None: they are rows. `used_tiles` int32 [1]: number of tiles that have rows.
     """
 
     number: int
@@ -48,7 +49,7 @@ class Rows:
     tile_rows: int
     plan: Plan | None
     used_tiles: Tensor
-    in_order: Callable[..., Tensor] | None = None
+    in_order: InOrder = None
 
     @property
     def choice_R(self) -> Tensor | None:
@@ -59,7 +60,7 @@ class Rows:
         return 1 if self.plan is None else self.plan.row_TK.shape[1]
 
 
-def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None, in_order: Callable[..., Tensor] | None = None) -> Rows:
+def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None, in_order: InOrder = None) -> Rows:
     """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
@@ -265,27 +266,14 @@ def _apply(x_TD: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, rows: 
     return out if width == out.shape[1] else out[:, :width]
 
 
-def grouped_ffn(
-    rows_RD: Tensor,
-    network: Network,
-    *,
-    counts: Counts,
-    dropped_RF: Tensor | None = None,
-    in_order: Callable[..., Tensor] | None = None,
-) -> Tensor:
+def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None, in_order: InOrder = None) -> Tensor:
     counts_E = on_device(torch.tensor(counts), rows_RD.device) if isinstance(counts, list) else counts
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None, in_order=in_order)
     return _apply(rows_RD, None, dropped_RF, rows, network)
 
 
 def routed_ffn(
-    x_TD: Tensor,
-    gate_TK: Tensor,
-    plan: Plan,
-    network: Network,
-    *,
-    dropped_RF: Tensor | None = None,
-    in_order: Callable[..., Tensor] | None = None,
+    x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None, in_order: InOrder = None
 ) -> Tensor:
     """Fuse permute, grouped_ffn and combine. The host does not wait for the experts' numbers of rows."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan, in_order=in_order)

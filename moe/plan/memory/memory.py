@@ -27,14 +27,14 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
 from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, ranks_of, without_order
 from moe.plan.memory.stack import OURS, Stack
-from moe.plan.memory.temporary import NOTHING, Unit, at_any_moment, gathered
+from moe.plan.memory.temporary import Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
 from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
 MOST_STARTED = 8  # at most this number of DDP's buckets are all-reduced at the same time (parallel/data/buckets.py)
-EMPTY = Moment(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING, 0.0, 0.0, "forward")  # no micro-batch is in flight
+EMPTY = Moment("forward")  # no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),

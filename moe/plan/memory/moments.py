@@ -42,7 +42,7 @@ _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "m
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank at one moment of a step. at: kind of moment. total: sum of the first five fields.
+    """Bytes of a rank at one moment of a step. at: kind of moment.
 
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
@@ -50,36 +50,22 @@ class Moment(NamedTuple):
     reduce-scatters after each pass, the parameters with freed gathered weights, and the parameters with gradients being reduced.
     """
 
-    activations: float
-    loss: float
-    embedding: float
-    work: float
-    dispatch: float
-    total: float
-    to_come: Elements
-    waiting: float
-    gathered: float
     at: At
+    activations: float = 0.0
+    loss: float = 0.0
+    embedding: float = 0.0
+    work: float = 0.0
+    dispatch: float = 0.0
+    to_come: Elements = NOTHING
+    waiting: float = 0.0
+    gathered: float = 0.0
     freed: Elements = NOTHING
     reducing: Elements = NOTHING
 
-
-def _moment(
-    at: At,
-    activations: float,
-    loss: float,
-    embedding: float = 0.0,
-    work: float = 0.0,
-    dispatch: float = 0.0,
-    *,
-    to_come: Elements,
-    waiting: float = 0.0,
-    gathered: float = 0.0,
-    freed: Elements = NOTHING,
-    reducing: Elements = NOTHING,
-) -> Moment:
-    total = activations + loss + embedding + work + dispatch
-    return Moment(activations, loss, embedding, work, dispatch, total, to_come, waiting, gathered, at, freed, reducing)
+    @property
+    def total(self) -> float:
+        """Sum of all bytes but `gathered`."""
+        return self.activations + self.loss + self.embedding + self.work + self.dispatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,19 +338,18 @@ class _Step:
     def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
         """Yield the moments before the first backward pass of a layer. kept, ends: bytes that all micro-batches in flight keep, in layers
         and outside of them. whole: result of `_gathered`. once: no backward pass of the step has ended yet."""
-        outside, plan, sharded = self.outside, self.plan, whole.get("loss", 0.0)
-        to_come = held.trained if once else NOTHING
+        outside, plan = self.outside, self.plan
+        named: dict[str, Any] = {"to_come": held.trained if once else NOTHING, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:
             of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
             cast = plan.compute_bytes * outside.head.total if of_head else 0.0
             behind = NOTHING if once else self._reduced_last(rank.stages[-1])
-            peak = _moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, to_come=to_come, gathered=sharded)
-            yield peak._replace(reducing=behind)
+            yield Moment("loss", kept, ends + outside.loss + cast, work=outside.head_input, reducing=behind, **named)
             if self.network.ahead:  # backward pass of a layer of multi-token prediction
                 work = max([of.work for stage in rank.stages for of, _ in stage.kinds], default=0.0)
-                yield _moment("loss", kept, ends, work=work, to_come=to_come, gathered=sharded)
+                yield Moment("loss", kept, ends, work=work, **named)
         if not any(stage.kinds for stage in rank.stages):
-            yield _moment("loss", kept, ends, to_come=to_come, gathered=sharded)
+            yield Moment("loss", kept, ends, **named)
 
     def _in_stage(
         self,
@@ -388,12 +373,12 @@ class _Step:
             work = of.work_of_i if at_i else of.work
             named: dict[str, Any] = {"to_come": to_come, "waiting": tied}
             if not self.gathers:
-                yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, freed=others + freed, reducing=behind, **named)
+                yield Moment("work", kept - gone, ends, 0.0, work, of.dispatch, freed=others + freed, reducing=behind, **named)
                 continue
             bytes_at = gathered(self.plan, self.stack, Unit(of.gathered, of.matrix, behind), held=held, table=self.outside.head)
-            yield _moment("work", kept - gone, ends, 0.0, work, of.dispatch, gathered=bytes_at("work"), **named)
+            yield Moment("work", kept - gone, ends, 0.0, work, of.dispatch, gathered=bytes_at("work"), **named)
             if size := bytes_at("sums"):
-                yield _moment("sums", kept - (gone + of.kept), ends, gathered=size, **named)
+                yield Moment("sums", kept - (gone + of.kept), ends, gathered=size, **named)
         left = kept - stage.kept + at_i * stage.pending  # after this backward pass
         others += stage.elements
         if at_i:  # W frees one layer after the other, the first layer first
@@ -401,19 +386,19 @@ class _Step:
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
             to_come, scattered = (before + stage.elements).trained if once else NOTHING, layers[-1].gathered if layers else NOTHING
-            yield _moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
+            yield Moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
-            yield _moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
+            yield Moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
         if "bucket" in whole:
-            yield _moment("forward", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole.get("forward", 0.0))
+            yield Moment("forward", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole.get("forward", 0.0))
             full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
-            yield _moment("bucket", kept - full * stage.kept, ends, to_come=before.trained, gathered=whole["bucket"])
+            yield Moment("bucket", kept - full * stage.kept, ends, to_come=before.trained, gathered=whole["bucket"])
         if stage.number == 0:
             # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
             to_come, sharded = Elements(tied) if once else NOTHING, whole.get("embedding", 0.0)
-            yield _moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others)
+            yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others)
 
     def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""

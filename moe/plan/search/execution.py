@@ -206,7 +206,7 @@ class Simulator:
         if self.settings.backward:
             for place, (name, term) in enumerate(zip(op.inputs, op.terms, strict=True)):
                 if name in self.graph.parameters:
-                    made |= self._sum(op, place, name, term, placed)
+                    made |= self._sum(op, place, term, placed)
         return made
 
     def _statistics(self, op: Operator, placed: Placed) -> float:
@@ -222,7 +222,7 @@ class Simulator:
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
-    def _sum(self, op: Operator, place: int, name: str, term: str, placed: Placed) -> dict[Key, Task]:
+    def _sum(self, op: Operator, place: int, term: str, placed: Placed) -> dict[Key, Task]:
         """Return a dict: key -> task for the all-reduce of one parameter's gradient. It runs once a step, so its time is divided by the
         number of micro-batches."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)

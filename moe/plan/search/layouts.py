@@ -56,13 +56,13 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
         seconds = _seconds(mesh_tensorflow.program(graph, mesh, best.layout), rates, microbatches)
         if seconds < free:
             free, where = seconds, f"{_said(best.layout)} on {_shape(mesh)}"
-    found = _best(_layouts(graph, machine), graph, machine, microbatches, allowed, "mesh-tf")
+    found = _best(_layouts(graph, machine), machine, microbatches, allowed, "mesh-tf")
     return _found("mesh-tf", found, min(free, found[1]), where if free < found[1] * (1 - 1e-9) else "")
 
 
 def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
     """Find the set of annotations in SETS with the fewest seconds. Raises BadInput if none fits."""
-    found = _best(_annotated(graph, machine), graph, machine, microbatches, allowed, "gspmd")
+    found = _best(_annotated(graph, machine), machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 
 
@@ -150,9 +150,7 @@ def _note(graph: Graph, letters: str, **axes: str) -> str:
 Best = tuple[Plan, float, _Candidate]
 
 
-def _best(
-    candidates: Iterable[_Candidate], graph: Graph, machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str
-) -> Best:
+def _best(candidates: Iterable[_Candidate], machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str) -> Best:
     """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed."""
     best: Best | None = None
     least = inf  # fewest bytes of a candidate

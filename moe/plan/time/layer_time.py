@@ -251,7 +251,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
 
 
 @lru_cache(maxsize=20_000)
-def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
+def head_time(network: Network, plan: Plan, cluster: Cluster) -> Passes:
     """Passes of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes the logits and
     their exponentials again."""
     rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device

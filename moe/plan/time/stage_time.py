@@ -156,7 +156,7 @@ def _passes(
             passes += layer.passes.times(count)
             again += _repeated(layer, program, recompute).times(times)
     if head:
-        passes += (last := head_time(network, plan, cluster, program))
+        passes += (last := head_time(network, plan, cluster))
     if head and network.ahead:  # multi-token prediction
         layer = layer_time(network, plan, cluster, program, sparse=False)
         for part in (join_time(network, plan, cluster, program), last, layer.passes):

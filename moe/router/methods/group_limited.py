@@ -40,10 +40,8 @@ class GroupLimited(Method):
             raise BadInput("router.top_groups", got=spec.top_groups, needed=needed, fix=fix)
         each = num_experts // spec.expert_groups
         if spec.num_choices > spec.top_groups * each:
-            got, needed = (
-                f"{counted(spec.top_groups, 'group')} of {counted(each, 'expert')}",
-                f"at least a token's {counted(spec.num_choices, 'choice')}",
-            )
+            got = f"{counted(spec.top_groups, 'group')} of {counted(each, 'expert')}"
+            needed = f"at least a token's {spec.num_choices} choices"
             raise BadInput("router.top_groups", got=got, needed=needed, fix=Set("it", -(-spec.num_choices // each)))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:

@@ -52,9 +52,8 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
 
 def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str) -> ClockedSchedule:
     """Read a plan for this schedule. Raises BadInput, with `what` and `fix`, if the file is not a plan or is for another schedule."""
-    size = (
-        f"{counted(schedule.num_ranks, 'rank')}, {counted(schedule.num_stages, 'stage')}, {counted(schedule.microbatches, 'micro-batch')}"
-    )
+    numbers = {"rank": schedule.num_ranks, "stage": schedule.num_stages, "micro-batch": schedule.microbatches}
+    size = ", ".join(counted(number, name) for name, number in numbers.items())
 
     def wrong(got: str) -> BadInput:
         return BadInput(what, got=f"{path}: {got}", needed=f"a plan of {schedule.name} with {size}, made by moe energy", fix=fix)

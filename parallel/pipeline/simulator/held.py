@@ -31,7 +31,8 @@ class RankPeaks:
 
     stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
     left out if another one has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
-    included. with_i: if the rank has actions I and W, the same moments with kept and pending micro-batches as separate numbers; else ().
+    included. with_i: if the rank has actions I and W, the same moments with kept and pending micro-batches as separate numbers, and the
+    stages that are freed; else ().
     """
 
     stages: tuple[int, ...]
@@ -69,22 +70,21 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     """Return `RankPeaks.with_i` of a rank."""
-    stages, kept, pending, before = schedule.stages_of(rank), Counter[int](), Counter[int](), Op.U
-    # (kept and pending of each stage, whether the action is I) -> stages that are freed at all such moments
-    freed, seen = set(stages), dict[tuple[int, ...], set[int]]()
+    stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
+    seen: set[tuple[int, ...]] = set()  # kept and pending of each stage, whether its weights are gathered, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
-            numbers = (*(kept[s] for s in stages), *(pending[s] for s in stages), op is Op.I)
-            seen[numbers] = seen.get(numbers, freed) & freed
+            seen.add((*(count[s] for count in (kept, pending, whole) for s in stages), op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
-        freed = freed - {stage} if op is Op.F else freed | {stage} if op in (Op.B, Op.I) else freed
+        if op in (Op.F, Op.B, Op.I):
+            whole[stage] = op is Op.F
         pending[stage] += (op is Op.I) - (op is Op.W)
     if not any(at_i for *_, at_i in seen):
         return ()
     n = len(stages)
     found = undominated(sorted(seen, reverse=True))
-    return tuple(InFlight(of[:n], of[n:-1], bool(of[-1]), tuple(s in seen[of] for s in stages)) for of in found)
+    return tuple(InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in of[2 * n : -1]])) for of in found)
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -236,7 +236,7 @@ def test_a_record_of_something_else_is_one_line() -> None:
     for given, where, line in (
         ({2: GOOD}, {}, "a record of layers 2, needed a record of all layers with experts, also of layer 1"),
         ({1: GOOD + 1}, {}, "2 choices of experts up to 4 in layer 1, needed 2 choices of experts 0 to 3"),
-        ({1: GOOD[..., :1]}, {}, "1 choices"),
+        ({1: GOOD[..., :1]}, {}, "got 1 choice of experts up to 3 in layer 1, needed 2 choices"),
         ({1: GOOD}, {"first_sequence": 1}, "a record of 1 sequence of 3 tokens, needed one with sequence 1"),
         ({1: GOOD}, {"length": 5}, "of sequences of 5 tokens"),
     ):

@@ -167,6 +167,21 @@ def test_micro_batches_before_and_after_i_are_those_of_the_same_moment(name: str
             assert found == want
 
 
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.splits_backward])
+def test_gathered_weights_are_those_of_the_same_moment(name: str) -> None:
+    """FSDP has gathered a stage's weights if the last of its actions F, B and I was F. A micro-batch of a stage takes 1 byte."""
+    whole = make_schedule(name, ranks=4, microbatches=16)
+    for order, of in zip(whole.orders, in_flight(name, ranks=4, microbatches=16), strict=True):
+        for weights in (0.5, 9.0):
+            kept, last, want = dict.fromkeys(of.stages, 0), dict.fromkeys(of.stages, Op.B), 0.0
+            for op, stage, *_ in order:
+                if op in (Op.F, Op.B, Op.I):
+                    kept[stage] += 1 if op is Op.F else -1
+                    last[stage] = op
+                    want = max(want, sum(kept.values()) + weights * sum(op is Op.F for op in last.values()))
+            assert max(sum(one.kept) + weights * one.freed.count(False) for one in of.with_i) == want
+
+
 def test_w_of_frozen_shared_experts_needs_nothing() -> None:
     network = with_layers(replace(PUBLISHED["DeepSeek-V3"][1], frozen=("dense",)), "V3")
     assert network.experts is not None
