@@ -103,7 +103,7 @@ def peak_bytes(run: Run, device: torch.device) -> int:
 def conclude(json: str | None, name: str, rows: Sequence[dict[str, Any]], **more: Any) -> int:
     """Write the table rows of `moe bench NAME` and the entries `more` to the file `json`, if given. Return exit code 1 if a row failed."""
     if json:
-        from moe.records.results import write_json  # not at the top: it needs packages that a machine with a GPU may lack
+        from moe.records.results import write_json  # not at the top: its packages may not be installed where `python -m moe.bench.gpu` runs
 
         write_json(json, verb=f"bench {name}", rows=rows, **more)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))

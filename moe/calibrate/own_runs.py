@@ -131,7 +131,8 @@ TOGETHER = {  # constant -> other values of the cluster file that are multiplied
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of `fitted`. cluster: with the fitted constants. told: name of a constant that was fitted -> standard deviation of its x.
+    """Result of `fitted`. cluster: with the fitted constants. told: name of a fitted constant -> standard deviation of the logarithm of its
+    factor.
     untold: names of the constants that the steps do not determine."""
 
     cluster: Cluster

@@ -63,7 +63,12 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
     least = 3 if "write" in words[0] else 2
     if len(words) < least or words[1] not in SHELLS:
         got = " ".join(words[1:]) or "no shell"
-        raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
+        raise BadInput(
+            words[0],
+            got=got,
+            needed=" or ".join(SHELLS) + (", then a FILE" if least == 3 else ""),
+            fix=f"{words[0]} bash{' FILE' if least == 3 else ''}",
+        )
     script = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
         _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)

@@ -170,8 +170,8 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
 
 
 def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
-    """Return a line's JSON object without null fields. With `field`, the name of the messages' field: only "messages" and "tools". Raises
-    BadInput if the line has no object, or the object no such field."""
+    """Return a line's JSON object without null fields. field: name of the field that holds the messages; if given, return only this
+    field, as "messages", and "tools". Raises BadInput if the line has no object, or the object no such field."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -146,7 +146,7 @@ class MoELayer(nn.Module):
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
         if (fused := routing.fused) is not None:
             load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
-            if shards is not None and routing.capacity is not None:  # the kernel sees no queue of a whole group
+            if shards is not None and routing.capacity is not None:  # the kernel saw only this rank's part of a group
                 kept = routing.kept_TK.sum()
                 dropped = load_E.sum() - kept
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())

@@ -74,7 +74,7 @@ class Network:
 
 
 def aligned_start(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it starts at no multiple of 16 bytes, as a weight may that is a part of a flat buffer. Torch's grouped
+    """Return the tensor, or a copy if its start is not a multiple of 16 bytes: a weight may be a view of a flat buffer. Torch's grouped
     product refuses such an address, TMA fails, and other kernels would load two bytes at a time."""
     return tensor if tensor.storage_offset() * tensor.itemsize % 16 == 0 else tensor.clone()
 

@@ -64,7 +64,8 @@ class Linear(nn.Module):
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy. A GPU computes it
-    without tensor cores: TF32 would change choices, and exact sums of bf16 products need 13 more kernels (docs/inside/log.md)."""
+    without tensor cores: with TF32 a router would choose other experts, and splitting fp32 into bf16 parts takes 13 more kernels
+    (docs/inside/log.md)."""
     return linear(x_TI, weight_OI, dtype=sum_dtype(x_TI.dtype))
 
 

@@ -30,7 +30,7 @@ from moe.verify.verify import Say, judged, place_of, say_now
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import counted
 
-_TRIES = 60  # largest number of runs in the search for the smallest recipe
+_TRIES = 60  # largest number of runs that shrink a failed recipe to the smallest one that still fails
 _REASONS = 10  # largest number of reasons in the summary
 
 

@@ -53,14 +53,14 @@ class Rank:
         return slice(index * size, (index + 1) * size)
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
-        """All-reduce `local` (sum) over the mesh axes that shard the factors `letters`, for example for the mean square of a norm.
+        """All-reduce `local` (sum) over the mesh axes that shard the dims with these letters, for example for the mean square of a norm.
         read: how ranks use the sum, which decides the backward pass. "in parts": each rank computes a different part of the output from it
         (a norm), so the sum's gradients are all-reduced too. "in copies": all ranks compute the same result from it (a loss), so the
         gradients are already equal and are not reduced."""
         return self._all_reduce(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
-        """All-reduce `local` (elementwise maximum) over the mesh axes that shard the factors `letters`, without gradient."""
+        """All-reduce `local` (elementwise maximum) over the mesh axes that shard the dims with these letters, without gradient."""
         return self._all_reduce(local.detach(), letters, "max", "in copies")
 
     def _all_reduce(self, local: Tensor, letters: str, how: str, read: str) -> Tensor:

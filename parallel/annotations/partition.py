@@ -204,7 +204,8 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 
 
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
-    """Yield the all-reduces of an operator's statistics: one for each mesh axis that shards one of the factors `Operator.statistics`."""
+    """Yield the all-reduces of an operator's sums for each position, such as a norm's: one for each mesh axis that shards a factor in
+    `Operator.statistics`."""
     op, cuts = work.operator, work.cuts
     positions = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)
     for axis in (axis for f in op.statistics for axis in cuts.get(f, ())):

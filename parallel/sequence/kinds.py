@@ -111,7 +111,7 @@ def _ring_advice(order: Places, ranks: int) -> str | None:
 
 
 def _lightseq_cost(ranks: int, layer: Attention) -> Cost:
-    """Return the bytes of all ranks. In `far` pairs of ranks, one sends its keys and values; in `helped` pairs, its queries."""
+    """Return LightSeq's bytes. In `far` pairs of ranks, one sends keys and values; in `helped` pairs, queries, and gets sums back."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
     far = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
     helped = ranks * (ranks - 1) // 2 - far

@@ -166,7 +166,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
 
 
 def _text(part: Any) -> str:
-    """Return a string or number as text. Refuse other objects, because the text of a small pickle's object can be larger than memory."""
+    """Return a string or number as text. Refuse other objects: even a small pickle can hold an object whose text exceeds memory."""
     if not isinstance(part, str | int):
         raise TypeError("a part that is no text")
     return str(part)

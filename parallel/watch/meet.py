@@ -128,7 +128,8 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """Ask rank 0 for the name of this start, by a random number; "" if rank 0 does not write the name in time."""
+    """Ask rank 0 for the name of this launch; return "" if rank 0 does not answer in time. A random number in the question marks its
+    answer."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # default of Program.alone, fitted to measured steps with small layers (vTrain)
+ALONE = 0.3  # default of Program.alone, fitted to the steps with small layers that vTrain's authors measured
 
 
 @hashed_once

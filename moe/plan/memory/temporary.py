@@ -274,5 +274,5 @@ class _Shared(NamedTuple):
     expert: bool
 
     def of(self, elements: Elements) -> float:
-        """Number of these parameters that ZeRO shards."""
+        """Number of the parameters `elements` that ZeRO shards."""
         return (elements.dense if self.dense else 0.0) + (elements.expert if self.expert else 0.0)

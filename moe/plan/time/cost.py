@@ -162,7 +162,7 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
         return sum(max(gather(cluster, g, n * item), (g.size - 1) / g.size * n * item / rate) for g, n in parts)
 
     reduced, gathered = gathers(wide), gathers(narrow)
-    if plan.stage == 1:  # with stages, DeepSpeed's ZeRO-1 reduces after the rank's last action, while other ranks may compute
+    if plan.stage == 1:  # with pipeline stages, DeepSpeed's ZeRO-1 reduces after the rank's last action, while other ranks may compute
         exposed = max(0.0, reduced - spare.others) if by_stage else _after_backward(reduced, stage, program, plan)
         waited, hidden = _overlapped(gathered, stage.forward_seconds, program) if program.parameters == "overlapped" else (gathered, 0.0)
         return exposed, waited, max(0.0, reduced - exposed) + hidden

@@ -68,7 +68,7 @@ class Cached:
     ) -> None:
         if record is not None and source:
             needed = "a decoder-only model, because encoder and decoder each number their positions from 0"
-            fix = "record a forward pass over the tokens of both"
+            fix = "record one forward pass over the source and the target instead of a decoding"
             raise BadInput("record", got="a record for an encoder-decoder", needed=needed, fix=fix)
         self.model, self.source, self.record, self.at_once = model, source, record, at_once
         self.max_length = max_length or model.config.max_length

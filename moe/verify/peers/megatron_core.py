@@ -85,7 +85,7 @@ def _on_a_cpu() -> None:
         setattr(torch.cuda, name, mock.Mock(return_value=value))
     # the original converts CUDA tensors alone
     token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.numpy() if as_numpy and torch.is_tensor(x) else x
-    get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # of dropout, which is 0
+    get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # guards dropout's random numbers; dropout is 0
 
 
 class Norm(nn.RMSNorm):

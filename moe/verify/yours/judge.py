@@ -55,7 +55,7 @@ class Comparison:
         return Comparison(one.ranks[0], ranks, one.rounded)
 
     def run(self, explain: Callable[[Comparison, Key, list[Seen], float], tuple[float | None, str]]) -> None:
-        """Compare every value. explain: returns (factor, cause in words) of a deviation."""
+        """Compare every value. explain: as in causes.py, returns the factor and the cause of a deviation."""
         noise = 0.0
         for number, key in enumerate(self.order):
             mine, exact = self._noise(key), not self._whole(key)[0].dtype.startswith(("float", "bfloat"))

@@ -1,4 +1,4 @@
-"""ScheduleKind: what checks, simulator, planner and `moe verify` know about a schedule."""
+"""ScheduleKind: the facts about a schedule that the checks, the simulator, the planner and `moe verify` use."""
 
 from __future__ import annotations
 
