@@ -134,7 +134,9 @@ MAY_NAME = {
     **{f"moe/verify/rows/{name}.py": "rows" for name in ("data", "expert", "pipeline", "sequence", "tensor")},
     "moe/verify/kinds.py": "rows",
     "moe/cli/run/runs.py": "the flag --fsdp",
-    **{f"moe/verify/peers/{name}.py": "a peer's own form" for name in ("deepspeed", "torch", "transformers")},
+    **{
+        f"moe/verify/peers/{name}.py": "a peer's own form" for name in ("deepspeed", "megatron_core", "torch", "torchtitan", "transformers")
+    },
 }
 
 

@@ -105,7 +105,7 @@ def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.Captu
 def test_the_engine_that_carries_out_zero_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["dense_tiny", "--nproc", "2", "--sharding.kind", "zero", "--sharding.stage", "2"]
     assert dry([*words, "--optimizer.kind", "muon"], capsys)[1].splitlines()[0].endswith("compute; zero2, carried out by fsdp")
-    assert dry(words, capsys)[1].splitlines()[0].endswith(" zero2, 1 micro-batch of 8; bf16 compute")
+    assert re.search(" zero2, 1 micro-batch of 8; (bf16|fp32) compute$", dry(words, capsys)[1].splitlines()[0])  # as the CPU has bf16
 
 
 def test_chats_without_a_template_are_refused_as_by_the_run(nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:

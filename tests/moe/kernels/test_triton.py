@@ -552,7 +552,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     moves = {"top_k", "count", "scan", "rank", "tile_map", "gather", "total", "combine_backward", "gate_gradient", "by_bin", "cast"}
     moves |= {"choose", "finish", "backward", "jitter", "norm_forward", "norm_backward"}
-    assert {f["kernel"] for f in found} == moves | {"up", "product", "back", "weights"}
+    assert {f["kernel"] for f in found} == moves | {"up", "product", "persistent_product", "back", "weights"}
     assert {f["out"] for f in found if f["kernel"] == "weights"} == {"torch.float32", "torch.bfloat16"}
     for f in found:
         fast = f["kernel"] not in moves and f["dtype"] == "torch.bfloat16"

@@ -139,7 +139,8 @@ def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype
             pair = (f"{stem}.lora_b", f"{stem}.lora_a") if f"{stem}.lora_a" in adapters else (f"{name}_a", f"{name}_b")
             p.copy_(merged(base[name], *(adapters[one] for one in pair), scale=lora.scale) if pair[0] in adapters else base[name])
         assert not torch.allclose(unmerged, before, atol=0.1)
-        torch.testing.assert_close(alone(tokens_BL, context).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-12 if exact else 0.1)
+        joined = alone(tokens_BL, context).logits_BLV
+        assert (joined - unmerged).norm() <= (1e-14 if exact else 0.05) * unmerged.norm()  # one element in 16 bits may be far off
         if exact:
             torch.testing.assert_close(Cached(model, source=source, max_length=9)(tokens_BL, 0), unmerged[:, -1], rtol=1e-4, atol=1e-5)
 
