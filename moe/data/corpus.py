@@ -92,7 +92,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         raise BadInput("data.path", got=data.path, needed="a file or folder that exists", fix=spelling)
     of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
     if of_ids and data.source == "python_stdlib":
-        got = f"{path}, {'which its name says is' if path.is_file() else 'with a train.bin of'} token ids"
+        got = f"{path}, token ids, as {'its ending' if path.is_file() else 'a train.bin in it'} shows"
         fix = "add --data.tokenizer ids --data.vocab_size N" | Set("data.source", "text", said="text for a text file")
         raise BadInput("data.path", got=got, needed="text, which data.tokenizer encodes", fix=fix)
     root, names = path.parent, [path.name]
