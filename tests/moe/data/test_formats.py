@@ -228,7 +228,7 @@ def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
     whole[60:].tofile(tmp_path / "both" / "val.bin")
     assert tokens(ids(tmp_path / "both")) == [FLAT[:77], FLAT[60:]]
     for name in ("one.bin", "both"):
-        with pytest.raises(BadInput, match="token ids, as .* shows, needed text, which data.tokenizer encodes; fix: add --data.tokenizer ids"):
+        with pytest.raises(BadInput, match="token ids, as .* shows, needed text, .*; fix: add --data.tokenizer ids"):
             read(tmp_path / name)
 
 
