@@ -99,8 +99,8 @@ def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
     """Return the `top` best plans for all devices of the cluster. A quick first round ranks the sets of degrees (dp, tp, ...). A second
-    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if no plan can run, fits into memory and
-    passes the recipe's checks; its message proposes a change of the recipe or of the cluster with which a plan does."""
+    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if there is no plan that can run, fits
+    into memory and passes the recipe's checks. The message proposes a change of the recipe or of the cluster with which there is one."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):

@@ -32,8 +32,8 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is among the recomputed layers, which are every `every`-th layer. The layers of multi-token prediction have the
-    highest indices."""
+    """True if layer `index` is recomputed: layers 0, every, 2 * every and so on are. Layers of multi-token prediction are counted after
+    all others."""
     return index % every == 0
 
 
@@ -46,11 +46,11 @@ class Router:
     norm: bool = False  # the input is normalized
     jitter: bool = False  # the input is multiplied by noise
     capped: bool = False  # the logits are bounded
-    kept: int = 0  # bytes per token that the routing method keeps for the backward pass
+    kept: int = 0  # bytes per token that routing keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
-    decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
+    decides: int = 0  # bytes per token that the ranks which share a group exchange to decide its routing
     counts: int = 0  # bytes per group that these ranks exchange for the balance loss
-    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in the forward and in the backward pass
+    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in each of the two passes
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """Return whether a weight is frozen that belongs to all of these parts: one frozen part is enough. (For example, the norms of
-        queries belong to both attention and norms.) With LoRA, all weights are frozen."""
+        """Return whether a weight is frozen that belongs to each of these parts: one frozen part is enough. For example, the norms of
+        queries belong to both `attention` and `norms`. With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property

@@ -49,7 +49,7 @@ class Program:
     accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by a separate kernel, or by the product's
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
     selective: Literal["core", "second", "half"] = "core"  # recomputes attention's core, a layer's second half, or half the forward time
-    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (the fields above include it) or once a step
+    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 

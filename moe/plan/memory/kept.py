@@ -283,8 +283,8 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that a micro-batch keeps between I and W outside of layers: the head's input and the gradient of the logits, from which W
-    computes the head's gradient. Each depth of multi-token prediction keeps the same, and the inputs and output gradients of its layer's
-    products and of the product that merges its inputs."""
+    computes the head's gradient. Each depth of multi-token prediction keeps these too. It also keeps the inputs and output gradients of its
+    layer's products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0

@@ -78,8 +78,8 @@ _AROUND = {"all_gather": 5}  # kernels around a message of `grouping`: sort the 
 
 
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
-    a router group has tokens on several of them (moe/router/slices.py)."""
+    """Return the messages of one MoE layer's (forward, backward) pass for router groups with tokens on several ranks of sp and tp. These
+    ranks exchange the data that routers and losses need (moe/router/slices.py)."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -139,8 +139,8 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: one of its output forward, and two backward, of the gradients of the decoder's and of
-    the encoder's tokens. Grids have none."""
+    """Passes of cross-attention's all-reduces in 1D. Forward: one, of its output. Backward: two, of the gradients of the decoder's and of
+    the encoder's tokens. Grids have no such all-reduces."""
     if plan.grid.units == 1 or plan.tensor in GRIDS:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
@@ -171,9 +171,9 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, shared: Passes) -> Passes:
-    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back, and of the
-    messages in `grouping`. shared: passes of the shared experts' network, which may run while rows travel. Of its backward pass only the
-    gradients of inputs count, because a schedule may put the gradients of weights off."""
+    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back. The
+    messages of `grouping` are included. shared: passes of the shared experts' network, which may run while rows are sent. Of its backward
+    pass only the gradients of inputs can hide messages, because a schedule may postpone the gradients of weights."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 
