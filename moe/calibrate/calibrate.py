@@ -128,7 +128,7 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
             seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # if fewer bytes took longer, another program was running
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes took longer only because another program was running
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
@@ -189,7 +189,7 @@ def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequen
 
 
 def _typical(found: list[Any]) -> Any:
-    """Return the median over ranks of each measured value. found: one result for each rank, all dicts or lists of the same structure."""
+    """Return the median over ranks of each measured value. found: the result of each rank: dicts, lists and numbers, equally nested."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}

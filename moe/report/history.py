@@ -1,7 +1,6 @@
-"""A run's lines of metrics.jsonl as arrays with an entry for each training step, which is NaN if a line lacks the number.
+"""A run's lines of metrics.jsonl as arrays with an entry for each training step. The entry is NaN if the step's line lacks the number.
 
-Suffixes of names are the axes of arrays: S training steps, E experts. If a step was written twice (a file joined by hand), its last line
-counts.
+Suffixes of names are the axes of arrays: S training steps, E experts. If a step has two lines (in a file joined by hand), the last counts.
 """
 
 from __future__ import annotations
