@@ -75,9 +75,9 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
     """Place all work in bubbles. works: the pieces of work, in order of priority.
-    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank or into no step, if two pieces of work have one name, if `after` has actions of another rank, or if `needs` name
-    missing work or form a cycle."""
+    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if a piece of work fits
+    into no bubble of its rank, or if 1,000 steps are too few for all work. Also raises it if two pieces of work have one name, if `after`
+    has actions of another rank, or if `needs` name missing work or form a cycle."""
     found = _of_steps(timeline)
     _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
