@@ -204,7 +204,7 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    channels = 64  # head size of Device.attention, which is FLOP/s of attention / FLOP/s of the fastest product
+    channels = 64  # head size for which Device.attention (a fraction of the fastest product's FLOP/s) is computed
     of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
     forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
     rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}

@@ -51,7 +51,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token. A user's train.loss is not, and has no bits per byte."""
+        """Whether losses are in nats per token. Values of a user's own train.loss are not, and their evaluations lack bits per byte."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property
@@ -61,7 +61,7 @@ class History:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Parameter families of the gradient norm that occur in any step."""
+        """Names of the families of parameters whose gradient norm is recorded in any step."""
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:

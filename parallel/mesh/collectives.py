@@ -199,8 +199,8 @@ class Messages:
 
 
 def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    """Start to send tensors to the rank `steps` further on the ring. The result receives tensors of the same shapes from the rank `steps`
-    before this one."""
+    """Start to send tensors to the rank `steps` further on the ring. The returned Messages also receive tensors of the same shapes from the
+    rank `steps` before this one."""
     if steps % axis.size == 0:
         return Messages.none(axis, received=tensors)
     send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]

@@ -32,8 +32,8 @@ class Load(NamedTuple):
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
     rows. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
     row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
-    reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if the bins are placed
-    on targets in consecutive blocks of equal size; None: each row is sent to a random target."""
+    reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on targets in
+    consecutive blocks of equal size. None: each row is sent to a random target."""
 
     tokens: float
     choices: int

@@ -105,7 +105,7 @@ class Pretended(FakeTensorMode):
                     return func(*args, **kwargs)
             kwargs = kwargs | {"device": self.device}
         if _is_of_meta(tensors, kwargs):
-            with _disable_current_modes():  # no fake tensors, because a real run also builds its model on the meta device
+            with _disable_current_modes():  # real meta tensors, not fake ones: a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
             kwargs = kwargs | {"device": self.device}  # C++ code sees all tensors on the CPU (_device_in_cpp), so autograd asks for the CPU

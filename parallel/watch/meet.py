@@ -33,7 +33,7 @@ _GONE = (dist.DistNetworkError, dist.DistStoreError)
 
 
 class NotMet(Ended):
-    """Raised if some ranks of a run did not reach the store in time, or cannot start. The message is one line."""
+    """Raised if some ranks of a run did not reach the store in time, or if a rank cannot start. The message is one line."""
 
 
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "", device: str = "cpu") -> Any:

@@ -154,7 +154,7 @@ def planned(
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run)
-    if not run.is_flat:  # leave out engines that another engine of `space` would replace in this run
+    if not run.is_flat:  # leave out engines instead of which this run would use another engine (FSDP)
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         like = stored[plan.carrier.name]
@@ -203,7 +203,7 @@ class _Accepted:
 
 
 def _storages(run: Run) -> dict[str, Plan]:
-    """Return, for each engine, the recipe's plan with this engine and without pipeline stages. It contains the bytes per element that this
+    """Return for each engine the recipe's plan with this engine and without pipeline stages. Each plan has the bytes per element that the
     engine stores with the recipe's precision."""
     return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
@@ -240,7 +240,7 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
-    if not cluster.cores:  # on a CPU, states are in the host's memory anyway
+    if not cluster.cores:  # on a CPU, states are in the host's memory anyway, so offload saves nothing
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
     for values in changes:
@@ -260,7 +260,7 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
-    """Return a plan that fits with full recomputation and that the recipe's checks accept; None if no plan of the space FIRST does."""
+    """Return a plan of the space FIRST that fits with full recomputation and that the recipe's checks accept; None if there is none."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))

@@ -87,8 +87,8 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
-    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
-    of this half passes, cross-attention's not included."""
+    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of encoder and decoder. own: FLOPs of the matrices that a
+    token of the block's half (encoder or decoder) passes, cross-attention's not included."""
     read, written = model.max_length, model.target_length
     width = 4.0 * core_width(model)
     if layer < model.decoder_begins:

@@ -62,8 +62,8 @@ class Experts:
     hidden: int  # hidden units of one expert
     gated: bool = False
     shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
-    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: no choice is dropped
-    slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
+    rows: float | None = None  # rows that experts compute, as a fraction of all tokens' choices; None: all, because no choice is dropped
+    slots: float | None = None  # capacity of all experts, as a multiple of all tokens' choices; None: no capacity
     exchange: Dispatcher | None = None  # None: an all-to-all
     biases: bool = False
     router: Router = Router()
@@ -74,12 +74,12 @@ class Experts:
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
     apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
-    busiest: float | None = None  # rows of the busiest ep rank / mean over ranks, before capacities limit it; None: computed from `excess`
-    excess: float = 0.0  # increase of `busiest` for each ep rank after the first
+    busiest: float | None = None  # rows of the busiest ep rank, as a multiple of the ranks' mean, without capacities; None: see `excess`
+    excess: float = 0.0  # if `busiest` is None, it is 1 plus this number for each ep rank after the first
 
     @property
     def mean_rows(self) -> float:
-        """Computed rows / choices of all tokens, as a mean over ranks."""
+        """Rows that experts compute, as a fraction of all tokens' choices (mean over ranks)."""
         return 1.0 if self.rows is None else self.rows
 
     def reached(self, targets: int) -> float:
@@ -92,13 +92,13 @@ class Experts:
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def unlimited(self, ep: int) -> float:
-        """Rows of the busiest of `ep` ranks / mean over ranks, before capacities limit it: `busiest`, or else computed from `excess`.
-        Beyond LARGEST_EP ranks, no growth is assumed."""
+        """Rows of the busiest of `ep` ranks, as a multiple of the ranks' mean, without capacities: `busiest`, or else computed from
+        `excess`. Beyond LARGEST_EP ranks, no growth is assumed."""
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Computed rows of the busiest of `ep` ranks / mean over ranks. Limited by the experts' capacity, or else by the number of
-        tokens."""
+        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean. Limited by the experts' capacity, or else by the
+        number of tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 

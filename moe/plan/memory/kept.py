@@ -226,7 +226,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # returned rows belong to the rank that sent them
+    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # a returned row is kept by the rank that sent it
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
@@ -300,7 +300,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    if network.encoder is not None and layers and not first:  # the first layer counts its half's input; the other half's is received too
+    if network.encoder is not None and layers and not first:  # the stage also receives the other half's tensor, which no layer counts
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)

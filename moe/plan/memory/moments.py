@@ -90,7 +90,7 @@ class RankMoments:
 
 
 class _Layers(NamedTuple):
-    """The first sizes of a _Stage, which stages with equal layers share."""
+    """Sizes of a stage's layers: fields of `_Stage` that are computed once for all stages with equal layers."""
 
     kinds: Sequence[tuple[LayerBytes, int]]
     elements: Elements

@@ -52,7 +52,7 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
     """Return the peak activations of each rank. They are counted for at most 2 groups of p micro-batches, with p ranks, because more groups
-    do not change them. If p does not divide the number of micro-batches, it takes p + 1 groups."""
+    do not change them. If p does not divide the number of micro-batches, p + 1 groups are counted."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 

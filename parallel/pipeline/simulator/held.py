@@ -17,7 +17,7 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
     and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): no stage."""
+    since its last B or I, so that FSDP has freed its weights; (): False for all stages."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
