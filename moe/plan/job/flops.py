@@ -32,7 +32,8 @@ class Size:
 
 
 def size(run: sections.Run) -> Size:
-    """Return the size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    """Return the size of the whole model: its blocks, the embedding table, last norms, the projection to the vocabulary and multi-token
+    prediction. `forward` is without multi-token prediction, which runs only in training."""
     model = run.model
     blocks = [block_size(run, layer=layer) for layer in range(model.num_layers)]
     last_norms = 1 if model.kind == "decoder" else 2

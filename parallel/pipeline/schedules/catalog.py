@@ -41,7 +41,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(_batches(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, peaks=all_in_flight),
     "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
-        "an update a micro-batch, stashed weights",
+        "an update after each micro-batch, stashed weights",
         option="vertical_sync",
         seconds=one_f_one_b_seconds,
         rounds=2,
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     ),
     "chimera": ScheduleKind(
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
-        "two directions, replicas of each stage",
+        "pipelines in two directions, replicas of each stage",
         option="pipelines",
         placed="both_ways",
         refusal=chimera_refusal,
