@@ -42,7 +42,7 @@ from parallel.process.fork import run_on_ranks
 from parallel.process.process import gpus
 from parallel.store.files import check_writable, write_text
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # limit of one measurement on ranks
 SOURCE = "moe plan --calibrate"
 # sizes of the measured collectives: bytes of a rank's input (all_reduce, all_to_all), of its output (all_gather), of the message (send)
 SIZES = (4096, 65536, 524288, 4 * 2**20)

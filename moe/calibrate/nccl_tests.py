@@ -33,8 +33,8 @@ KINDS = {
     "alltoall_perf": "all_to_all",
     "sendrecv_perf": "send",
 }
-COLUMNS = 13
-LEAST_SIZES = 3
+COLUMNS = 13  # of a line of a table
+LEAST_SIZES = 3  # fewest sizes in a table to which a latency and a bandwidth are fitted
 AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
 RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 

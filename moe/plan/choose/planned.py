@@ -38,7 +38,7 @@ NUM_DEGREES = 24  # number of sets of degrees (pp, tp, sp, dp, ep) that round 2 
 SMALL = 32  # for at most this number of devices, round 1 also tries micro-batches above FIRST.largest_microbatch
 _GIB = 2**30
 Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput
-FIRST = Space(
+FIRST = Space(  # values that round 1 tries
     engines=("zero1", "fsdp"),
     tensors=("sliced", "1d", "2d", "3d"),
     sequences=("ring",),
@@ -310,7 +310,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
-GUIDED = Space(
+GUIDED = Space(  # values that are tried for the rules of thumb
     engines=("ddp", "zero1", "zero3", "fsdp"),
     tensors=("sliced", "1d"),
     sequences=("ring",),

@@ -1,8 +1,8 @@
 """Inputs of the planner. A Network describes the model that is trained, a Plan how ranks train it. Both are dataclasses of numbers, without
 tensors.
 
-    Network + Plan            -> memory.py        bytes on each rank
-    Network + Plan + Cluster  -> cost.py          seconds of one step
+    Network + Plan            -> moe/plan/memory/memory.py        bytes on each rank
+    Network + Plan + Cluster  -> moe/plan/time/cost.py            seconds of one step
 
 Both are made from a recipe (moe/plan/job/of_recipe.py), or from a row of a table of published runs. There are pp x dp x sp x tp ranks. The
 dp x sp x tp ranks of a stage hold the experts as edp x ep x etp ranks (parallel/mesh/mesh.py).

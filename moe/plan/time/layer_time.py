@@ -7,7 +7,7 @@
     pointwise kernels   bytes per token in 16 bits: norm 4 D, residual addition 6 D (7 D with dropout), activation 4 F/t (6 F/t with a gate)
     cross-attention     keys and values of the encoder's tokens, one norm, one residual addition
 
-Seconds of a kernel come from device.py, seconds of a layer's collectives from layer_messages.py.
+Seconds of a kernel come from moe/plan/machine/device.py, seconds of a layer's collectives from layer_messages.py.
 """
 
 from __future__ import annotations

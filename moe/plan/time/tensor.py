@@ -92,7 +92,7 @@ class Cost:
     calls: int | None = None
 
 
-WIDE = 4
+WIDE = 4  # bytes of an fp32 element
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
