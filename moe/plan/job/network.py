@@ -64,7 +64,7 @@ class Experts:
     shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
     rows: float | None = None  # rows that experts compute, as a fraction of all tokens' choices; None: all, because no choice is dropped
     slots: float | None = None  # capacity of all experts, as a multiple of all tokens' choices; None: no capacity
-    exchange: Dispatcher | None = None  # None: an all-to-all
+    exchange: Dispatcher | None = None  # how rows are sent over ep; None: by one all-to-all
     biases: bool = False
     router: Router = Router()
     gates: int = 0  # number of gates that weigh shared experts

@@ -98,7 +98,7 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
-    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # in the queries' dtype
+    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # masks in the queries' dtype
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
 
@@ -221,7 +221,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # x A of LoRA
+    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # LoRA's x A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
