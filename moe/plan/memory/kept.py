@@ -221,7 +221,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # LoRA's x A
+    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # LoRA keeps x A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
