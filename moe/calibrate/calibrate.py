@@ -74,7 +74,6 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
 
 
 def text(cluster: Cluster) -> str:
-    """Return the text of the cluster file."""
     return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(mapping_of(cluster), sort_keys=False)
 
 

@@ -125,7 +125,6 @@ def row_of(walked: Walked) -> dict[str, Any]:
 
 
 def table(run: Run, walked: Walked, world: World) -> list[str]:
-    """Format the result as lines."""
     d = run.degrees
     place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
     lines = [f"rank {world.rank} of {world.size} ({place or 'alone'}) on {world.device}: build, two steps and a save go through"]

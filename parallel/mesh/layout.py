@@ -154,7 +154,7 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
-Layouts = dict[str, Layout]  # the layouts of parameters, by their names
+Layouts = dict[str, Layout]  # parameter name -> its layout
 
 
 class Stored(NamedTuple):

@@ -7,10 +7,10 @@ recompute needs the least memory: if a plan does not fit with it, no other kind 
 micro-batches of the same plan with the same recompute do not fit either. The exception is a plan with one micro-batch a step: it may need
 less, because it has no gradients of earlier micro-batches.
 
-The ranking is a best-first branch and bound. Each plan waits with a lower bound of its seconds. The plan with the smallest bound gets its
-next, tighter bound, and at last its exact seconds. A plan is ranked when its exact seconds are smaller than the bounds of all waiting
-plans. For most plans, exact seconds are never computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT)
-come last. Among equally fast plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
+The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds gets its next, tighter bound, and at
+last its exact seconds. It is ranked when these are smaller than the bounds of all other plans, whose exact seconds need not be computed.
+Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less
+memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Refusals(dict[str, Refused]):
     """Maps each reason to the plans that were refused for it."""
 
     def add(self, more: Refused) -> None:
-        """Add refused plans to the entry of their reason."""
         before = self.get(more.reason, more)
         nearest = min(before, more, key=lambda of: of.over_bytes)
         self[more.reason] = more if before is more else replace(nearest, count=before.count + more.count)

@@ -98,9 +98,9 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. A quick first round ranks the sets of degrees (dp, tp, ...). A second
-    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if there is no plan that can run, fits
-    into memory and passes the recipe's checks. The message proposes a change of the recipe or of the cluster with which there is one."""
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of degrees that round 2 tries (None: all).
+    Raises BadInput if there is no plan that can run, fits into memory and passes the recipe's checks. The message proposes a change of the
+    recipe or of the cluster with which there is one."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -169,8 +169,7 @@ def _offloading(space: Space, run: Run) -> Space:
 
 
 class _Accepted:
-    """Collects the `top` best plans that the recipe's checks accept. Also collects the plans that the checks refuse, each with their error
-    message as the reason."""
+    """Collects the `top` best plans that the recipe's checks accept, and the refused plans with the checks' error messages as reasons."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
         """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""

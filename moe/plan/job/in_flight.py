@@ -43,7 +43,6 @@ def steady(schedule: str, ranks: int, microbatches: int) -> int:
 
 
 def possible(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Return whether the schedule allows these sizes."""
     return kind_of(schedule).refusal(Size(ranks, microbatches)) is None
 
 

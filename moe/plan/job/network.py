@@ -209,7 +209,6 @@ class Network:
 
     @cached_property
     def all_frozen(self) -> Network:
-        """Copy of the network in which every part is frozen."""
         return replace(self, frozen=tuple(PARTS))
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:

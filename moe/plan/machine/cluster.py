@@ -128,7 +128,6 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def of(self, nodes: int) -> Cluster:
-        """Return this cluster with `nodes` nodes."""
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:

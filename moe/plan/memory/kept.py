@@ -328,7 +328,6 @@ def keeps_scores(plan: Plan) -> bool:
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:
-    """Return the kind of recompute of layer `index`."""
     return plan.recompute if repeats(index, plan.recompute_every) else "none"
 
 
