@@ -75,7 +75,7 @@ def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
 
 
 def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
-    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: as in `start_sum`."""
+    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: name of its first gradient, for error messages."""
     replace(axis, label=f"the gradients from {first} on").count("all_reduce", flat)
     work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
     return work

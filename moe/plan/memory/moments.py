@@ -219,7 +219,7 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
-    """Return the candidates of a rank with these stages, as in `_Rank`. moments: (micro-batches in flight, no backward pass has ended)."""
+    """Return `_Rank.candidates` of a rank with these stages. moments: (micro-batches in flight, no backward pass has ended)."""
     found = dict[tuple[bool, bool], _Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:

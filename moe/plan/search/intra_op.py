@@ -89,7 +89,8 @@ def intra_op(
 
 class _Program:
     """The linear program. A column (variable) is a strategy of an operator, or a pair of a tensor's shardings: (as the writing operator
-    gives it, as a reading operator needs it). options: operator -> strategies. weight, again: as in intra_op."""
+    gives it, as a reading operator needs it). options: operator -> strategies. weight: layer -> number of layers that it represents.
+    again: recomputed layer -> operator whose output is kept."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, settings: Settings, options: Options, weight: Mapping[int, float], again: Mapping[int, str]

@@ -52,7 +52,7 @@ class SearchResult:
 @dataclass(frozen=True)
 class _Solution:
     """Strategies of all layers on one submesh. sums: cumulative sums over the first 0, 1, ... layers, in three rows: seconds, bytes of
-    model states (see Strategy), bytes of outputs. assignment: as in SearchResult."""
+    model states, bytes of outputs. assignment: operator -> letters of its cut dims with the numbers of parts."""
 
     sums: tuple[tuple[float, ...], ...]
     assignment: Mapping[str, str]

@@ -122,7 +122,7 @@ def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
     """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
-    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: as for `pack`."""
+    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: factor on the work's time."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
