@@ -300,7 +300,7 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    # the stage receives the tensors of encoder and decoder: of the two, its first layer has counted its own half's
+    # the stage receives the tensors of encoder and decoder; its first layer has counted that of its own half
     if network.encoder is not None and layers and not first:
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
