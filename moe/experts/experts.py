@@ -2,7 +2,7 @@
 
 A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). Tiling
 cuts these hidden units into chunks: each tile has one chunk of every expert, and the tiles' outputs are summed (parallel/data/tiling.py).
-Weights are read in `forward`, because engines gather weights by hooks on `forward`. Only `chunks`, without tiles, reads them earlier.
+Weights are read in `forward`, because FSDP and ZeRO-3 gather them by hooks on `forward`. `chunks` reads them earlier if there are no tiles.
 """
 
 from __future__ import annotations

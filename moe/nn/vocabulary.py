@@ -75,8 +75,8 @@ class Others(Protocol):
 
 
 class Rows(nn.Module):
-    """Consecutive rows of a matrix [V, D], from row `first` on. The weight is read only in `forward`, because engines gather it by hooks on
-    `forward`."""
+    """Consecutive rows of a matrix [V, D], from row `first` on. The weight is read only in `forward`, because FSDP and ZeRO-3 gather it by
+    hooks on `forward`."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]
-# (log-probabilities of targets [B, L], function that selects the same tokens from a tensor of this rank's own) -> the sum of a loss
+# (log-probabilities of targets [B, L], function that selects these tokens from a tensor of this rank's own tokens) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
@@ -293,7 +293,7 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_2N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
-        # chunks are summed in fp32 or wider, even if an engine has gathered the weight in 16 bits
+        # chunks are summed in fp32 or wider, even if FSDP has gathered the weight in 16 bits
         wide = sum_dtype(ctx.dtype) if ctx.chunks > 1 else ctx.dtype
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None

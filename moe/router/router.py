@@ -227,7 +227,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if a token's experts depend on other tokens of the group; the chosen experts are gathered if only its slots do."""
+        gathered if a token's experts depend on other tokens of the group. If only its slots do, the chosen experts are gathered."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)

@@ -50,7 +50,7 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """Return the chosen experts' gates [T, K] as in router.gates as_is, without gate_scale. router.drop lowest_gate compares these."""
+    """Return the chosen experts' gates [T, K] for router.gates `as_is`, without gate_scale. router.drop `lowest_gate` compares them."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)
