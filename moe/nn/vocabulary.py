@@ -213,9 +213,9 @@ def summed_loss(
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
     instead.
 
-    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`; without other ranks and `own`,
-    `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again, so the gradient of
-    the matrix cannot be deferred, and `recast` has no effect.
+    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`. If this rank also holds all rows
+    and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again,
+    so the gradient of the matrix cannot be deferred, and `recast` has no effect.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:

@@ -158,8 +158,8 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. The kernel also chooses the experts, but not if a record or an earlier pass gives them, or with a capacity
-        and a router.drop other than position. Collective if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
+        there is a capacity and router.drop is not position. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()

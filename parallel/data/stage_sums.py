@@ -43,7 +43,8 @@ class StageSums:
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
         """Return a context for a backward pass. pending: receives the weight gradients that I defers; None for B. If gradients are
         scattered after each pass, units without deferred gradients, such as the embedding, are scattered after I."""
-        for group in self.groups:  # at the end of a pass torch finishes units not in this state; it would free other stages' weights
+        # a unit in another state would be finished by torch at the end of the pass, which would free the weights of other stages
+        for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)
         yield

@@ -86,7 +86,7 @@ class Row(Style):
 
 
 def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
-    weights = [module.weight for module in modules]  # read in the layer's forward pass, because engines gather weights layer by layer
+    weights = [module.weight for module in modules]  # read in the layer's forward pass, when FSDP and ZeRO-3 have gathered them
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 
