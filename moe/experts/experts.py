@@ -147,7 +147,7 @@ class Experts(nn.Module):
         if count == 1:
             return [None]
         each = len(self.held) // count
-        if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
+        if self.num_tiles > 1:  # ranges only, because FSDP and ZeRO-3 gather a tile's weights only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         return [*self._read().split(each)]
 

@@ -179,7 +179,7 @@ def decides_together(spec: RouterSpec) -> bool:
 
 def group_size(spec: RouterSpec) -> int | None:
     """Return the number of sequences whose tokens the router needs together, for a decision or a balance loss. 0: all sequences of a
-    micro-batch; None: it looks at each token alone.
+    micro-batch. None: the router needs only one token at a time.
     """
     balances = spec.balance_scope != "global_batch" and spec.asks_balance
     if not balances and not decides_together(spec):

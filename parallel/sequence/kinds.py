@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: queries. k: keys, as many as values. r: log-sum-exps, one for each query and head."""
+    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps of queries and heads."""
 
     q: int
     k: int

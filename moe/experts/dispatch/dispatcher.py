@@ -73,7 +73,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that one layer sends for one rank's tokens and rows, without dropout inside the experts."""
+        """Return the messages that one layer sends for one rank's tokens and rows. The positions that dropout needs are not counted."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -46,8 +46,8 @@ def placed(tile, rows, columns, group, across):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and of its row tile the expert, the first row, and the end of the expert's rows. GROUP: as in
-    `in_group`."""
+    """Return the index of this program's column tile and, for its row tile, the expert, the first row and the end of the expert's rows.
+    GROUP: as in `in_group`."""
     row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
     at = tiles + 3 * row
     return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -207,7 +207,7 @@ def product(
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, out [R, columns]. w is [E, inner, columns], or [E,
-    columns, inner] if TURNED. tiles: of each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
+    columns, inner] if TURNED. tiles: for each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
@@ -300,8 +300,7 @@ def weights(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: the flat choice of each row,
-    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group` neighbouring tiles are computed
-    together (`in_group`); they lie one below the other, or with `across` (0 or 1) side by side.
+    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group`, `across`: the order of the tiles (`placed`).
     """
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)

@@ -230,7 +230,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, given `grads` = (dH, dG); for w3 without a gate None."""
+    """Return the gradients of w1 and w3, given `grads` = (dH, dG). Without a gate, dG and the gradient of w3 are None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 

@@ -54,10 +54,10 @@ class Fused(NamedTuple):
 class Given(NamedTuple):
     """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
-    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK` int64:
-    choices already made, with the `load_TK` of Fused. `summed`: sums counts, fp32 [G, E], over the ranks that have other tokens of these
-    groups. The losses are then this rank's part (moe/router/losses.py). The numbers of kept and dropped choices are then right only without
-    a capacity.
+    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`,
+    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `summed`: sums counts, fp32 [G, E], over the ranks
+    that have other tokens of these groups. The losses are then this rank's part (moe/router/losses.py), and the numbers of kept and dropped
+    choices are right only without a capacity.
     """
 
     num_groups: int
@@ -210,8 +210,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots"])
 def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
            BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sum the parts. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E times each expert's share of its
-    group's counted choices into share [G, E], and Fused's loss, counts, and means followed by the number of tokens (at least 1).
+    """Add up `parts`, the sums that `choose` wrote. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E
+    times each expert's share of its group's counted choices into share [G, E]. Also write Fused's loss, counts and means; after the means,
+    the number of tokens (at least 1).
     BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
