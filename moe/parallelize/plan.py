@@ -86,9 +86,9 @@ def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
-    """Return the plan's entries (path pattern of parameters, style) for 1D tensor parallelism. `columns`, `rows`: styles of weights that are
-    split by outputs, or by inputs. `sliced`: whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and values
-    are sharded; it is smaller than tp if there are fewer key-value heads than ranks.
+    """Return the plan's entries (path pattern of parameters, style) for 1D tensor parallelism. `columns`, `rows`: styles of weights that
+    are split by outputs, or by inputs. `sliced`: whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and
+    values are sharded; it is smaller than tp if there are fewer key-value heads than ranks.
     """
     column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)

@@ -37,7 +37,7 @@ def balance_loss(
     group_T: Tensor | None = None,
     summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
-    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices (f_e) are the whole step's.
+    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
 
     `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
     loss is then the mean of the ranks' results, weighted by their valid tokens.

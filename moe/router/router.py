@@ -286,7 +286,7 @@ class Router(nn.Module):
         return kept_TK if shards is None or slots is None else shards.mine(kept_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
-        """Return the scores [T, E] by which experts are selected: with gumbel noise and selection bias, both of which gates do not have."""
+        """Return the scores [T, E] by which experts are selected. They include gumbel noise and the selection bias; gates do not."""
         spec = self.spec
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:

@@ -100,7 +100,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory.
     A single process joins no group.
 
-    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
+    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S); until the first step is done, watchdog.FIRST times as long.
     `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if
     ranks share a GPU."""
     if world.device.type == "cpu":

@@ -280,7 +280,7 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
     """Return name -> dtype in which a tensor is written. With `asked`: this dtype for weights, the checkpoint's for biases. Without it: the
-    dtype in the imported model's files, or if these do not tell, in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`:
+    dtype in the imported model's files, or the checkpoint's if these do not say. `own`: name -> dtype in the checkpoint. `kinds`:
     name -> "weight", or EXTRA for biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has
     trained the model."""
     if asked is not None:

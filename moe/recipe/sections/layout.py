@@ -63,7 +63,7 @@ class Sharding(Section, alters="cost"):
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
         """Return the engine that runs: sharding.engine if it names one, else `named`. With pp > 1, some engines are replaced by another.
-        So are, with sharding.engine auto, engines that update flat ranges of fp32 elements, if the optimizer cannot (`flat` False)."""
+        With sharding.engine auto, so is an engine that updates flat ranges of fp32 elements, if the optimizer cannot (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen
