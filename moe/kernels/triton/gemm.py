@@ -179,7 +179,7 @@ def _up_half(
     h_MN, g_MN, b1, b3, scale, h, g, a, expert, begin, row_M, end, n_N, F,
     GATED: tl.constexpr, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store H, G and A of columns n_N."""
+    """Store the hidden units h, gates g and activations a of columns n_N."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     if b1 is not None:
         h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
