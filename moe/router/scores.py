@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TINY = 1e-20  # lower bound of scores and their sums before a logarithm or a division
 _LEAST = 1e-6  # lower bound of the noise's size, which is a divisor
-_EDGE = 2.0**-24  # distance of uniform numbers from 0 and 1, where the logarithms are infinite
+_EDGE = 2.0**-24  # uniform numbers stay this far from 0 and 1, where their logarithms are infinite
 
 
 def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:

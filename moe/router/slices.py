@@ -31,8 +31,8 @@ Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for 
 
 @dataclass(frozen=True)
 class Shards:
-    """Distribution of the tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all G,
-    int64."""
+    """Distribution of the tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all
+    these tokens, int64."""
 
     axis: Axis
     held: Sequence[Tensor]

@@ -135,9 +135,9 @@ def up(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: None if no backward pass
-    follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x has
-    rows instead of tokens.
+    """Compute hidden units h, gates g and activations a, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`,
+    `g`: None if no backward pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with
+    K = `choices`; None: x has rows instead of tokens.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -233,9 +233,9 @@ def back(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute dH, dG and gate * A, all [R, F], and `parts` [R, column tiles] fp32: summands of the gate's gradient <dA, A>. `gate`,
-    `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: the flat choice of each row; None: `grad` has rows
-    instead of tokens.
+    """Compute the gradients of h and g, and gate * a, all [R, F]. Also write `parts` [R, column tiles] fp32: each column tile's summand of
+    the gate's gradient, which is the dot product of a and its gradient. `gate`, `parts`: None if rows are not combined. `scale`: dropout's
+    factors. `choice`: the flat choice of each row; None: `grad` has rows instead of tokens.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
@@ -266,7 +266,7 @@ def _back_half(
     grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store dH, dG and gate * A of columns n_N, and return each row's summand of <dA, A>."""
+    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return each row's dot product of a and its gradient there."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
