@@ -16,7 +16,8 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
     cross           cross-attention: norm, its output, q, attention's output and a mask per token; k and v per token of the encoder; with
                     `scores` also the scores of all pairs
-    experts         c (rows D + n F) + maps      for each choice of a token, and 8 bytes per token and expert for the router
+    experts         c (r D + n F) + maps         for each choice of a token: r = expert_rows, n = `expert_plain` or `expert_gated`; and for
+                                                 the router, 8 bytes per token and expert
 
 Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; autograd for this project (tests/moe/plan/job/
 test_activations.py).

@@ -79,9 +79,9 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
     """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
-    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists next to the activation's gradients (two
-    with a gate). In this project, the last product has freed its gradient and its input before the activation's gradients are allocated;
-    with relu, the input stays, because relu's gradient needs relu's output."""
+    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists at the same time as the activation's
+    gradients (two with a gate). In this project, the last product frees its gradient and its input before the activation's gradients are
+    allocated. With relu the input stays, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)

@@ -12,7 +12,7 @@
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
 
     Cross attention over S tokens of an encoder is like attention, but one product gives q, and another gives k and v of the S tokens.
-    1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. It also keeps the S tokens.
+    1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. All kinds keep the S tokens.
 
     On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
     numbers per token forward and sum 2 backward.
@@ -92,7 +92,7 @@ class Cost:
     calls: int | None = None
 
 
-WIDE = 4
+WIDE = 4  # bytes of an fp32 element
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:
