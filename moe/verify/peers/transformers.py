@@ -7,6 +7,7 @@ compares them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def load() -> None:
     """Import the modules that the ranks need, and turn off transformers' log messages and warnings."""
     import transformers
 
-    if "tp_size" in _keys():
+    with contextlib.suppress(ImportError):  # earlier releases do not have it
         from transformers.distributed import mixin  # noqa: F401
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
