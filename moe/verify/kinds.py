@@ -32,8 +32,8 @@ KINDS: dict[str, Callable[[], list[Case]]] = {
 
 
 def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
-    """Return the cases of these kinds on at most `nproc` processes. With nproc < 8, hybrid is left out if all kinds are asked for; if only
-    some are, BadInput is raised. Also raises BadInput for an unknown kind."""
+    """Return the cases of these kinds on at most `nproc` processes. The kind `hybrid` needs 8 processes. With fewer, it is left out if all
+    kinds are chosen; otherwise it raises BadInput. Also raises BadInput for an unknown kind."""
     for kind in kinds:
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or next(iter(KINDS))

@@ -259,7 +259,7 @@ def run_world(
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     """Yield the results of `ran_by`, with all threads of the rank bound to one core. Otherwise gloo's thread would spin on another core
-    while a thread of the rank holds a lock: with two cores, a third of a row's processor time."""
+    while a thread of the rank holds a lock. On two cores, this took a third of the processor time."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):  # includes gloo's threads, which have already been started

@@ -47,9 +47,9 @@ _TINY: Values = {
         "balance_scope": "sequence",
     },  # a preset's own values may make results depend on the layout by definition
 }
-_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step hardly depends on the others
+_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; the other keys hardly change a step
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
-_NEVER = ("given", "triton", "triton_persistent")  # an object from Python; kernels that need a GPU: drawn recipes run on the CPU
+_NEVER = ("given", "triton", "triton_persistent")  # an optimizer object, which YAML cannot hold; kernels that need a GPU
 # axis -> key that is drawn if the axis has several ranks
 _KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS

@@ -138,7 +138,7 @@ def _pipeline(kind: str, folder: Path) -> None:
     tokens, made = batch(), list[Any]()
     for model, index in zip(models, own, strict=True):
         given = tokens[:1, :-1] if index == 0 else torch.zeros(1, tokens.shape[1] - 1, _WIDTH, requires_grad=True)
-        shapes = {"input_args": given, "output_args": model(given)}  # without these, torch would run the stage once more
+        shapes = {"input_args": given, "output_args": model(given)}  # without these, torch would run the stage once more to find shapes
         made.append(PipelineStage(model, index, stages, torch.device("cpu"), **shapes))
     schedule = chosen(made if len(own) > 1 else made[0], n_microbatches=len(tokens), loss_fn=loss_of)
     parts = nn.ModuleDict({name: part for m in models for name, part in m.named_children()})

@@ -56,8 +56,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan's ranks of ep are those of tp and
-    fsdp, so ep has no pair of its own."""
+    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan spreads experts over the ranks of tp
+    and fsdp, so ep without another axis has no pair."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):

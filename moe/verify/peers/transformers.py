@@ -47,10 +47,10 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Ep alone, with other axes in `degrees`, gets a pair
-    only in releases that allow it. In these releases ep alone, in others ep with one other axis, also has a pair for each implementation
-    of the experts' matrix products."""
-    alone = "ep_size" not in _keys()  # later releases spread experts over the ranks of tp or fsdp only
+    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Newer releases have no ep without another axis, so
+    this subset is left out there, unless `degrees` has no other axis. Ep alone (in newer releases: ep with one other axis) also has a pair
+    for each implementation of the experts' matrix products."""
+    alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):

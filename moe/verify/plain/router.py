@@ -92,7 +92,7 @@ def inside(numbers: Tensor) -> Tensor:
 
 
 def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """For each token, the list of its chosen experts: best first; for expert choice in ascending order."""
+    """For each token, the list of its chosen experts: best first; with expert choice, by ascending index."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))

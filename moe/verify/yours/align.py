@@ -22,7 +22,9 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[Tensor]  # for each dim: index in the single process's tensor for each index of the rank's (a DTensor: of the global one)
+Maps = list[
+    Tensor
+]  # a tensor for each dim: entry i is the index in the single process's tensor of the rank's (a DTensor's: global) index i
 _NEAREST = 4096  # largest number of rows that are paired by distance
 
 
@@ -78,8 +80,9 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """If a rank calls a module more often than the single process, once for each micro-batch, and each call has values of the same shape as
-    in the single process (no dim of samples), reduce the calls to one: keep one of several equal outputs; add up output gradients."""
+    """Reduce a rank's calls of a module, one for each micro-batch, to one call: keep one of several equal outputs; add up output gradients.
+    Other calls are returned unchanged: if the single process calls the module as often, or if values have a dim of samples, so that their
+    shape differs from the single process's."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
