@@ -121,8 +121,8 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
 
 
 def check_readable(path: str, given: str | None, *, text_key: str) -> None:
-    """For a model without a chat template: raise BadInput if the first chat of a file needs one and data.chat_template does not give it.
-    `given`: data.chat_template, a template's file, or None. `text_key`: data.text_key."""
+    """For a model without a chat template: raise BadInput if the first chat of the file `path` needs one, and `given`, the recipe's
+    data.chat_template, is None. Also raises BadInput for a template's file that cannot be read. `text_key`: data.text_key."""
     with_template(Bytes(), given)
     if given is None:
         number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[
-    Tensor
-]  # a tensor for each dim: entry i is the index in the single process's tensor of the rank's (a DTensor's: global) index i
+# one tensor for each dim: its entry i is the index in the single process's tensor that corresponds to index i in the rank's tensor (of a
+# DTensor: in the global tensor)
+Maps = list[Tensor]
 _NEAREST = 4096  # largest number of rows that are paired by distance
 
 
