@@ -3,10 +3,11 @@
 A run gives up after N restarts in a row without a new checkpoint. A new checkpoint resets the count, so a long run survives any number of
 faults, and a run that never saves ends soon. (torchrun counts all restarts of a run.) The first restart after a checkpoint is immediate;
 further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted after bad input (exit code 2), a user's signal, or lack of
-memory, if no rank of the first attempt started, if a process cannot be killed, or if the same Python error recurs before a new checkpoint.
+memory. It is not restarted either if no rank of the first attempt started, if a process cannot be killed, or if the same Python error
+recurs before a new checkpoint.
 
-With `--elastic MIN`, a run that would end after N restarts or a recurring error continues with fewer processes (moe/launch/elastic.py), and
-the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
+With `--elastic MIN`, a run does not end after N restarts or a recurring error: it continues with fewer processes (moe/launch/elastic.py),
+and the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """Return the first cases, as many as together need at most MESHES / ranks different meshes, but at least one."""
+    """Return as many of the first cases as together need at most MESHES / ranks different meshes, and at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:

@@ -1,4 +1,4 @@
-"""Chooses a small number of rows, each with one value of every factor, so that every pair of values of two factors occurs in some row.
+"""Chooses a few rows (combinations of one value of every factor), so that every pair of values of two factors occurs in some row.
 
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)

@@ -5,8 +5,9 @@ its own model and update.
     moe/verify/plain/step.py    weight decay, clipping, optimizers, biases    moe/verify/plain/encoder_decoder.py   encoder-decoders
 
 It shares with the trainer only the recipe and the initial values of parameters. It computes in float64, because in fp32 its own rounding
-could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient g into lr d / eps = 300 d, with
-learning rate lr. For PipeDream and 2BW it computes gradients with older weights, as the pipeline stages do, and updates the newest weights.
+could exceed the tolerance. Adam's first step is lr g / (|g| + eps), with learning rate lr: it turns an error d of a tiny gradient g into
+lr d / eps = 300 d. For PipeDream and 2BW the twin computes gradients with older weights, as the pipeline stages do, and updates the newest
+weights.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A row's last word is the backend: with partial_dtensor, weights are DTensors ins
 and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch: the FSDP2 of 2.13 refuses its types.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
-pass there, and gradients are divided before their sum, because gloo has no sum with a factor.
+pass there. Gradients are divided before their sum, because gloo has no sum with a factor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds. Both are from recordings of one
 step.
 
-samples     the sequences, and the tokens in them, that a rank reads are found by searching for its first input in the single process's
+samples     the sequences and tokens that a rank reads are found by searching for its first input in the single process's first input
 parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this
             chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
@@ -25,7 +25,7 @@ from moe.verify.yours.values import PERIOD, Piece, Recorded
 # one tensor for each dim: its entry i is the index in the single process's tensor that corresponds to index i in the rank's tensor (of a
 # DTensor: in the global tensor)
 Maps = list[Tensor]
-_NEAREST = 4096  # largest number of rows that are paired by distance
+_NEAREST = 4096  # largest number of rows that are paired by distance: the matrix of distances grows with its square
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,8 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Return the pieces (one for each rank) with chunks of the last dim joined, if tensor parallelism has spread them over ranks with the
-    same samples. The first of these ranks gets the joined tensor, the others None. readers: groups of ranks with the same samples."""
+    """Return the pieces, one for each rank. If tensor parallelism has spread chunks of the last dim over ranks with the same samples, the
+    first of these ranks gets the joined tensor, and the others get None. readers: groups of ranks with the same samples."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]

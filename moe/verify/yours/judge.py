@@ -1,5 +1,5 @@
-"""Compares a recording of several ranks (`many`) with the recording of the same step in one process (`one`), value by value, in the order
-in which `one` recorded them.
+"""Compares a recording of several ranks (`many`) with the recording of the same step in one process (`one`). Values are compared in the
+order in which `one` recorded them.
 
     deviation   max |one - many| / max |one|; for gradients, the divisor is at least a thousandth of the largest element of all gradients
     bound       2 x the effect of rounding + the roundoff of the dtype. The effect of rounding is the largest deviation that other orders
