@@ -162,7 +162,7 @@ class _TooEarly:
 
     def __call__(self, number: int, _: object) -> None:
         if number == signal.SIGINT or os.getpid() != self.process:
-            ctypes.CDLL(None).signal(number, 0)  # 0 is SIG_DFL; C's function, because Python's works only in the main thread
+            ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL. C's signal(), because Python's works only in the main thread
             os.kill(os.getpid(), number)
         if self.place:
             status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)

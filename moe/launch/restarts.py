@@ -68,12 +68,12 @@ class Restarts:
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt gets --fresh. It does not once an attempt has set the earlier checkpoints aside: the run then
-        continues from its own checkpoints."""
+        """Return whether the next attempt gets --fresh. After an attempt that has set the earlier checkpoints aside, none gets it: the run
+        then continues from its own checkpoints."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """Return --from_step for the next attempt. None once an attempt has saved, because the next one resumes from that checkpoint."""
+        """Return --from_step for the next attempt; None if an attempt has saved, because the run then resumes from that checkpoint."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:

@@ -97,7 +97,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
         sizes = twin.run().model
-        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # the number of slices divides both lengths
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices must divide both stacks' lengths
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 
@@ -182,8 +182,8 @@ def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS
-    runs."""
+    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS runs
+    with random rounding."""
     for twin in twins:
         found = Expected.of(twin)
         while found.bound is not None and found.bound.drawn < DRAWS:

@@ -37,13 +37,13 @@ FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest f
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16"),
 }
-# further rows in fp32, with other models and few sequences in a micro-batch; fsdp+kept: sharding.reshard false
+# feature -> its values in further rows, in fp32, with other models and few sequences in a micro-batch
 FEW: dict[str, tuple[str, ...]] = {
     "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor"),
     "schedule": ("none", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "dualpipe", "chimera"),
     "tensor": ("none", "1d", "sliced", "2d"),
     "sequence": ("none", "zigzag", "ulysses"),
-    "data": (*planned(), "fsdp+kept"),
+    "data": (*planned(), "fsdp+kept"),  # fsdp+kept: FSDP with sharding.reshard false
     "experts": ("ep2", "ep4", "ep2 etp2"),
     "sequences": ("1", "3"),  # number of sequences in a micro-batch of a data-parallel rank, or of one row of its tp grid
 }

@@ -52,7 +52,7 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
-    first = replace(first, packed=first.run().train.has_own_loss)  # a plug-in's loss may need pairs of chats
+    first = replace(first, packed=first.run().train.has_own_loss)  # a user's loss may need several chats in a sequence
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
         layout = replace(first, world=world)

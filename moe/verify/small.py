@@ -17,7 +17,7 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
-# keys of sizes, which are not taken from the user's recipe
+# keys that are not taken from the user's recipe: sizes, and a few settings that a case sets itself
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
@@ -78,7 +78,7 @@ def _router(run: Run) -> dict[str, Any]:
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
-    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table has a row for each id of the recipe's vocabulary
+    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table is for the ids of the recipe's vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
 

@@ -135,7 +135,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    # after skipped steps, older checkpoints are kept too
+    # after skipped steps, older checkpoints are kept too, because the newest may have damaged weights
     if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note

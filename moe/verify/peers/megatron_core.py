@@ -64,7 +64,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
-            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:  # the latter is ep alone
+            # ep is over the ranks of fsdp, so ep with fsdp is the same layout as ep alone
+            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:
                 continue
             world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if list(chosen) != ["ep"] else chosen["ep"]
             layout = " ".join(f"{'dp' if name == 'fsdp' else name}{degree}" for name, degree in chosen.items())

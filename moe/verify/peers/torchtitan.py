@@ -33,7 +33,7 @@ DEGREES = ("ep", "tp", "fsdp")
 ROUTED = ("qwen3_moe", "deepseek_v3")
 BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
 _WIDTH, _EXPERTS, _ROPE = 32, 4, {"max_seq_len": 64, "theta": 1e4}
-_SHARED = {"n_layers": 2, "dim": _WIDTH, "n_heads": 4, "attn_backend": "varlen"}  # `_config` replaces the attention
+_SHARED = {"n_layers": 2, "dim": _WIDTH, "n_heads": 4, "attn_backend": "varlen"}  # `_built` replaces the attention
 
 
 def load() -> None:
@@ -94,7 +94,7 @@ def _layers(model: str, heads: int) -> tuple[Any, Any, Any]:
 
 
 def _built(model: str, heads: int, parallelism: Any) -> tuple[Any, Any]:
-    """Return the model without values and the function that parallelizes it."""
+    """Return the model on the meta device (without values), and torchtitan's function that parallelizes it."""
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
 

@@ -54,7 +54,7 @@ def of_experts(of: Comparison, module: str) -> bool:
 
 
 def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
-    """Align choices of experts if ranks with the same samples each number their own experts."""
+    """Align the indices of chosen experts, if each of the ranks with the same samples numbers its own experts from 0. None if not."""
     groups = [[s for s in seen if s.rank in ranks] for ranks in of.readers]
     if "int" not in of.one.pieces[key][0].dtype or any(len(g) < 2 or any(s.one.shape != g[0].one.shape for s in g) for g in groups):
         return None
