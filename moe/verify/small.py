@@ -51,7 +51,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.rope.fraction < 1:  # rotary positions on 2 or 4 of a head's 6 channels
         model["rope"]["fraction"] = min(2, max(1, round(3 * m.rope.fraction))) / 3
     if m.latent.key_rank is not None:
-        # all sizes differ from each other and from a head's 6 channels; None: the recipe does not set it
+        # all sizes differ from each other and from a head's 6 channels; sizes that the recipe does not set stay None
         query, value = m.latent.query_rank is not None, m.latent.value_size not in (None, m.latent_sizes.content)
         model["latent"] = {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}

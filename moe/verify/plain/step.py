@@ -30,7 +30,7 @@ _GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that
 
 
 def decayed(name: str) -> bool:
-    """Return whether the parameter has weight decay. All parameters have it, except norms, biases, sinks and routers."""
+    """Return whether the parameter has weight decay. All parameters have it, except norms, biases, attention sinks and routers."""
     parts = name.split(".")
     return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 
