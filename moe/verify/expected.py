@@ -92,7 +92,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        # another first part changes no sum of two parts, because a + b = b + a
+        # the order of the parts does not change a sum of two: a + b = b + a
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once

@@ -179,8 +179,8 @@ def version_read(step: int, age: int) -> int:
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return a dict: name of a parameter or router's bias -> age: the value with which gradients are computed is this number of updates
-    older than the newest value. {} if the schedule computes all gradients with the newest values."""
+    """Return a dict: name of a parameter or router's bias -> its age. Gradients are computed with a value that is older than the newest
+    value by this number of updates. {} if the schedule computes all gradients with the newest values."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

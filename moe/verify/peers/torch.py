@@ -108,8 +108,8 @@ def _many(kind: str, folder: Path) -> None:
 
 
 def cut(model: Model, mesh: Any, *, sequence: bool) -> None:
-    """Apply torch's tensor-parallel styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes LayerNorm
-    only for its own tokens."""
+    """Apply torch's tensor-parallel styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes
+    LayerNorm only for its own tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 

@@ -69,7 +69,8 @@ def config_of(model: str, heads: int = 2) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}  # grouped_mm: row bytes % 16 == 0
+    # 12 * heads: grouped_mm needs rows of a multiple of 16 bytes
+    sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
     known = {name: value for name, value in sizes.items() if hasattr(config, name)}
     if model == "deepseek_v3":
         known |= {"num_key_value_heads": 4, "head_dim": 4}

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe.verify.cases import BATCH, LENGTH
 
 PADDING = -100  # in place of a token after the end of a sequence
-BEGIN = 2**32  # subtracted from the first token of a chat
+BEGIN = 2**32  # subtracted from the first token of each chat in a packed sequence, to mark it
 
 
 def batch(step: int, *, padded: bool = False, packed: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:

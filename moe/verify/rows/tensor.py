@@ -45,7 +45,7 @@ def _line_cases() -> list[Case]:
         options("free", tensor="1d", precision="fp32"),
         *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
     ]
-    # fewer key heads than tp ranks, with biases (gpt_oss), and with norms over all heads (olmoe)
+    # models with fewer key heads than tp ranks: both have biases of q, k and v, olmoe also norms over all heads
     return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 
