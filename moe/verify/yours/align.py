@@ -262,8 +262,8 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Return the pieces, one for each rank. If tensor parallelism has spread chunks of the last dim over ranks with the same samples, the
-    first of these ranks gets the joined tensor, and the others get None. readers: groups of ranks with the same samples."""
+    """Return the pieces, one for each rank. readers: groups of ranks with the same samples. Tensor parallelism may have spread chunks of
+    the last dim over such a group. Then its first rank gets the joined tensor, and the others get None."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
