@@ -37,8 +37,8 @@ def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: 
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
-    # The grid has at most `rows` more cells than `size`. Each walk follows a cycle of the grid's permutation from a valid cell (below
-    # `size`), so it reaches a valid cell again, and two walks cannot end in the same cell.
+    # The grid has at most `rows` more cells than `size`. Each walk begins at a valid cell (below `size`) and follows a cycle of the grid's
+    # permutation. So it reaches a valid cell again, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
     return found.astype(np.int64)

@@ -129,7 +129,8 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Write a forked rank's number into the name of its process, for `find_ranks`: in /proc, a fork has its parent's variables."""
+    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Variables cannot carry it, because /proc
+    shows a fork's variables as its parent had them."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 

@@ -291,8 +291,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago, so that others have had time to write
-    status files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
+    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago: time for others to write their status
+    files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }

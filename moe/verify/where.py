@@ -8,7 +8,7 @@ to embedding; gradient norms; moments and weights after the update. The losses o
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
 
-    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); larger effects count as 1e-5
+    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py). At most 1e-5 is allowed
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 
