@@ -77,7 +77,7 @@ class Sequences(Protocol):
 @dataclass(frozen=True)
 class Windows:
     """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they are fewer than one window. `name`:
-    train or validation. `as_key(length)`: returns the model.max_length that gives windows of `length` tokens, for error messages.
+    train or validation. `as_key(n)`: the model.max_length with which a window has n + 1 tokens, for error messages.
     `num_ids`: size of the vocabulary; reading another id raises BadInput."""
 
     tokens: npt.NDArray[np.integer]

@@ -129,8 +129,8 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Variables cannot carry it, because /proc
-    shows a fork's variables as its parent had them."""
+    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Its environment variable RANK cannot be
+    read there, because /proc/PID/environ of a fork shows its parent's."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 

@@ -241,9 +241,9 @@ def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) ->
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice when they end, and forward signals to them.
-    Ranks on other machines are added when they get a signal. Return "ended"; "killed" if the caller must kill all processes; "early" if a
-    signal came before all ranks had started."""
+    """Wait until the launcher ends. Meanwhile append each rank that has started to `ranks`, notice when ranks end, and forward signals
+    to them. Ranks on other machines are looked for only when a signal is forwarded. Return "ended"; "killed" if the caller must kill all
+    processes; "early" if a signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()

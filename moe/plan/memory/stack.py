@@ -72,7 +72,8 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    pending: float = 1.0  # bytes of a product's input and its output's gradient from I to W (see kept.py) / bytes in the compute dtype
+    # bytes of a product's input and of its output's gradient while its weight gradient is deferred / the same in the compute dtype
+    pending: float = 1.0
 
 
 # This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.

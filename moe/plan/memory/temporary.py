@@ -70,8 +70,9 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs the
-    larger of two sizes: a tensor for each sequence and their sum, or the fp32 sum before and after masking."""
+    """Bytes of the gradient of T5's bias, minus the kept tensors of the layer's network, whose backward pass has freed them before. The
+    gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two fp32 tensors, the sum before and after
+    masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone

@@ -102,9 +102,13 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Return the solutions for a submesh with `devices` devices, each without and with recomputation. First solves without a memory limit.
-    If the result does not fit, solves again with a device's memory as the limit. If no strategies fit into that limit, and the first result
-    does not fit with recomputation either, solves with recomputation. The strategies of the trainer's own plans are added, so that none of
+    """Return the solutions for a submesh with `devices` devices, each without and with recomputation, from up to three searches:
+
+    1. without a memory limit
+    2. if result 1 does not fit: with a device's memory as the limit
+    3. if search 2 finds nothing, and result 1 does not fit even with recomputation: the same limit, all layers recomputed
+
+    The strategies of the trainer's own plans are added, so that none of
     these plans is faster than the best solution."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))

@@ -30,7 +30,7 @@ from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-LOOSE = 0.25  # a larger bound could hide that one of four terms is missing from a sum
+LOOSE = 0.25  # largest bound of a relative deviation: a larger one could hide that one of four terms is missing from a sum
 TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
 
 

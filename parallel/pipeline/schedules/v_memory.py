@@ -66,7 +66,7 @@ class _Rank:
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.pending: list[Action] = []  # the W that may run: their I has run
+        self.pending: list[Action] = []  # weight gradients (W) that may run: the input gradients (I) of their micro-batches have run
         self.kept = 0
 
 
