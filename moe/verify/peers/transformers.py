@@ -162,4 +162,5 @@ def _keys() -> set[str]:
 
 def _train(net: torch.nn.Module, folder: Path, pin: bool, tokens: torch.Tensor) -> None:
     net.train()
+    torch.manual_seed(0)  # Phi-MoE draws its choices; with fsdp a rank has other numbers than the single process
     train(folder, net, lambda inputs: net(inputs, use_cache=False).logits, tokens, pin=pin)
