@@ -163,8 +163,8 @@ def product(x: Tensor, weight_IO: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.transposed = weight, transposed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.weight, ctx.transposed, ctx.dtype = weight, transposed, x.dtype
         x, matrix = x.to(dtype), weight.to(dtype)
         return F.linear(x, matrix) if transposed else x @ matrix
 
@@ -182,7 +182,7 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, later, None, None
         matrix = weight.to(grad.dtype)
-        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(x.dtype), later, None, None
+        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(ctx.dtype), later, None, None
 
 
 def splittable(model: nn.Module) -> None:

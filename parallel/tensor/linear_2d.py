@@ -69,7 +69,7 @@ def products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor
 class _Summa(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Axis, column: Axis, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights_OI)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *weights_OI)
         ctx.weights, ctx.row, ctx.column, ctx.wide = weights_OI, row, column, wide
         total: Tensor | None = None
         for x_NI, matrix_OI in zip(blocks(x, row), blocks(together(weights_OI, dtype=x.dtype), column), strict=True):

@@ -78,7 +78,7 @@ def products(
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, into: Axis, out: Axis, depth: Axis, deep: int, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights_OI)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[6:]) else None, *weights_OI)
         ctx.weights, ctx.axes, ctx.deep, ctx.wide = weights_OI, (into, out, depth), deep, wide
         # several W are only in a first product, where W is gathered along its inputs, so the outputs stay in the order of the weights
         ctx.sizes = [len(weight) * (depth.size if deep == 0 and i < wide else 1) for i, weight in enumerate(weights_OI)]

@@ -63,7 +63,7 @@ def column_products(
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BLI: Tensor, weight_OI: Tensor, axis: Axis, chunks: int) -> Tensor:
-        ctx.save_for_backward(h_BLI, weight_OI)
+        ctx.save_for_backward(h_BLI if ctx.needs_input_grad[1] else None, weight_OI)
         ctx.weight = weight_OI
         matrix, h_TI = weight_OI.to(h_BLI.dtype), h_BLI.flatten(0, -2)
         y_TO = h_TI.new_empty(len(h_TI), len(matrix))
@@ -81,7 +81,7 @@ class _Row(torch.autograd.Function):
 class _SlicedRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BLI: Tensor, weight_OI: Tensor, axis: Axis, chunks: int) -> Tensor:
-        ctx.save_for_backward(h_BLI, weight_OI)
+        ctx.save_for_backward(h_BLI if ctx.needs_input_grad[1] else None, weight_OI)
         ctx.weight, ctx.axis, ctx.chunks = weight_OI, axis, chunks
         matrix, h_RBlI = weight_OI.to(h_BLI.dtype), rearrange(h_BLI, "b (r l) i -> r b l i", r=axis.size)
         cuts = cut(h_RBlI.shape[2], chunks)
@@ -103,7 +103,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BLI: Tensor, axis: Axis, chunks: int, recast: bool, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         matrices = [weight.to(x_BLI.dtype) for weight in weights_OI]
-        ctx.save_for_backward(x_BLI, *(weights_OI if recast else matrices))
+        ctx.save_for_backward(x_BLI if any(ctx.needs_input_grad[5:]) else None, *(weights_OI if recast else matrices))
         ctx.weights, ctx.axis, ctx.chunks, ctx.wide = weights_OI, axis, chunks, wide
         return tuple(F.linear(x_BLI, matrix) for matrix in matrices)
 
@@ -111,14 +111,15 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
         axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
-        grads_TO, share_TI = [grad.flatten(0, -2) for grad in grads], torch.empty_like(x_BLI).flatten(0, -2)
+        grads_TO = [grad.flatten(0, -2) for grad in grads]
+        share_TI = grads_TO[0].new_empty(len(grads_TO[0]), matrices[0].shape[1])
         sums = []
         for chunk in cut(len(share_TI), ctx.chunks) if ctx.needs_input_grad[0] else ():
             sums.append(start_sum(_share([grad_TO[chunk] for grad_TO in grads_TO], matrices, out=share_TI[chunk]), axis))
         later = _weight_gradients(ctx.weights, grads, x_BLI, wide=ctx.wide)
         for started in sums:
             started.wait()
-        return share_TI.view(x_BLI.shape) if sums else None, None, None, None, None, *later
+        return share_TI.view(*grads[0].shape[:-1], -1) if sums else None, None, None, None, None, *later
 
 
 class _SlicedColumns(torch.autograd.Function):
@@ -129,7 +130,7 @@ class _SlicedColumns(torch.autograd.Function):
         for x_RBnI in _gathered(x_BlI, axis, chunks):
             inputs.append(x_RBnI)
             products.append([F.linear(x_RBnI, matrix) for matrix in matrices])
-        x_BLI = _joined(inputs)
+        x_BLI = _joined(inputs) if any(ctx.needs_input_grad[5:]) else None
         ctx.save_for_backward(x_BLI, *(weights_OI if recast else matrices))
         ctx.weights, ctx.axis, ctx.chunks, ctx.wide = weights_OI, axis, chunks, wide
         return tuple(_joined(parts) for parts in zip(*products, strict=True))
@@ -146,7 +147,7 @@ class _SlicedColumns(torch.autograd.Function):
             share_RBnI = rearrange(share_TI, "(b r n) i -> r b n i", b=len(grads[0]), r=axis.size)
             sums.append(start_scatter_sum(share_RBnI.to(wide), axis))
         later = _weight_gradients(ctx.weights, grads, x_BLI, wide=ctx.wide)
-        grad_BlI = torch.cat([started.wait().squeeze(0) for started in sums], 1).to(x_BLI.dtype) if sums else None
+        grad_BlI = torch.cat([started.wait().squeeze(0) for started in sums], 1).to(grads[0].dtype) if sums else None
         return grad_BlI, None, None, None, None, *later
 
 
@@ -173,6 +174,9 @@ def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tenso
 
 
 def _weight_gradients(
-    weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor, *, wide: int | None = None
+    weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor | None, *, wide: int | None = None
 ) -> Sequence[Tensor | None]:
+    """Return the weights' gradients. x: None if all weights are frozen."""
+    if x is None:
+        return [None] * len(weights_OI)
     return gradients_of_trained(weights_OI, lambda which: [gradient_of(weights_OI[i], grads[i], x) for i in which], wide=wide)

@@ -110,6 +110,7 @@ WHY: dict[str, str] = {
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have no": _T5,
     "latent attention has n": "DeepSeek's latents are normed, and have no biases or bounds",
+    "K-FAC preconditions whole matrices": "K-FAC's factor of a d-wide input has d² numbers: d / r times the adapter that it would serve",
     "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
 
