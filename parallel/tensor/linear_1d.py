@@ -60,8 +60,8 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer. With `chunks` above 1, it fills
-    `product` of the module instead, so that sums start before the product ends (parallel/tensor/overlapped.py)."""
+    """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer (a replaceable function,
+    style.py). With `chunks` above 1, fills `product` of the module instead, so that sums start before the product ends (overlapped.py)."""
 
     sliced: bool = False
     chunks: int = 1

@@ -35,7 +35,8 @@ class Size:
 
 
 def size(run: sections.Run) -> Size:
-    """Return the size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    """Return the size of the whole model: its blocks, the embedding table, last norms, the projection to the vocabulary and multi-token
+    prediction. `forward` is without multi-token prediction, which runs only in training."""
     model = run.model
     blocks = [block_size(run, layer=layer) for layer in range(model.num_layers)]
     last_norms = 1 if model.kind == "decoder" else 2
@@ -133,8 +134,9 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int, width: float) -> float:
-    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
-    of this half passes, cross-attention's not included. width: FLOPs of a (query, key) pair in all heads."""
+    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of encoder and decoder. own: FLOPs of the matrices that a
+    token of the block's half (encoder or decoder) passes, cross-attention's not included. width: FLOPs of a (query, key) pair in all
+    heads."""
     read, written = model.max_length, model.target_length
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
