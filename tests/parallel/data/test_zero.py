@@ -36,6 +36,7 @@ from parallel.mesh.mesh import Degrees
 from parallel.process import process
 from parallel.process.extensions import extensions_dir, missing_for_nvme
 from parallel.process.process import World
+from tests.parallel.data.test_buckets import assert_early, compared
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import same, start
@@ -145,7 +146,17 @@ def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
 # --- overlapped sums and offload change no number ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_of_stage_1_begin_before_the_backward_pass_ends_and_several_are_in_flight() -> None:
+    """Each gradient's sum over two ranks is bitwise that of one all-reduce after the pass, and is sent to the ranks that update it."""
+
+    def work(rank: int) -> list[Any]:
+        return compared(rank, replace(SPARSE, kind="zero1", microbatches=2, ep=1), {})
+
+    of_ranks = run_on_ranks(work, 2, timeout_s=90)
+    assert_early(of_ranks, "zero1")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
     """`overlap_comm`, which is on only with CUDA streams, is forced on a CPU: losses, norms and states stay bitwise equal."""
 
