@@ -101,11 +101,11 @@ class DDP(SummedEarly, Stepped):
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for master in self.masters.values():
             master.grad = None
-        for name, parameter in self.weights.items():
-            if name in freed:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        kept = [weight.grad for name, weight in self.weights.items() if name not in freed and weight.grad is not None]
+        for name in freed & self.weights.keys():
+            self.weights[name].grad = None
+        if kept:
+            torch._foreach_zero_(kept)
 
 
 def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[str, nn.Parameter]:

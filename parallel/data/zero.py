@@ -74,8 +74,8 @@ class DeepSpeed(OfStages):
 
 
 class _OnOwners(Buckets):
-    """Sums each gradient on the ranks that update its elements, and drops it elsewhere: half the bytes of an all-reduce. owned: parameter
-    name -> (index of a rank on the axis, elements of the flattened gradient) of each shard."""
+    """Sums each gradient on the ranks that update its elements: half the bytes of an all-reduce. owned: parameter name -> (index of a rank
+    on the axis, elements of the flattened gradient) of each shard."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: Layouts, mesh: Mesh, owned: dict[str, list[tuple[int, slice]]]
@@ -88,8 +88,6 @@ class _OnOwners(Buckets):
         for name, grad in grads.items():
             for owner, part in self.owned[name]:
                 shards.setdefault(owner, []).append(grad.view(-1)[part])
-            if all(owner != bucket.axis.index for owner, _ in self.owned[name]):
-                self.parameters[name].grad = None
         return [start_sum(parts, bucket.axis, first=bucket.names[0], root=owner) for owner, parts in sorted(shards.items())]
 
 

@@ -108,7 +108,7 @@ def test_the_norm_of_all_gradients_is_at_most_ten_kernels_and_equals_one_sum_for
         assert pretended.work.now.kernels <= 10 and not pretended.work.now.waits
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])  # ZeRO: tests/parallel/data/test_zero.py
 def test_the_clip_factor_goes_to_the_kernel_of_adamw(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the gradient norm and the end of the step, no operator multiplies or divides anything: the fused AdamW gets the factor."""
     called: list[tuple[str, bool]] = []
@@ -214,7 +214,8 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
 GROUPS = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2}
 ALL = {"kind": "all_to_all"}
 ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which has tokens on all ranks of tp
-# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks
+# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks. With
+# sp, two ranks have copies of each expert: one kernel of the backward pass copies their gradients into a bucket of the sum
 LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
     ({}, {}, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
     ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
@@ -224,10 +225,10 @@ LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] 
     (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
     (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
     (ALL, {"ep": 4}, GROUPS, 24, 20),
-    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 20),
-    (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 20),
-    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 33, 20),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 24, 21),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 32, 19),
 ]
 
 
