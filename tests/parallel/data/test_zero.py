@@ -176,7 +176,7 @@ def test_sums_of_stage_1_begin_before_the_backward_pass_ends_and_several_are_in_
     """Each gradient's sum over two ranks is bitwise that of one all-reduce after the pass, and is sent to the ranks that update it."""
 
     def work(rank: int) -> list[Any]:
-        return compared(rank, Case("dense", "zero1", 2, 1, 2, "fp32"), {})
+        return compared(rank, Case("dense", "zero1", 2, 1, 2, "fp32", layers=6), {})
 
     assert_early(run_on_ranks(work, 2, timeout_s=90), "zero1")
 
