@@ -161,8 +161,8 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, except in these cases: a record gives them, an earlier pass gives them, or there
-        is a capacity and either router.drop is not position, or ranks share queues that are not choices_first. Collective if ranks share
+        """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
+        there is a capacity and router.drop is not position, or ranks share queues that are not choices_first. Collective if ranks share
         groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given, Together
 

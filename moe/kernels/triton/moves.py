@@ -88,7 +88,7 @@ def _stored(choice_N, real_N, row, choices):
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E]; expert -1 counts nowhere.
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E], but not of expert -1.
     Also fill `zeros`, [T, K] or None, with 0: `rank` writes only some elements of this tensor.
     """
     block, group = tl.program_id(0), tl.program_id(1)
