@@ -186,9 +186,9 @@ class Router(nn.Module):
                 known.append(Together(counted_GE if balances else None, None if slots is None else kept_TK))
                 return known[-1]
 
-            chosen = (None, None) if made is None else (made.chosen.expert_TK, made.load_TK)
+            expert_TK, load_TK = (None, None) if made is None else (made.chosen.expert_TK, made.load_TK)
             asks = exchange if balances or (shards is not None and slots is not None) else None
-            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), *chosen, asks)
+            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK, asks)
             fused: Fused = route(logits_TE, given, spec)
             return fused
 
