@@ -55,9 +55,9 @@ class Given(NamedTuple):
     """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`,
-    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `exchange`: if other ranks have tokens of these
-    groups, returns what they know together, given this rank's choices int64 [T, K] and their counts in blocks, fp32 [G, B, E]. The losses
-    are then this rank's part (moe/router/losses.py).
+    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `exchange`: given if other ranks have tokens of
+    these groups; it makes Together from this rank's choices, int64 [T, K], and their counts in blocks, fp32 [G, B, E]. The losses are then
+    this rank's part (moe/router/losses.py).
     """
 
     num_groups: int
