@@ -90,7 +90,7 @@ def _empty_stage_cases() -> list[Case]:
         ("gshard", "ddp", 4, "dualpipe", (0, 2, 1, 0), "bf16", "none"),
         *(("gshard", engine, 4, "1f1b", stages, "bf16", "none") for engine in ("zero1", "fsdp") for stages in ends),
         ("gshard", "zero1", 4, "zb_h1", (3, 0), "fp32", "none"),
-        ("lora", "ddp", 2, "zb_v", (0, 2, 1, 0), "fp32", "none"),
+        ("lora", "ddp", 2, "zb_v", (0, 2, 0, 1), "fp32", "none"),
     ]
     found = []
     for model, engine, world, schedule, stages, precision, recompute in rows:
