@@ -96,7 +96,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 edp2": (4, {"degrees": {"ep": 2}}),
     "ep2 etp2": (4, {"degrees": {"ep": 2, "etp": 2}}),
     "ep4 hierarchical": (4, {"experts": {"num_experts": 8}, "dispatch": {"kind": "hierarchical", "node_size": 2}}),
-    "ep2 frozen": (2, {"degrees": {"ep": 2}, "train": {"freeze": ["experts"]}}),
+    "ep2 adapters": (2, {"degrees": {"ep": 2}, "lora": {"rank": 2, "targets": ["experts"]}}),  # the experts' own weights are frozen
     "ep2 chunked": (2, {"degrees": {"ep": 2}, "dispatch": {"overlap_chunks": 2}}),
 }
 
@@ -128,7 +128,7 @@ def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
 # sharded by each engine in its own way, over the ranks that hold the same experts (edp 2) or shards of them (etp 2).
 MOVED: list[tuple[str, str, list[str]]] = [
     ("ddp", "gshard", [*LAYOUTS]),
-    ("zero1", "switch", ["ep2 edp2", "ep2 etp2", "ep2 frozen"]),
+    ("zero1", "switch", ["ep2 edp2", "ep2 etp2", "ep2 adapters"]),
     ("zero3", "gshard", ["ep2 edp2"]),
     ("fsdp", "switch", ["ep2 edp2", "ep2 etp2"]),
 ]
