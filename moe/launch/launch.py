@@ -27,7 +27,7 @@ from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import allow_open_files, set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, die_with_parent
-from moe.launch.streams import outlive_readers
+from moe.launch.streams import log_of, logged, outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
@@ -89,7 +89,10 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
         name = out.resolve().name
     rank_run.run = run
     rank_run.place += [out] if is_held(out) else []
-    return _train(run, origins, name, out, given, rank_run.place)
+    if not rank_run.place:
+        return _train(run, origins, name, out, given, [])
+    with logged(log_of(out, int(os.environ.get("RANK", "0")))):
+        return _train(run, origins, name, out, given, rank_run.place)
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
