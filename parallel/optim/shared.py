@@ -33,8 +33,8 @@ Wait = Callable[[], list[Tensor]]  # waits for a round; returns this rank's shar
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix, or of the whole matrix.
-    number: identifies the parameter for the caller. dtype: of the results. whole: the ranks that hold copies or the other shards."""
+    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's part of each matrix (of all of it, if it is not
+    sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
 
     number: int
     count: int

@@ -30,7 +30,7 @@ from parallel.mesh.mesh import divisors
 
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of the plan (index) -> of strategies.py, which has no stage 2
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # for each ZeRO stage of a plan, the stage in strategies.py, which has no stage 2
 
 
 @dataclass(frozen=True)

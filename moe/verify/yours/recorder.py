@@ -241,7 +241,7 @@ class _State:
             other.load_state_dict(copy.deepcopy(state))
             groups = other.param_groups if isinstance(other, Optimizer) else []
             for number, parameter in enumerate(p for group in groups for p in group["params"]):
-                if number in state["state"]:  # load_state_dict casts moments to the dtype of their parameter
+                if number in state["state"]:  # restored once more, because load_state_dict casts moments to their parameter's dtype
                     other.state[parameter].update(copy.deepcopy(state["state"][number]))
         torch.set_rng_state(self.random[0])
         torch.cuda.set_rng_state_all(self.random[1])

@@ -61,8 +61,8 @@ def _shown(timeline: Timeline) -> list[list[Span]]:
 
 
 def common_unit(timelines: Sequence[Timeline]) -> float:
-    """Return the largest time that divides all durations of actions (up to rounding); if that is at most 1/12 of the shortest duration, the
-    latter."""
+    """Return the largest time that divides all durations of actions (up to rounding). If it is at most 1/12 of the shortest duration,
+    which would make rows too long, return the shortest duration."""
     durations = [end - start for timeline in timelines for spans in _shown(timeline) for _, start, end in spans]
     shortest = min(durations)
     unit = shortest
