@@ -24,7 +24,7 @@ from moe.recipe.overrides import take_overrides
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs/use/cluster"
 PAGE = (ROOT / "docs/use/cluster.md").read_text(encoding="utf-8")
-SBATCH = (FOLDER / "train.sbatch").read_text(encoding="utf-8")
+SBATCH = (FOLDER / "job.sbatch").read_text(encoding="utf-8")
 # options of `man sbatch`, and instructions of the Dockerfile reference, that the files may use
 OPTIONS = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue", "open-mode", "output"}
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "ENV", "COPY", "WORKDIR", "CMD"}
@@ -88,13 +88,13 @@ def test_schema_finds_faults() -> None:
 
 
 def test_the_batch_script_is_bash_with_known_options_and_requeues_what_was_stopped() -> None:
-    subprocess.run(["bash", "-n", str(FOLDER / "train.sbatch")], check=True)
+    subprocess.run(["bash", "-n", str(FOLDER / "job.sbatch")], check=True)
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH, flags=re.M))
     assert options.keys() == OPTIONS and len(re.findall("^#SBATCH", SBATCH, flags=re.M)) == len(OPTIONS)
     assert re.fullmatch(r"\d+:\d\d:\d\d", options["time"]) and re.fullmatch(r"TERM@\d+", options["signal"])
     assert options["ntasks-per-node"] == options["gpus-per-node"]  # a rank for each GPU
     assert f"[ $code -eq {exit_codes.STOPPED} ]; then" in SBATCH and "scontrol requeue" in SBATCH.split(f"-eq {exit_codes.STOPPED}")[1]
-    named = re.findall(r"sbatch train\.sbatch (\w[^`\n]+)", SBATCH + PAGE)
+    named = re.findall(r"sbatch job\.sbatch (\w[^`\n]+)", SBATCH + PAGE)
     assert len(named) == 2
     for words in named:
         check_rank(words.split())
