@@ -85,9 +85,10 @@ def file_of(path: str) -> Path:
 
 
 def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
-    """Read and encode a file of chats. Samples have at most max_length + 1 ids, each chat of a pair half of them. `field`: the field of a
-    line that has the messages; None: any of the forms above. Templates get the date of the file's last change (UTC) as the current date.
-    Raises BadInput for a line of another form, which it names, for chats among pairs, and for a file without chats."""
+    """Read and encode a file of chats. A line has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat
+    of a pair half of them. `field`: the field of a line that has the messages; None: any form that the top of this file lists. Templates
+    get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of another form, which it names, for chats
+    among pairs, and for a file without chats."""
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0

@@ -287,7 +287,8 @@ def few_meshes(cases: Iterable[Case]) -> list[Case]:
 def ran_by(
     rank: int, chosen: list[Case], taped: bool, inside: Inside = nullcontext, *, device: torch.device = _CPU
 ) -> Iterator[dict[str, Any]]:
-    """Yield this rank's result of each case, and its tape if `taped`, as values that processes can exchange."""
+    """Yield this rank's result of each case, and its tape (the recorded outputs of its modules) if `taped`, as values that processes can
+    exchange."""
     meshes: dict[Degrees, Mesh] = {}  # reused by all cases, because a mesh's process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None

@@ -216,7 +216,7 @@ class Standard:
 
 
 def last_module(errors: str) -> str:
-    """Return text that names the module after which the first rank failed, and the step; "" if no rank raised an error. errors: text of the
+    """Return text that names the step and the last module of the rank that failed first; "" if no rank raised an error. errors: text of the
     ranks' errors, which a tape (a recording of modules, tape.py) extends by the last module. Other ranks fail later, because they wait for
     the first one."""
     found = [(int(step or 0), depth(name), said) for said, name, step in re.findall(rf"{LAST}((\S+)(?:.* step (\d+))?.*)", errors)]

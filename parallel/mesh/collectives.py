@@ -312,8 +312,8 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward. Shapes must be equal
-    on all ranks."""
+    """In the forward pass, send the tensor to the rank `steps` further on the ring; in the backward pass, send its gradient back. Shapes
+    must be equal on all ranks."""
     return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
 
 

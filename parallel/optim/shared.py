@@ -187,7 +187,8 @@ def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _joined(batch: list[_Matrices], from_ranks: list[list[Tensor]]) -> list[Tensor]:
-    """Return one tensor for each stack, with its K results in order. from_ranks: for each rank, its results for each stack."""
+    """Return one tensor for each stack, with the results of all its matrices, in their order. from_ranks: for each rank, its results for
+    each stack."""
     joined = []
     for n, m in enumerate(batch):
         out = from_ranks[0][n].new_empty(m.tensor.shape)

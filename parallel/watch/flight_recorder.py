@@ -123,7 +123,7 @@ def read_folder(folder: Path) -> list[Trace]:
 
 
 def _content(path: Path) -> Any:
-    needed, fix = "a trace of torch's flight recorder", f"move {path} to another folder"
+    needed, fix = "a trace of torch's flight recorder", f"make it readable, or move {path} to another folder"
     try:
         about = path.stat()
     except OSError as error:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # default of Program.alone, fitted to the steps with small layers that vTrain's authors measured
+# part of the shorter of host's and device's time that a pass takes besides the longer; fitted to vTrain's steps with small layers
+ALONE = 0.3
 
 
 @hashed_once

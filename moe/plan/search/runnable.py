@@ -117,8 +117,8 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return a dict: operator of the folded graph -> (cut, scatter) of its strategy: letters of dims for each mesh axis (see
-        Strategy)."""
+        """Return a dict: operator of `joined` -> (cut, scatter) of its strategy. Both have a letter for each mesh axis, the dim that
+        the axis cuts, or "" (see Strategy)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:

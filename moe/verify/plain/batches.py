@@ -1,4 +1,4 @@
-"""Makes the batches on which every layout and the plain twin are trained in `moe verify`."""
+"""Makes the batches on which `moe verify` trains every layout, and the plain twin (a model without parallelism that shares no layer)."""
 
 from __future__ import annotations
 

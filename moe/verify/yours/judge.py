@@ -114,7 +114,7 @@ class Comparison:
         return most
 
     def _noise_of_parts(self, key: Key, seen: list[Seen]) -> float:
-        """Return the effect of rounding on the ranks' parts, relative to the largest element of each part."""
+        """Return the largest deviation that rounding causes in a rank's part of the value, relative to the part's largest element."""
         held = [(s, s.part, self.ranks[s.rank].pieces[key][0]) for s in seen if s.part and key in self.ranks[s.rank].pieces]
         both = [(s, common(other.pieces[key][0], piece, part.maps)) for s, part, piece in held for other in self.rounded]
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)

@@ -52,7 +52,9 @@ def record(
     model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
     that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: only a sample is recorded of a
     tensor with more elements than this. pin: folder for routing choices (choices.py). A single process runs the body once more, to write
-    its routers' choices there; all other runs replay them. Raises BadInput if a gradient is not finite with sums in other orders.
+    its routers' choices there; all other runs replay them.
+
+    A single process also repeats the step with sums in other orders, to measure rounding. Raises BadInput if a gradient is not finite then.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
