@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moe.checks.advice import check_for_user
 from moe.cli.flags import read_words
 from moe.cli.verbs import VERBS
 from moe.launch import exit_codes
@@ -74,9 +75,9 @@ def faults(value: Any, schema: Any, at: str = "") -> list[str]:
 
 
 def check_rank(words: list[str]) -> None:
-    """Parse the arguments of a rank and load its recipe. Raises BadInput."""
+    """Parse the arguments of a rank, load its recipe and check it for two nodes of 8 GPUs. Raises BadInput."""
     given = parse(words)
-    load(given.recipe, given.overrides)
+    check_for_user(load(given.recipe, given.overrides)[0], 16, {})
     assert given.out is not None
 
 
