@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import platform
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from parallel.errors import BadInput
 
+_BEGIN = "--- process "  # first words of an attempt's first line
 FOLDER = "logs"  # in the run's folder
 _END_BYTES, _END_LETTERS = 64 << 10, 300  # end of a log in which `last_line` looks, and most letters that it returns
 
@@ -72,9 +75,9 @@ def log_of(out: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Within the context, append to the file `path` what this process prints, an exception that ends it, and Python's stack at a crash. A
-    terminal's stdout is left out, because the live display repaints it, and so is BadInput. If the file cannot be opened, nothing is
-    logged. An empty file is removed."""
+    """Within the context, append to the file `path` a line that names this process, its output, an exception that ends it, and Python's
+    stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be opened, nothing is
+    logged. BadInput is left out, and what was appended is removed, because the run has not begun."""
     outlive_readers()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,9 @@ def logged(path: Path) -> Iterator[None]:
         yield
         return
     streams: list[Any] = [sys.stderr] if sys.stdout.isatty() else [sys.stdout, sys.stderr]
-    crashes = not faulthandler.is_enabled()
+    crashes, before = not faulthandler.is_enabled(), os.fstat(file).st_size
+    with contextlib.suppress(OSError):
+        os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
     for stream in streams:
         stream.log = file
     if crashes:
@@ -91,6 +96,11 @@ def logged(path: Path) -> Iterator[None]:
     try:
         yield
     except BadInput:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, before)
+            if not before:
+                path.unlink()
+                path.parent.rmdir()
         raise
     except BaseException:
         with contextlib.suppress(OSError):
@@ -101,20 +111,19 @@ def logged(path: Path) -> Iterator[None]:
             stream.log = None
         if crashes:
             faulthandler.disable()
-        with contextlib.suppress(OSError):
-            if not os.fstat(file).st_size:
-                path.unlink()
-                path.parent.rmdir()
         os.close(file)
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not empty, at most _END_LETTERS letters of it; "" if there is none."""
+    """Return the last line of a log that is not empty, at most _END_LETTERS letters of it, without control characters; "" if the last
+    attempt has none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _END_BYTES))
             lines = file.read(_END_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = next(("".join(filter(str.isprintable, line)).strip() for line in reversed(lines) if line.strip()), "")
+    if last.startswith(_BEGIN):
+        return ""
     return last if len(last) <= _END_LETTERS else last[:_END_LETTERS] + " ..."

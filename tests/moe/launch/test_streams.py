@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,7 +64,16 @@ def test_a_rank_logs_its_output_errors_and_crashes(tmp_path: Path, monkeypatch: 
     print("not logged")
     with pytest.raises(ValueError, match="three"), logged(log):
         raise ValueError("three")
-    assert log.read_text().startswith("step 1\na warning\nTraceback") and last_line(log) == "ValueError: three"
+    assert (
+        re.match(r"--- process \d+ on .+\nstep 1\na warning\n--- .+\nTraceback", log.read_text()) and last_line(log) == "ValueError: three"
+    )
+    said = log.read_text()
+    with pytest.raises(BadInput), logged(log):
+        raise BadInput("x", got=1, needed="2", fix="x 2")
+    assert log.read_text() == said
+    with logged(log):
+        pass
+    assert last_line(log) == ""  # of this attempt
     if not (pid := os.fork()):
         with logged(log):
             print("z" * 999)
@@ -88,7 +98,7 @@ def test_ranks_keep_logs_only_under_a_parent_that_has_locked_the_folder(tmp_path
     words, log = ["switch_tiny", "--out", str(tmp_path)], log_of(tmp_path, 1)
     assert launch.main(words) == 1 and list(tmp_path.iterdir()) == []
     monkeypatch.setenv(HELD, str(tmp_path.resolve()))
-    assert launch.main(words) == 1 and log.read_text().startswith("loaded\nTraceback") and last_line(log) == "ValueError: three"
+    assert launch.main(words) == 1 and "\nloaded\nTraceback" in log.read_text() and last_line(log) == "ValueError: three"
     assert shown.getvalue().count("rank 1 failed:") == 2
 
 
@@ -98,7 +108,7 @@ def test_the_parent_names_the_log_of_the_rank_that_failed_first(tmp_path: Path, 
     status.empty(tmp_path)
     assert "output of rank" not in "".join(start._end(attempt, ranks, 1, how="ended").lines)
     (log := log_of(tmp_path, 1)).parent.mkdir()
-    log.write_text("step 7\n  loading expert 3  \n\n")
+    log.write_text("step 7\n  loading\x1b expert 3  \n\n")
     lines = start._end(attempt, ranks, 1, how="ended").lines
     assert lines[-1] == f"output of rank 1: {log}, which ends with: loading expert 3" and lines[-1] in capsys.readouterr().err
     log.write_text(f"x\n{lines[0][-20:]}")
