@@ -18,6 +18,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe.model.initialise import FirstValues
 from moe.nn.linear import Linear
@@ -36,6 +38,7 @@ from parallel.mesh.mesh import Degrees
 from parallel.process import process
 from parallel.process.extensions import extensions_dir, missing_for_nvme
 from parallel.process.process import World
+from tests.parallel.data.test_buckets import assert_early, compared
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import same, start
@@ -87,6 +90,30 @@ def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in(stage: int, p
         return [float(value) for value in engine.gradient("0.weight").unique()]
 
     assert run_on_ranks(work, 2, timeout_s=60) == [[2051.0]] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_clip_factor_goes_to_the_kernel_of_adamw(stage: int) -> None:
+    """No operator multiplies or divides gradients before the fused AdamW, which gets the factor."""
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves((args, kwargs))):
+                found.append((func._opname, (kwargs or {}).get("grad_scale") is not None))
+            return func(*args, **(kwargs or {}))
+
+    found: list[tuple[str, bool]] = []
+
+    def work(rank: int) -> list[tuple[str, bool]]:
+        engine = engine_of(stage, rank, dtype=torch.bfloat16, offload=Offload())
+        engine.backward(engine.forward(torch.ones(1, 3, dtype=torch.bfloat16), last=True).float().sum(), last=True)
+        with Called():
+            engine.step(0.1, factor=0.5)
+        return found
+
+    for called in run_on_ranks(work, 2, timeout_s=60):
+        assert {scaled for name, scaled in called if name == "_fused_adamw_"} == {True}
+        assert not [name for name, _ in called if name.removeprefix("_foreach_").startswith(("mul", "div"))]
 
 
 # --- stage 3: weights gathered only during use ------------------------------------------------------------------------
@@ -145,7 +172,16 @@ def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
 # --- overlapped sums and offload change no number ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_of_stage_1_begin_before_the_backward_pass_ends_and_several_are_in_flight() -> None:
+    """Each gradient's sum over two ranks is bitwise that of one all-reduce after the pass, and is sent to the ranks that update it."""
+
+    def work(rank: int) -> list[Any]:
+        return compared(rank, Case("dense", "zero1", 2, 1, 2, "fp32", layers=6), {})
+
+    assert_early(run_on_ranks(work, 2, timeout_s=90), "zero1")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
     """`overlap_comm`, which is on only with CUDA streams, is forced on a CPU: losses, norms and states stay bitwise equal."""
 
