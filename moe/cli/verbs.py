@@ -1,6 +1,7 @@
 """The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a field made by `_flag` a
+A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a last field made by
+`_further_words` takes all further ones, a field made by `_flag` a
 flag.
 """
 
@@ -21,6 +22,10 @@ def _word(help: str) -> Any:
 
 def _word_or_none(help: str) -> Any:
     return dataclasses.field(default=None, metadata={"help": help, "word": True})
+
+
+def _further_words(help: str) -> Any:
+    return dataclasses.field(default=(), metadata={"help": help, "word": True})
 
 
 def is_word(field: dataclasses.Field[Any]) -> bool:
@@ -176,9 +181,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Simulate:
-    """Draw a pipeline schedule and count its bubbles, activations and weight versions. Without a name, print a table of all schedules."""
+    """Draw pipeline schedules and count their bubbles, activations and weight versions. Without a name, print a table of all schedules."""
 
     name: str | None = _word_or_none("a schedule, such as 1f1b or chimera; a CSV file of actions; or search, to find an order of actions")
+    others: tuple[str, ...] = _further_words("further schedules, drawn below the first in the same unit of time")
     recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
     stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
