@@ -18,7 +18,9 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from moe.recipe.load import load
+from moe.recipe.sections import Run
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary
+from moe.records.rules import Finding, diagnose
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
 from parallel.store.files import replace_file, write_text
@@ -59,13 +61,15 @@ def write_report(run_dir: Path | str) -> Path:
     lines = read(folder)
     summary = _of_this_run(read_summary(folder), lines)
     recipe = folder / "recipe.yaml"
+    run = _run(recipe)
     try:
         text = page_text(
             name=str((summary or {}).get("recipe") or folder.resolve().name),
             lines=lines,
             summary=summary,
             recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
-            pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(recipe)),
+            pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(run)),
+            findings=() if run is None else diagnose(lines, run),
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
@@ -81,15 +85,17 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
     return None if stale else summary
 
 
-def _weights(recipe: Path) -> dict[str, float]:
-    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe cannot be read."""
-    if not recipe.is_file():
-        return {}
+def _run(recipe: Path) -> Run | None:
+    """Return the recipe in this file, or None if it cannot be read."""
     try:
-        spec = load(str(recipe))[0].router
+        return load(str(recipe))[0] if recipe.is_file() else None
     except BadInput:
-        return {}
-    return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
+        return None
+
+
+def _weights(run: Run | None) -> dict[str, float]:
+    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe is unknown."""
+    return {} if run is None else {"balance_loss": run.router.balance_weight, "z_loss": run.router.z_weight}
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:
@@ -114,9 +120,15 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
 
 
 def page_text(
-    *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Pictures
+    *,
+    name: str,
+    lines: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any] | None,
+    recipe: str | None,
+    pictures: Pictures,
+    findings: Sequence[Finding] = (),
 ) -> str:
-    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None."""
+    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None. findings: of `moe doctor`."""
     found = [line for line in lines if line.get("kind") == "eval"]
     evals = [(f"{one['step']:,}", *(fixed(one.get(key), ".4f") for key in ("validation_loss", "bits_per_byte"))) for one in found]
     events = _events(lines)
@@ -124,6 +136,7 @@ def page_text(
     figures = "".join(starmap(_figure, pictures.items()))
     sections = [
         _cards(summary, lines),
+        _section("What is wrong", "".join(f"<p>{escape(found.line)}</p>" for found in findings)) if findings else "",
         f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step has been recorded yet.</p>',
         _section("What it writes", f"<pre>{escape(printable(str(sample)))}</pre>") if sample else "",
         _section("Summary", _table(("", ""), summary_rows(summary))) if summary else "",

@@ -1,0 +1,406 @@
+"""The rules of `moe doctor RUN`: what is wrong with a run's router or loss, since which step, and what to do.
+
+    metrics.jsonl -> windows (moe/records/windows.py) + recipe -> diagnose -> findings -> a line each
+
+A running job, its trackers, the report and `moe doctor RUN` show the same findings. A rule is one object in RULES. It fires if its condition
+holds in the last LASTING windows, so that chance and a start that mends itself are no alarm. Loads count from the end of the warm-up,
+because a router is not trained before. A rule that finds a cause `hides` the rules that would name the consequences.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe.recipe.sections import Run
+from moe.records.windows import Window, window_length, windows_of
+from moe.router.checks import looks_ahead, only_second_choices_look_ahead
+from moe.router.methods.catalog import method_of
+from parallel.errors import plain
+from parallel.fixes import Fix, Set, Words
+
+LASTING = 3  # windows in a row
+CROWDED = 0.5  # (busiest expert's load / fair share - 1) is above this share of its maximum, E / k - 1: nearer to collapse than to balance
+CROWDED_TIMES = 4.0  # load / fair share that is too much with any number of experts: four times the memory and time of the fair share
+DEAD = 0.02  # load / fair share of an expert that learns next to nothing
+DROPPED = 0.25  # share of dropped choices; Switch (arXiv 2101.03961, section 2.2) counts less than 1 % with a balanced load
+SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
+ECHO, UNEVEN = -0.25, 0.5  # loads that swing: an expert far from its share in one step is as far on the other side in the next
+ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
+NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
+
+
+class Found(NamedTuple):
+    """A rule's condition that holds: the first step, the measured value, and a sentence about both."""
+
+    since: int
+    value: float
+    said: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule has found. fix: a change of the recipe, as data."""
+
+    rule: str
+    since: int
+    value: float
+    said: str
+    fix: Fix
+
+    @property
+    def line(self) -> str:
+        """What is wrong, since which step, and what to do, as one line."""
+        return plain(f"{self.said}, since step {self.since:,}: {self.fix}")
+
+    def row(self) -> dict[str, Any]:
+        """Return the finding for JSON."""
+        return {"rule": self.rule, "since": self.since, "value": self.value, "line": self.line}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule. find: windows in order, recipe -> Found or None. fix: recipe -> the remedy. reads: fields of metrics.jsonl. hides: names of
+    rules whose findings this one explains."""
+
+    name: str
+    reads: tuple[str, ...]
+    find: Callable[[Sequence[Window], Run], Found | None]
+    fix: Callable[[Run], Fix]
+    hides: tuple[str, ...] = ()
+
+
+Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows the condition
+
+
+def lasting(
+    shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, trained: bool = True
+) -> Callable[[Sequence[Window], Run], Found | None]:
+    """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. trained: only
+    windows after the warm-up count."""
+
+    def find(windows: Sequence[Window], run: Run) -> Found | None:
+        if not when(run):
+            return None
+        found: list[tuple[int, float, str]] = []
+        for window in reversed(windows):
+            early = trained and window.first <= run.optimizer.warmup_steps
+            if early or (seen := shown(window, run)) is None:
+                break
+            found.append((window.first, *seen))
+        return None if len(found) < LASTING else Found(found[-1][0], *found[0][1:])
+
+    return find
+
+
+# --- conditions that a window shows -------------------------------------------------------------------------------------------------------
+
+
+def _crowded(window: Window, run: Run) -> Shown:
+    """The busiest expert of the least even layer, or the number of its experts without tokens."""
+    worst: tuple[float, str] | None = None
+    for layer in window.layers:
+        experts, busiest = len(layer.load_E), int(layer.load_E.argmax())
+        times, most = float(layer.load_E[busiest]), experts / run.router.num_choices
+        dead = int((layer.load_E < DEAD).sum())
+        if most <= 1 or not (dead or times - 1 > CROWDED * (most - 1) or times > CROWDED_TIMES):
+            continue
+        less = f", and {dead} of {experts} experts get none" if dead else ""
+        if worst is None or times > worst[0]:
+            worst = times, f"expert {busiest} of layer {layer.layer} gets {times:.1f} times its fair share of the tokens{less}"
+    return worst
+
+
+def _balanced_by(run: Run) -> bool:
+    """Return whether anything evens out the loads: a loss, a bias, or the method itself."""
+    return run.router.asks_balance or bool(run.router.bias_rate) or method_of(run.router).is_balanced is not None
+
+
+def _is_frozen(run: Run) -> bool:
+    return "router" in run.train.freeze
+
+
+def _with(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window, Run], Shown]:
+    def seen(window: Window, run: Run) -> Shown:
+        return None if (one := shown(window, run)) is None else (one[0], f"{cause}: {one[1]}")
+
+    return seen
+
+
+def _dropped(window: Window, run: Run) -> Shown:
+    share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+    factor = run.router.capacity_factor or 0.0
+    least = f"; a capacity factor of {factor:g} drops {1 - factor:.0%} at best" if factor < 1 else ""
+    return (share, f"{share:.0%} of the choices are dropped{least}") if share > DROPPED else None
+
+
+def _swings(window: Window, run: Run) -> Shown:
+    worst = max(window.layers, key=lambda layer: layer.uneven, default=None)
+    if worst is None or worst.uneven < UNEVEN or worst.echo > ECHO:
+        return None
+    return worst.uneven, f"the selection bias overshoots: loads of layer {worst.layer} swing by {worst.uneven:.0%} of a fair share each step"
+
+
+def _saturated(window: Window, run: Run) -> Shown:
+    worst = max(window.layers, key=lambda layer: layer.z_loss, default=None)
+    if worst is None or not worst.z_loss > SATURATED:
+        return None
+    return worst.z_loss, f"the router of layer {worst.layer} saturates: z loss {worst.z_loss:.3g}, entropy {worst.entropy:.2g} nats"
+
+
+def _router_leads(window: Window, run: Run) -> Shown:
+    share = window.router_share
+    return (share, f"the router has {share:.0%} of the squared gradient norm, which is clipped as a whole") if share > ROUTER_SHARE else None
+
+
+def _equal_tokens(window: Window, run: Run) -> Shown:
+    loss = float(window.losses.mean()) if len(window.losses) else math.nan
+    all_to_one = any(layer.load_E.max() * run.router.num_choices > 0.9 * len(layer.load_E) for layer in window.layers)
+    if not loss < NO_INFORMATION or not all_to_one:
+        return None
+    return loss, f"the tokens are all alike: a loss of {loss:.2g} nats, and every token goes to one expert"
+
+
+def _rounded_away(window: Window, run: Run) -> Shown:
+    """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
+    this is rounded away."""
+    size = math.sqrt(run.model.init_scale / run.model.d_model)
+    half, rate = 2.0 ** (math.floor(math.log2(size)) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
+    if not rate < half:
+        return None
+    said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers at the router's first weights"
+    return rate, said
+
+
+def _one_source(window: Window, run: Run) -> Shown:
+    """The other sources together have fewer tokens than one expert's fair share, so no expert can be theirs."""
+    weights = [source.weight for source in run.data.sources]
+    share, experts = max(weights) / sum(weights), max(run.experts.counts)
+    name = run.data.sources[weights.index(max(weights))].path
+    return (share, f"{name} gives {share:.1%} of the sequences: the other sources have less than one expert's share") if (
+        share > 1 - 1 / experts
+    ) else None
+
+
+def _leaks(window: Window, run: Run) -> Shown:
+    reason = looks_ahead(run.router)
+    return 1.0, f"losses are too low, in evaluation too: {reason}, which a decoder does not see when it generates"
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------------------------------
+
+PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
+LEAST_STEPS = 20  # a run with fewer steps gets no line
+LONG = 0.05  # the loss may be above its first value in this share of the steps
+ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts
+
+
+def _course(windows: Sequence[Window]) -> Found | None:
+    """Return how the loss did not fall as it should: it ended above its first value, was above that value for long, or fell and then rose
+    by more than noise explains. Steps without a finite loss are left out, because they are reported as skipped."""
+    steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
+    if len(losses) < LEAST_STEPS:
+        return None
+    first, size = float(losses[0]), len(losses) // PARTS
+    begins = range(len(losses) % size, len(losses), size)
+    parts = [losses[begin : begin + size] for begin in begins]
+    means = [float(part.mean()) for part in parts]
+    noise = float(parts[-1].std(ddof=1)) * math.sqrt(1 + 1 / size)  # standard deviation of (one step's loss - mean loss of `size` steps)
+    if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
+        since = next(at for at in range(len(means) - 1, -1, -1) if at == 0 or means[at - 1] <= first)
+        return Found(int(steps[begins[since]]), means[-1], f"the loss is at {means[-1]:.4g}, above the {first:.4g} that it began with")
+    above = losses > first
+    if above.sum() >= max(3, LONG * len(losses)) and losses.max() > 1.1 * first:
+        top, where = int(losses.argmax()), f"in {above.sum()} of {len(losses)} steps"
+        said = f"the loss was above its first value, {first:.4g}, {where}, up to {losses[top]:.4g} at step {int(steps[top])}"
+        return Found(int(steps[(losses > 1.1 * first).argmax()]), float(losses[top]), said)
+    best = min(range(len(means) - 1), key=means.__getitem__)
+    noise = math.sqrt(sum(float(part.var(ddof=1)) / size for part in (parts[best], parts[-1])))
+    if means[-1] - means[best] <= max(ERRORS * noise, 0.02 * abs(means[best])):
+        return None
+    said = f"the loss rose from {means[best]:.4g} to {means[-1]:.4g} in the last {size} steps"
+    return Found(int(steps[begins[best] + size - 1]), means[-1], said)
+
+
+def enough_warmup(run: Run) -> int:
+    """Return the warm-up after which AdamW's second moment is an average of enough gradients: 2 / (1 - beta2) steps (arXiv 1910.04209).
+    0 for optimizers without one."""
+    o = run.optimizer
+    return round(2 / (1 - o.beta2)) if o.kind in ("adamw", "kfac", "muon") else 0
+
+
+def _too_fast(windows: Sequence[Window], run: Run) -> Found | None:
+    found = _course(windows)
+    return None if found is None or _starts_cold(found, run) else found
+
+
+def _cold_start(windows: Sequence[Window], run: Run) -> Found | None:
+    found = _course(windows)
+    if found is None or not _starts_cold(found, run):
+        return None
+    return found._replace(said=f"{found.said}, after a warm-up of {run.optimizer.warmup_steps} steps")
+
+
+def _starts_cold(found: Found, run: Run) -> bool:
+    """Return whether the trouble began before a warm-up of `enough_warmup` steps would have ended, and the run's own was shorter."""
+    enough = enough_warmup(run)
+    return run.optimizer.warmup_steps < enough and found.since <= enough
+
+
+# --- the remedies -------------------------------------------------------------------------------------------------------------------------
+
+
+def _more_balance(run: Run) -> Fix:
+    spec = run.router
+    if spec.bias_rate and not spec.asks_balance:
+        return Set("router.bias_rate", min(0.01, 10 * spec.bias_rate))
+    return Set("router.balance_weight", max(0.01, 10 * spec.balance_weight))
+
+
+def _thawed(run: Run) -> Fix:
+    return Set("train.freeze", [part for part in run.train.freeze if part != "router"])
+
+
+def _slots(run: Run) -> Fix:
+    factor = run.router.capacity_factor or 1.0
+    return Set("router.capacity_factor", 1.25 if factor < 1.25 else 2 * factor)
+
+
+def _mixed(run: Run) -> Fix:
+    even = [source.model_dump(exclude_none=True) | {"weight": 1.0} for source in run.data.sources]
+    return Set("data.sources", even, said="equal weights")
+
+
+def _causal(run: Run) -> Fix:
+    causal = Set("router.allow_noncausal", False)
+    if method_of(run.router).looks_ahead is None:
+        return Set("router.drop", "position") & causal
+    return Set("router.select", "top_k") & Set("router.balance_weight", 0.01) & causal
+
+
+_LOADS = ("uneven load", "no balance loss", "dropped choices", "bias rate", "router saturates")
+
+RULES = (
+    Rule(
+        "equal tokens",
+        ("loss", "moe.load"),
+        lasting(_equal_tokens, when=lambda run: not run.train.has_own_loss, trained=False),
+        lambda run: Words("look at the text of data.path: it repeats one token"),
+        hides=(*_LOADS, "frozen router", "learning rate", "warm-up"),
+    ),
+    Rule(
+        "looks ahead",
+        (),
+        lasting(
+            _leaks,
+            when=lambda run: run.model.kind == "decoder" and bool(looks_ahead(run.router)) and not only_second_choices_look_ahead(run.router),
+            trained=False,
+        ),
+        _causal,
+    ),
+    Rule("one source", (), lasting(_one_source, when=lambda run: len(run.data.sources) > 1, trained=False), _mixed),
+    Rule(
+        "bf16 weights",
+        ("lr",),
+        lasting(_rounded_away, when=lambda run: run.precision.master == "bf16" and run.optimizer.kind == "adamw"),
+        lambda run: Set("precision.master", "fp32"),
+        hides=(*_LOADS, "learning rate"),
+    ),
+    Rule(
+        "warm-up",
+        ("loss",),
+        _cold_start,
+        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)),
+        hides=_LOADS,
+    ),
+    Rule(
+        "learning rate",
+        ("loss", "lr"),
+        _too_fast,
+        lambda run: Set("optimizer.lr", float(f"{run.optimizer.lr / 10:.2g}")),
+        hides=_LOADS,
+    ),
+    Rule(
+        "frozen router",
+        ("moe.load",),
+        lasting(_with("the router is frozen", _crowded), when=_is_frozen),
+        _thawed,
+        hides=("dropped choices",),
+    ),
+    Rule(
+        "bias rate",
+        ("moe.load",),
+        lasting(_swings, when=lambda run: bool(run.router.bias_rate)),
+        lambda run: Set("router.bias_rate", 0.001),
+        hides=("uneven load", "dropped choices"),
+    ),
+    Rule(
+        "no balance loss",
+        ("moe.load",),
+        lasting(_with("nothing balances the experts", _crowded), when=lambda run: not _balanced_by(run) and not _is_frozen(run)),
+        lambda run: Set("router.balance_weight", 0.01),
+        hides=("dropped choices",),
+    ),
+    Rule(
+        "uneven load",
+        ("moe.load",),
+        lasting(
+            _crowded, when=lambda run: _balanced_by(run) and not _is_frozen(run) and method_of(run.router).is_balanced is None
+        ),
+        _more_balance,
+        hides=("dropped choices",),
+    ),
+    Rule(
+        "dropped choices",
+        ("moe.kept", "moe.dropped"),
+        # second choices that router.second random leaves out are counted as dropped
+        lasting(_dropped, when=lambda run: run.router.capacity_factor is not None and not run.router.random_second),
+        _slots,
+    ),
+    Rule(
+        "router saturates",
+        ("moe.z_loss", "moe.entropy"),
+        lasting(_saturated),
+        lambda run: Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+    ),
+    Rule(
+        "router's gradient",
+        ("grad_norm_parts.router",),
+        lasting(_router_leads, when=lambda run: run.router.asks_balance or bool(run.router.z_weight)),
+        lambda run: Set("router.balance_weight", run.router.balance_weight / 10) | Set("router.z_weight", run.router.z_weight / 10),
+    ),
+)
+
+
+def diagnose(lines: Sequence[Mapping[str, Any]], run: Run) -> list[Finding]:
+    """Return what the rules find in a run's lines of metrics.jsonl, each cause once."""
+    return _found(windows_of(lines, run.train.steps), run)
+
+
+def _found(windows: Sequence[Window], run: Run) -> list[Finding]:
+    found = {rule: one for rule in RULES if (one := rule.find(windows, run)) is not None}
+    hidden = {name for rule in found for name in rule.hides}
+    return [Finding(rule.name, *one, rule.fix(run)) for rule, one in found.items() if rule.name not in hidden]
+
+
+class Live:
+    """Diagnosis of a running job. It sees the steps of this process: after a resume, only the steps since."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._windows, self._lines, self._said = run, list[Window](), list[Mapping[str, Any]](), set[str]()
+
+    def after_step(self, line: Mapping[str, Any]) -> list[Finding]:
+        """Add a step's line of metrics.jsonl. At the end of a window, return findings of rules that have not fired before."""
+        self._lines.append(line)
+        if len(self._lines) < window_length(self._run.train.steps):
+            return []
+        self._windows.append(Window.of(self._lines))
+        self._lines = []
+        news = [finding for finding in _found(self._windows, self._run) if finding.rule not in self._said]
+        self._said |= {finding.rule for finding in news}
+        return news
