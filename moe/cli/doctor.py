@@ -1,7 +1,7 @@
 """`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if training could not work.
 
-`moe doctor RUN` instead says what is wrong with a run's router or loss, from its records (moe/records/rules.py). `moe doctor --trace FOLDER`
-finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
+`moe doctor RUN` instead says what is wrong with a run's router or loss, from its records (moe/records/rules.py). `moe doctor --trace
+FOLDER` finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     metrics.jsonl -> windows (moe/records/windows.py) + recipe -> diagnose -> findings -> a line each
 
-A running job, its trackers, the report and `moe doctor RUN` show the same findings. A rule is one object in RULES. It fires if its condition
-holds in the last LASTING windows, so that chance and a start that mends itself are no alarm. Loads count from the end of the warm-up,
-because a router is not trained before. A rule that finds a cause `hides` the rules that would name the consequences.
+A running job, its trackers, the report and `moe doctor RUN` show the same findings. A rule is one object in RULES. It fires if its
+condition holds in the last LASTING windows, so that chance and a start that mends itself are no alarm. Loads count from the end of the
+warm-up, because a router is not trained before. A rule that finds a cause `hides` the rules that would name the consequences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe.recipe.sections import Run
-from moe.records.windows import Window, window_length, windows_of
+from moe.records.windows import Filling, Window, window_length, windows_of
 from moe.router.checks import looks_ahead, only_second_choices_look_ahead
 from moe.router.methods.catalog import method_of
 from parallel.errors import plain
@@ -135,15 +135,18 @@ def _with(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window
 def _dropped(window: Window, run: Run) -> Shown:
     share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
     factor = run.router.capacity_factor or 0.0
-    least = f"; a capacity factor of {factor:g} drops {1 - factor:.0%} at best" if factor < 1 else ""
-    return (share, f"{share:.0%} of the choices are dropped{least}") if share > DROPPED else None
+    few = f": a capacity factor of {factor:g} has fewer slots than choices" if factor < 1 else ""
+    return (share, f"{share:.0%} of the choices are dropped{few}") if share > DROPPED else None
 
 
 def _swings(window: Window, run: Run) -> Shown:
     worst = max(window.layers, key=lambda layer: layer.uneven, default=None)
     if worst is None or worst.uneven < UNEVEN or worst.echo > ECHO:
         return None
-    return worst.uneven, f"the selection bias overshoots: loads of layer {worst.layer} swing by {worst.uneven:.0%} of a fair share each step"
+    return (
+        worst.uneven,
+        f"the selection bias overshoots: loads of layer {worst.layer} swing by {worst.uneven:.0%} of a fair share each step",
+    )
 
 
 def _saturated(window: Window, run: Run) -> Shown:
@@ -155,7 +158,9 @@ def _saturated(window: Window, run: Run) -> Shown:
 
 def _router_leads(window: Window, run: Run) -> Shown:
     share = window.router_share
-    return (share, f"the router has {share:.0%} of the squared gradient norm, which is clipped as a whole") if share > ROUTER_SHARE else None
+    return (
+        (share, f"the router has {share:.0%} of the squared gradient norm, which is clipped as a whole") if share > ROUTER_SHARE else None
+    )
 
 
 def _equal_tokens(window: Window, run: Run) -> Shown:
@@ -173,7 +178,7 @@ def _rounded_away(window: Window, run: Run) -> Shown:
     half, rate = 2.0 ** (math.floor(math.log2(size)) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
-    said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers at the router's first weights"
+    said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers near the first weights"
     return rate, said
 
 
@@ -182,9 +187,11 @@ def _one_source(window: Window, run: Run) -> Shown:
     weights = [source.weight for source in run.data.sources]
     share, experts = max(weights) / sum(weights), max(run.experts.counts)
     name = run.data.sources[weights.index(max(weights))].path
-    return (share, f"{name} gives {share:.1%} of the sequences: the other sources have less than one expert's share") if (
-        share > 1 - 1 / experts
-    ) else None
+    return (
+        (share, f"{name} gives {share:.1%} of the sequences: the other sources have less than one expert's share")
+        if (share > 1 - 1 / experts)
+        else None
+    )
 
 
 def _leaks(window: Window, run: Run) -> Shown:
@@ -255,6 +262,10 @@ def _starts_cold(found: Found, run: Run) -> bool:
 # --- the remedies -------------------------------------------------------------------------------------------------------------------------
 
 
+def _slower(run: Run) -> Fix:
+    return Set("optimizer.lr", float(f"{run.optimizer.lr / 10:.2g}"))
+
+
 def _more_balance(run: Run) -> Fix:
     spec = run.router
     if spec.bias_rate and not spec.asks_balance:
@@ -298,7 +309,9 @@ RULES = (
         (),
         lasting(
             _leaks,
-            when=lambda run: run.model.kind == "decoder" and bool(looks_ahead(run.router)) and not only_second_choices_look_ahead(run.router),
+            when=lambda run: (
+                run.model.kind == "decoder" and bool(looks_ahead(run.router)) and not only_second_choices_look_ahead(run.router)
+            ),
             trained=False,
         ),
         _causal,
@@ -322,7 +335,7 @@ RULES = (
         "learning rate",
         ("loss", "lr"),
         _too_fast,
-        lambda run: Set("optimizer.lr", float(f"{run.optimizer.lr / 10:.2g}")),
+        _slower,
         hides=_LOADS,
     ),
     Rule(
@@ -349,9 +362,7 @@ RULES = (
     Rule(
         "uneven load",
         ("moe.load",),
-        lasting(
-            _crowded, when=lambda run: _balanced_by(run) and not _is_frozen(run) and method_of(run.router).is_balanced is None
-        ),
+        lasting(_crowded, when=lambda run: _balanced_by(run) and not _is_frozen(run) and method_of(run.router).is_balanced is None),
         _more_balance,
         hides=("dropped choices",),
     ),
@@ -366,7 +377,8 @@ RULES = (
         "router saturates",
         ("moe.z_loss", "moe.entropy"),
         lasting(_saturated),
-        lambda run: Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+        lambda run: _slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+        hides=("no balance loss", "uneven load", "dropped choices"),
     ),
     Rule(
         "router's gradient",
@@ -392,15 +404,15 @@ class Live:
     """Diagnosis of a running job. It sees the steps of this process: after a resume, only the steps since."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._windows, self._lines, self._said = run, list[Window](), list[Mapping[str, Any]](), set[str]()
+        self._run, self._windows, self._filling, self._said = run, list[Window](), Filling(), set[str]()
 
     def after_step(self, line: Mapping[str, Any]) -> list[Finding]:
         """Add a step's line of metrics.jsonl. At the end of a window, return findings of rules that have not fired before."""
-        self._lines.append(line)
-        if len(self._lines) < window_length(self._run.train.steps):
+        self._filling.add(line)
+        if self._filling.count < window_length(self._run.train.steps):
             return []
-        self._windows.append(Window.of(self._lines))
-        self._lines = []
+        self._windows.append(self._filling.window())
+        self._filling = Filling()
         news = [finding for finding in _found(self._windows, self._run) if finding.rule not in self._said]
         self._said |= {finding.rule for finding in news}
         return news

@@ -3,13 +3,13 @@
     lines of metrics.jsonl  | 1 .. 15 | 16 .. 30 | ... |        a fortieth of the run each, at least MIN_STEPS steps
                                  \\ means over the window, for each MoE layer too
 
-Means over many steps hide the chance of a single batch. A window keeps few numbers, so a running job can hold all of its windows.
+Means over many steps hide the chance of a single batch. A window keeps few numbers, so a running job can hold all of its windows in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,23 +36,6 @@ class Layer:
     z_loss: float
     entropy: float
 
-    @staticmethod
-    def of(layer: int, steps: Sequence[Mapping[str, Any]]) -> Layer:
-        load_SE = np.array([step["load"] for step in steps], dtype=float)
-        load_SE = load_SE * load_SE.shape[1] / np.maximum(load_SE.sum(1, keepdims=True), 1e-9)
-        off_SE = load_SE - 1
-        here, squares = (off_SE[:-1] * off_SE[1:]).sum(), (off_SE[:-1] ** 2).sum()
-        kept, dropped = (sum(step.get(key) or 0 for step in steps) for key in ("kept", "dropped"))
-        return Layer(
-            layer,
-            load_SE.mean(0),
-            uneven=math.sqrt((off_SE**2).mean()),
-            echo=float(here / squares) if squares else 0.0,
-            dropped=dropped / max(1, kept + dropped),
-            z_loss=_mean(step.get("z_loss") for step in steps),
-            entropy=_mean(step.get("entropy") for step in steps),
-        )
-
 
 @dataclass(frozen=True)
 class Window:
@@ -67,26 +50,70 @@ class Window:
     router_share: float
     layers: tuple[Layer, ...]
 
-    @staticmethod
-    def of(lines: Sequence[Mapping[str, Any]]) -> Window:
-        known = [line for line in lines if _number(line.get("loss"))]
-        columns = (np.array([line.get(key) or 0.0 for line in known], dtype=float) for key in ("step", "loss", "lr"))
-        shares = [
-            (parts["router"] / line["grad_norm"]) ** 2
-            for line in lines
-            if "router" in (parts := line.get("grad_norm_parts") or {}) and _number(parts["router"]) and line.get("grad_norm")
-        ]
-        return Window(lines[0]["step"], lines[-1]["step"], *columns, _mean(shares), tuple(_layers(lines)))
 
+class Filling:
+    """A window that is being filled, step by step. It keeps sums, and no loads of single steps but the last."""
 
-def _layers(lines: Sequence[Mapping[str, Any]]) -> Iterator[Layer]:
-    found: dict[int, list[Mapping[str, Any]]] = {}
-    for line in lines:
+    def __init__(self) -> None:
+        self.count, self._first, self._last = 0, 0, 0
+        self._rows: list[tuple[float, float, float]] = []  # step, loss, learning rate
+        self._shares: list[float] = []
+        self._layers: dict[int, _Sums] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a step's line of metrics.jsonl."""
+        self._first, self._last, self.count = self._first if self.count else line["step"], line["step"], self.count + 1
+        if _number(line.get("loss")):
+            self._rows.append((line["step"], line["loss"], line.get("lr") or 0.0))
+        router, norm = (line.get("grad_norm_parts") or {}).get("router"), line.get("grad_norm")
+        if _number(router) and _number(norm) and norm:
+            self._shares.append((router / norm) ** 2)
         for layer in line.get("moe") or ():
-            if layer.get("load") and None not in layer["load"]:
-                found.setdefault(layer["layer"], []).append(layer)
-    for layer, steps in found.items():
-        yield Layer.of(layer, [step for step in steps if len(step["load"]) == len(steps[-1]["load"])])
+            load = layer.get("load")
+            if load and None not in load:
+                self._layers.setdefault(layer["layer"], _Sums(len(load))).add(layer)
+
+    def window(self) -> Window:
+        """Return the window of the steps so far, at least one."""
+        columns = np.array(self._rows, dtype=float).reshape(-1, 3).T
+        layers = tuple(sums.layer(number) for number, sums in self._layers.items())
+        return Window(self._first, self._last, *columns, _mean(self._shares), layers)
+
+
+class _Sums:
+    """Sums over steps of one layer's numbers."""
+
+    def __init__(self, experts: int) -> None:
+        self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0
+        self._squares = self._echoes = self._last = self._kept = self._dropped = 0.0
+        self._z: list[float] = []
+        self._entropy: list[float] = []
+
+    def add(self, layer: Mapping[str, Any]) -> None:
+        load_E = np.array(layer["load"], dtype=float)
+        if load_E.shape != self._load_E.shape:
+            return
+        load_E *= len(load_E) / max(load_E.sum(), 1e-9)
+        off_E = load_E - 1
+        self._load_E, self._steps = self._load_E + load_E, self._steps + 1
+        self._echoes += float(off_E @ self._before_E)
+        self._last, self._before_E = float(off_E @ off_E), off_E
+        self._squares += self._last
+        self._kept, self._dropped = self._kept + (layer.get("kept") or 0), self._dropped + (layer.get("dropped") or 0)
+        self._z += [layer["z_loss"]] if _number(layer.get("z_loss")) else []
+        self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
+
+    def layer(self, number: int) -> Layer:
+        echoed = self._squares - self._last  # squares of the steps that have a next one
+        return Layer(
+            number,
+            self._load_E / max(1, self._steps),
+            uneven=math.sqrt(self._squares / max(1, self._steps * len(self._load_E))),
+            echo=self._echoes / echoed if echoed else 0.0,
+            dropped=self._dropped / max(1, self._kept + self._dropped),
+            z_loss=_mean(self._z),
+            entropy=_mean(self._entropy),
+        )
 
 
 def window_length(steps: int) -> int:
@@ -98,14 +125,18 @@ def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
     """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. Steps at the end that do not fill a
     window become one if they are at least half of it."""
     size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
-    train = [by_step[step] for step in sorted(by_step)]
-    return [Window.of(part) for at in range(0, len(train), size) if 2 * len(part := train[at : at + size]) >= size]
+    found, filling = list[Window](), Filling()
+    for number, step in enumerate(sorted(by_step), start=1):
+        filling.add(by_step[step])
+        if filling.count == size or (number == len(by_step) and 2 * filling.count >= size):
+            found.append(filling.window())
+            filling = Filling()
+    return found
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _mean(values: Any) -> float:
-    found = [value for value in values if _number(value)]
-    return sum(found) / len(found) if found else math.nan
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,7 +1,8 @@
 """Makes sick runs and clean runs for the rules of `moe doctor` (moe/records/rules.py): names, remedies and false alarms.
 
     python -m tests.measured doctor --only sick          ten sick runs; each again with the remedy that its line proposes
-    python -m tests.measured doctor --only clean         tiny versions of all shipped recipes and router presets
+    python -m tests.measured doctor --only clean         tiny versions of all shipped recipes and router presets; alarms while they run
+    python -m tests.measured doctor --only cost          milliseconds of the rules in a step of a running job
 
 A sick run is named if its rule fires, and no other. It is mended if the run with the remedy has no finding, and `harm`, which the rules do
 not read, is smaller. All runs are tiny, in fp32, in this process.
@@ -10,10 +11,12 @@ not read, is smaller. All runs are tiny, in fp32, in this process.
 from __future__ import annotations
 
 import copy
+import json as json_format
 import string
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +27,29 @@ from moe.data import open_data
 from moe.launch import exit_codes
 from moe.recipe.load import build_run, load, published_names, recipe_names
 from moe.recipe.presets import PRESETS
-from moe.recipe.sections import Data, Run
+from moe.recipe.sections import Data
 from moe.records.metrics import read
 from moe.records.results import write_json
-from moe.records.rules import Finding, diagnose
+from moe.records.rules import Finding, Live, diagnose
+from moe.records.windows import windows_of
 from moe.train.loop import trainer
 from moe.train.start.restore import choose, restore
 from moe.verify.small import small
-from parallel.fixes import Set, Words, put
+from parallel.errors import BadInput
+from parallel.fixes import put
 from parallel.process.process import World
 
 Values = dict[str, Any]
 TINY: Values = {
-    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 32, "moe_every": 1, "tied_embeddings": False},
+    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 64, "moe_every": 1, "tied_embeddings": False},
     "experts": {"num_experts": 8},
     "router": {"preset": "switch", "capacity_factor": None},
     "precision": {"compute": "fp32"},
     "optimizer": {"lr": 0.003, "warmup_steps": 40},
-    "train": {"steps": 200, "global_batch": 32, "eval_every": 0, "eval_sequences": 64, "save_every": 0, "sample_tokens": 0}
+    "train": {"steps": 120, "global_batch": 8, "eval_every": 0, "eval_sequences": 8, "save_every": 0, "sample_tokens": 0}
     | {"measure_speed": False, "report": False},
 }
-STEPS = 200
+STEPS = TINY["train"]["steps"]
 Harm = Callable[[Path], float]  # folder of a run -> a number that is smaller in a healthy run
 
 
@@ -72,7 +77,7 @@ def loss_on(text: Callable[[Path], Path] | None = None) -> Harm:
     def measured(out: Path) -> float:
         source = Data() if text is None else Data(source="text", path=str(text(out.parent)))
         model = restore(choose(out))
-        data = open_data(source, max_length=32, vocab_size=256, seed=0, tokenizer={"kind": "bytes"}, log=lambda line: None)
+        data = open_data(source, max_length=64, vocab_size=256, seed=0, tokenizer={"kind": "bytes"}, log=lambda line: None)
         rows = torch.from_numpy(data.train.sequences(np.arange(200)))
         with torch.no_grad():
             logits = model(rows[:, :-1]).logits_BLV
@@ -98,11 +103,11 @@ def dropped(out: Path) -> float:
 def peeks(out: Path) -> float:
     """Largest change of the logits at the first half of a sequence if its second half changes."""
     model = restore(choose(out))
-    rows = torch.from_numpy(np.random.default_rng(0).integers(97, 122, (16, 32)))
+    rows = torch.from_numpy(np.random.default_rng(0).integers(97, 122, (16, 64)))
     other = rows.clone()
-    other[:, 16:] = (rows[:, 16:] - 97 + 7) % 25 + 97
+    other[:, 32:] = (rows[:, 32:] - 97 + 7) % 25 + 97
     with torch.no_grad():
-        one, two = (model(each).logits_BLV[:, :16] for each in (rows, other))
+        one, two = (model(each).logits_BLV[:, :32] for each in (rows, other))
     return float((one - two).abs().max())
 
 
@@ -145,7 +150,7 @@ def _sources(folder: Path) -> list[Values]:
 
 
 PATHOLOGIES = (
-    Sick("router lr too high", "learning rate", lambda folder: {"optimizer.lr": 0.3}, loss_on()),
+    Sick("router lr too high", "router saturates", lambda folder: {"optimizer.lr": 0.3}, loss_on()),
     Sick("no balance loss", "no balance loss", lambda folder: {"router.balance_weight": 0.0}, busiest),
     Sick("capacity 0.5", "dropped choices", lambda folder: {"router.capacity_factor": 0.5}, dropped),
     Sick(
@@ -154,8 +159,15 @@ PATHOLOGIES = (
         lambda folder: {"router": {"preset": "deepseek_v3", "num_choices": 2, "select": "top_k", "gate_scale": 1.0, "bias_rate": 1.0}},
         busiest,
     ),
-    Sick("bf16 router", "bf16 weights", lambda folder: {"precision": {"compute": "bf16", "master": "bf16"}, "optimizer.lr": 1e-4}, loss_on()),
-    Sick("one source dominating", "one source", lambda folder: {"data": {"source": "text", "sources": _sources(folder)}}, loss_on(other_letters)),
+    Sick(
+        "bf16 router", "bf16 weights", lambda folder: {"precision": {"compute": "bf16", "master": "bf16"}, "optimizer.lr": 1e-4}, loss_on()
+    ),
+    Sick(
+        "one source dominating",
+        "one source",
+        lambda folder: {"data": {"source": "text", "sources": _sources(folder)}},
+        loss_on(other_letters),
+    ),
     Sick(
         "expert choice in eval",
         "looks ahead",
@@ -206,7 +218,7 @@ def sick(folder: Path, only: str = "") -> Iterator[dict[str, Any]]:
 
 
 def shrunk(name: str) -> Values:
-    """Return a tiny version of a shipped recipe: its layers, router, optimizer and precision with the sizes of TINY. The warm-up is the same
+    """Return a tiny version of a shipped recipe: its layers, router, optimizer and precision, with TINY's sizes. The warm-up is an equal
     share of the run."""
     run, small_ = load(name)[0], small(name)
     values = changed(TINY, {})
@@ -235,22 +247,63 @@ def clean(folder: Path, only: str = "") -> Iterator[dict[str, Any]]:
     runs |= {f"preset {name}": lambda name=name: of_preset(name) for name in PRESETS}
     for number, (name, values) in enumerate(runs.items()):
         if only in name:
-            lines = [each.line for each in trained(values(), folder / str(number))]
-            yield {"run": name, "lines": lines, "passed": not lines}
+            try:
+                trained(values(), folder / str(number))
+            except BadInput as bad:
+                print(name, bad)
+                continue
+            lines = [line["line"] for line in read(folder / str(number)) if line.get("event") == "alarm"]
+            yield {"run": name, "lines": lines, "last": last_window(folder / str(number)), "passed": not lines}
+
+
+def last_window(out: Path) -> dict[str, float]:
+    """Return the numbers of a run's last window that the rules compare with their limits; each the largest of all layers."""
+    window = windows_of(read(out), STEPS)[-1]
+    of: dict[str, Callable[[Any], float]] = {
+        "busiest": lambda layer: layer.load_E.max(),
+        "least": lambda layer: -layer.load_E.min(),
+        "dropped": lambda layer: layer.dropped,
+        "z_loss": lambda layer: layer.z_loss,
+    }
+    found = {name: abs(float(max(map(each, window.layers)))) for name, each in of.items() if window.layers}
+    return {name: round(value, 3) for name, value in (found | {"router_share": window.router_share}).items()}
+
+
+def cost(folder: Path, only: str = "") -> Iterator[dict[str, Any]]:
+    """Milliseconds a step of `Live` for 60 layers with 256 experts, and for comparison of the line's JSON text; all windows of a run."""
+    draw = np.random.default_rng(0)
+    load = [[round(float(share), 5) for share in row] for row in draw.dirichlet(np.full(256, 30.0), 60)]
+    layers = [{"layer": n, "load": row, "kept": 9, "dropped": 1, "z_loss": 1.0, "entropy": 2.0} for n, row in enumerate(load)]
+    lines = [
+        {"step": n, "loss": 9 / n, "lr": 1e-3, "grad_norm": 1.0, "grad_norm_parts": {"router": 0.1}, "moe": layers} for n in range(1, 401)
+    ]
+    live, start = Live(build_run(changed(TINY, {"train.steps": len(lines)}))), time.process_time()
+    for line in lines:
+        live.after_step(line)
+    rules, start = time.process_time() - start, time.process_time()
+    for line in lines:
+        json_format.dumps(line)
+    text = time.process_time() - start
+    yield {
+        "run": "60 layers, 256 experts",
+        "rules_ms": 1e3 * rules / len(lines),
+        "json_ms": 1e3 * text / len(lines),
+        "passed": rules < text,
+    }
 
 
 def main(*, only: str = "", runs: str = "", json: str | None = None) -> int:
-    """only: sick, clean, or both if empty. runs: text in the names of the runs."""
+    """only: sick, clean, cost, or all if empty. runs: text in the names of the runs."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for kind, of in (("sick", sick), ("clean", clean)):
+    for kind, of in (("sick", sick), ("clean", clean), ("cost", cost)):
         if only not in kind:
             continue
         with tempfile.TemporaryDirectory() as folder:
             for row in of(Path(folder), runs):
                 rows.append({"kind": kind} | row)
                 print(kind, row, flush=True)
+                if json:
+                    write_json(json, verb="measured doctor", rows=rows)
     alarms = sum(not row["passed"] for row in rows if row["kind"] == "clean")
-    if json:
-        write_json(json, verb="measured doctor", rows=rows)
     return exit_codes.of(alarms <= 1 and sum(row["kind"] == "sick" and not row["passed"] for row in rows) <= 1)

@@ -37,6 +37,7 @@ from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
+from moe.records.rules import Live
 from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
