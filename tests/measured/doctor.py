@@ -46,7 +46,7 @@ TINY: Values = {
     "router": {"preset": "switch", "capacity_factor": None},
     "precision": {"compute": "fp32"},
     "optimizer": {"lr": 0.003, "warmup_steps": 40},
-    "train": {"steps": 120, "global_batch": 8, "eval_every": 0, "eval_sequences": 8, "save_every": 0, "sample_tokens": 0}
+    "train": {"steps": 80, "global_batch": 8, "eval_every": 0, "eval_sequences": 8, "save_every": 0, "sample_tokens": 0}
     | {"measure_speed": False, "report": False},
 }
 STEPS = TINY["train"]["steps"]
