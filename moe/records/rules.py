@@ -333,7 +333,7 @@ RULES = (
     ),
     Rule(
         "learning rate",
-        ("loss", "lr"),
+        ("loss",),
         _too_fast,
         _slower,
         hides=_LOADS,
@@ -375,7 +375,7 @@ RULES = (
     ),
     Rule(
         "router saturates",
-        ("moe.z_loss", "moe.entropy"),
+        ("moe.z_loss",),
         lasting(_saturated),
         lambda run: _slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
         hides=("no balance loss", "uneven load", "dropped choices"),

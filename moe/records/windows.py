@@ -64,7 +64,7 @@ class Filling:
         """Add a step's line of metrics.jsonl."""
         self._first, self._last, self.count = self._first if self.count else line["step"], line["step"], self.count + 1
         if _number(line.get("loss")):
-            self._rows.append((line["step"], line["loss"], line.get("lr") or 0.0))
+            self._rows.append((line["step"], line["loss"], line["lr"] if _number(line.get("lr")) else math.nan))
         router, norm = (line.get("grad_norm_parts") or {}).get("router"), line.get("grad_norm")
         if _number(router) and _number(norm) and norm:
             self._shares.append((router / norm) ** 2)
@@ -99,7 +99,8 @@ class _Sums:
         self._echoes += float(off_E @ self._before_E)
         self._last, self._before_E = float(off_E @ off_E), off_E
         self._squares += self._last
-        self._kept, self._dropped = self._kept + (layer.get("kept") or 0), self._dropped + (layer.get("dropped") or 0)
+        if _number(layer.get("kept")) and _number(layer.get("dropped")):
+            self._kept, self._dropped = self._kept + layer["kept"], self._dropped + layer["dropped"]
         self._z += [layer["z_loss"]] if _number(layer.get("z_loss")) else []
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
 

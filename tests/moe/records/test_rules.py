@@ -20,7 +20,7 @@ from moe.launch import exit_codes
 from moe.recipe.load import build_run
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
-from moe.records.rules import LASTING, LEAST_STEPS, RULES, Live, diagnose
+from moe.records.rules import LASTING, LEAST_STEPS, RULES, Live, Rule, diagnose
 from moe.records.tracker import scalars
 from moe.records.windows import window_length
 from moe.report.page import page_text
@@ -133,6 +133,17 @@ def test_a_rule_names_its_fault_alone_since_when_and_what_to_do(rule: str) -> No
     since, words = CASES[rule][2:]
     assert found.rule == rule and abs(found.since - since) < SIZE and found.value == pytest.approx(found.value)
     assert f", since step {found.since}: {found.fix}" in found.line and "\n" not in found.line and words in found.line + repr(found.fix)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.reads], ids=lambda rule: rule.name)
+def test_a_rule_is_silent_without_any_field_that_it_reads(rule: Rule) -> None:
+    for field in rule.reads:
+        lines, run = sick(rule.name)
+        for line in lines:
+            *outer, last = field.split(".")
+            for held in [line] if not outer else line[outer[0]] if outer == ["moe"] else [line[outer[0]]]:
+                held.pop(last, None)
+        assert rule.name not in [found.rule for found in diagnose(lines, run)]
 
 
 @pytest.mark.parametrize("rule", [rule for rule in CASES if rule != "equal tokens"])
