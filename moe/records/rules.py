@@ -328,7 +328,7 @@ RULES = (
         "warm-up",
         ("loss",),
         _cold_start,
-        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)),
+        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | _slower(run),
         hides=_LOADS,
     ),
     Rule(
