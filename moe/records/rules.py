@@ -55,7 +55,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What is wrong, since which step, and what to do, as one line."""
+        """One line: the fault, since which step, and what to do."""
         return plain(f"{self.said}, since step {self.since:,}: {self.fix}")
 
     def row(self) -> dict[str, Any]:
