@@ -194,24 +194,31 @@ PATHOLOGIES = (
 
 def sick(folder: Path, only: str = "") -> Iterator[dict[str, Any]]:
     for number, one in enumerate(PATHOLOGIES):
-        if only not in one.name:
-            continue
-        values, before = changed(TINY, one.made(folder)), None
-        if one.after is not None:
-            before = folder / f"{number}-before"
-            trained(changed(TINY, one.after(folder)), before)
-        found = trained(values, folder / f"{number}-sick", init_from=before)
-        row = {"run": one.name, "lines": [each.line for each in found], "named": [each.rule for each in found] == [one.rule]}
-        right = next((each for each in found if each.rule == one.rule), None)
-        harms = [one.harm(folder / f"{number}-sick")]
-        if right is not None:
-            mended = changed(values, one.remedy(folder) if one.remedy else {})
-            for fix in right.fix.ways("")[:1]:
-                fix.apply(mended)
-            again = trained(mended, folder / f"{number}-mended", init_from=before)
-            harms.append(one.harm(folder / f"{number}-mended"))
-            row |= {"again": [each.line for each in again], "mended": not again and harms[1] < harms[0]}
-        yield row | {"harm": harms, "passed": bool(row["named"] and row.get("mended"))}
+        if only in one.name:
+            try:
+                yield tried(one, folder, number)
+            except (BadInput, RuntimeError) as error:
+                yield {"run": one.name, "error": str(error), "passed": False}
+
+
+def tried(one: Sick, folder: Path, number: int) -> dict[str, Any]:
+    """Make the sick run and the run with its remedy. Return the row of both."""
+    values, before = changed(TINY, one.made(folder)), None
+    if one.after is not None:
+        before = folder / f"{number}-before"
+        trained(changed(TINY, one.after(folder)), before)
+    found = trained(values, folder / f"{number}-sick", init_from=before)
+    row = {"run": one.name, "lines": [each.line for each in found], "named": [each.rule for each in found] == [one.rule]}
+    right = next((each for each in found if each.rule == one.rule), None)
+    harms = [one.harm(folder / f"{number}-sick")]
+    if right is not None:
+        mended = changed(values, one.remedy(folder) if one.remedy else {})
+        for fix in right.fix.ways("")[:1]:
+            fix.apply(mended)
+        again = trained(mended, folder / f"{number}-mended", init_from=before)
+        harms.append(one.harm(folder / f"{number}-mended"))
+        row |= {"again": [each.line for each in again], "mended": not again and harms[1] < harms[0]}
+    return row | {"harm": harms, "passed": bool(row["named"] and row.get("mended"))}
 
 
 # --- clean runs ---------------------------------------------------------------------------------------------------------------------------
