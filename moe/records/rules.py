@@ -3,8 +3,8 @@
     metrics.jsonl -> windows (moe/records/windows.py) + recipe -> diagnose -> findings -> a line each
 
 A running job, its trackers, the report and `moe doctor RUN` show the same findings. A rule is one object in RULES. It fires if its
-condition holds in the last LASTING windows, so that chance and a start that mends itself are no alarm. Loads count from the end of the
-warm-up, because a router is not trained before. A rule that finds a cause `hides` the rules that would name the consequences.
+condition holds in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
+quarter, because a new router is uneven until its balance loss has worked. A rule that finds a cause `hides` the rules of consequences.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from moe.recipe.sections import Run
+from moe.records.course import Found, course
 from moe.records.windows import Filling, Window, window_length, windows_of
 from moe.router.checks import looks_ahead, only_second_choices_look_ahead
 from moe.router.methods.catalog import method_of
@@ -25,22 +26,17 @@ from parallel.errors import plain
 from parallel.fixes import Fix, Set, Words
 
 LASTING = 3  # windows in a row
-CROWDED = 0.5  # (busiest expert's load / fair share - 1) is above this share of its maximum, E / k - 1: nearer to collapse than to balance
-CROWDED_TIMES = 4.0  # load / fair share that is too much with any number of experts: four times the memory and time of the fair share
-DEAD = 0.02  # load / fair share of an expert that learns next to nothing
-DROPPED = 0.25  # share of dropped choices; Switch (arXiv 2101.03961, section 2.2) counts less than 1 % with a balanced load
+QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
+MOVED = 0.25  # AdamW moves a weight by about the rate: until rates sum to this share of the first weights' size, a router is as drawn
+CROWDED, TWICE = 0.75, 2.0  # (busiest load / fair share - 1) over its maximum, E / k - 1, at which every token goes there; and least load
+DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted
+BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
+DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads that swing: an expert far from its share in one step is as far on the other side in the next
 ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
+NEAR_CHANCE = 0.9  # first loss / ln(vocabulary) from which the weights know nothing of the text; a model that is tuned further begins lower
 NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
-
-
-class Found(NamedTuple):
-    """A rule's condition that holds: the first step, the measured value, and a sentence about both."""
-
-    since: int
-    value: float
-    said: str
 
 
 @dataclass(frozen=True)
@@ -75,40 +71,50 @@ class Rule:
     hides: tuple[str, ...] = ()
 
 
+After = Literal["start", "warm-up", "training"]
 Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows the condition
 
 
 def lasting(
-    shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, trained: bool = True
+    shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
-    """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. trained: only
-    windows after the warm-up count."""
+    """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
+    part of the run from which windows count. mends: no finding if the measured value falls."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
+        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * _first_size(run)
+        quarter = min(QUARTER * run.train.steps, MOST_GRACE) if after == "training" else 0
+        grace = 0 if after == "start" else max(run.optimizer.warmup_steps, quarter)
         found: list[tuple[int, float, str]] = []
-        for window in reversed(windows):
-            early = trained and window.first <= run.optimizer.warmup_steps
-            if early or (seen := shown(window, run)) is None:
+        for window, rates in zip(reversed(windows), reversed(moved), strict=True):
+            if window.first <= grace or (after == "training" and rates < unmoved) or (seen := shown(window, run)) is None:
                 break
             found.append((window.first, *seen))
-        return None if len(found) < LASTING else Found(found[-1][0], *found[0][1:])
+        if len(found) < LASTING or (mends and found[0][1] < BETTER * found[-1][1]):
+            return None
+        return Found(found[-1][0], *found[0][1:])
 
     return find
+
+
+def _first_size(run: Run) -> float:
+    """Return the standard deviation of the router's first weights."""
+    return math.sqrt(run.model.init_scale / run.model.d_model)
 
 
 # --- conditions that a window shows -------------------------------------------------------------------------------------------------------
 
 
 def _crowded(window: Window, run: Run) -> Shown:
-    """The busiest expert of the least even layer, or the number of its experts without tokens."""
+    """The busiest expert of the least even layer, and the number of its experts without tokens."""
     worst: tuple[float, str] | None = None
     for layer in window.layers:
         experts, busiest = len(layer.load_E), int(layer.load_E.argmax())
         times, most = float(layer.load_E[busiest]), experts / run.router.num_choices
         dead = int((layer.load_E < DEAD).sum())
-        if most <= 1 or not (dead or times - 1 > CROWDED * (most - 1) or times > CROWDED_TIMES):
+        if most <= 1 or not (dead >= MANY_DEAD * experts or times > max(TWICE, 1 + CROWDED * (most - 1))):
             continue
         less = f", and {dead} of {experts} experts get none" if dead else ""
         if worst is None or times > worst[0]:
@@ -117,12 +123,22 @@ def _crowded(window: Window, run: Run) -> Shown:
 
 
 def _balanced_by(run: Run) -> bool:
-    """Return whether anything evens out the loads: a loss, a bias, or the method itself."""
-    return run.router.asks_balance or bool(run.router.bias_rate) or method_of(run.router).is_balanced is not None
+    """Return whether a loss or a bias evens out the loads."""
+    return run.router.asks_balance or bool(run.router.bias_rate)
 
 
-def _is_frozen(run: Run) -> bool:
-    return "router" in run.train.freeze
+def _fixed_load(run: Run) -> bool:
+    """Return whether no loss and no bias can change the loads, because of the selection method."""
+    return method_of(run.router).is_balanced is not None
+
+
+def _frozen(windows: Sequence[Window], run: Run) -> Found | None:
+    """A frozen router, and a first loss near chance, ln V: the weights are random, or were trained with another vocabulary."""
+    if not _is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
+        return None
+    first, chance = float(windows[0].losses[0]), math.log(run.vocab_size)
+    said = f"the frozen router was not trained for these tokens: the first loss, {first:.2f} nats, is near chance, {chance:.2f}"
+    return Found(windows[0].first, first, said) if first > NEAR_CHANCE * chance else None
 
 
 def _with(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window, Run], Shown]:
@@ -134,9 +150,22 @@ def _with(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window
 
 def _dropped(window: Window, run: Run) -> Shown:
     share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
-    factor = run.router.capacity_factor or 0.0
-    few = f": a capacity factor of {factor:g} has fewer slots than choices" if factor < 1 else ""
-    return (share, f"{share:.0%} of the choices are dropped{few}") if share > DROPPED else None
+    return (share, f"{share:.0%} of the choices are dropped") if share > DROPPED else None
+
+
+def _slots_each(run: Run) -> float:
+    """Return the number of slots for each choice; infinity without a capacity."""
+    spec = run.router
+    return (
+        math.inf if spec.capacity_factor is None else spec.capacity_factor / (spec.num_choices if spec.capacity_counts == "tokens" else 1)
+    )
+
+
+def _few_slots(window: Window, run: Run) -> Shown:
+    """Dropped choices with fewer slots than choices: at least half of the arithmetic share, because router.min_capacity adds slots."""
+    share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+    said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
+    return (share, said) if share > (1 - _slots_each(run)) / 2 else None
 
 
 def _swings(window: Window, run: Run) -> Shown:
@@ -165,7 +194,8 @@ def _router_leads(window: Window, run: Run) -> Shown:
 
 def _equal_tokens(window: Window, run: Run) -> Shown:
     loss = float(window.losses.mean()) if len(window.losses) else math.nan
-    all_to_one = any(layer.load_E.max() * run.router.num_choices > 0.9 * len(layer.load_E) for layer in window.layers)
+    k = run.router.num_choices  # if every token of a step goes to the same k of E experts, `uneven` is sqrt(E / k - 1)
+    all_to_one = any(layer.uneven > 0.9 * math.sqrt(max(1e-9, len(layer.load_E) / k - 1)) for layer in window.layers)
     if not loss < NO_INFORMATION or not all_to_one:
         return None
     return loss, f"the tokens are all alike: a loss of {loss:.2g} nats, and every token goes to one expert"
@@ -174,8 +204,7 @@ def _equal_tokens(window: Window, run: Run) -> Shown:
 def _rounded_away(window: Window, run: Run) -> Shown:
     """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
     this is rounded away."""
-    size = math.sqrt(run.model.init_scale / run.model.d_model)
-    half, rate = 2.0 ** (math.floor(math.log2(size)) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
+    half, rate = 2.0 ** (math.floor(math.log2(_first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
     said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers near the first weights"
@@ -201,38 +230,6 @@ def _leaks(window: Window, run: Run) -> Shown:
 
 # --- the loss -----------------------------------------------------------------------------------------------------------------------------
 
-PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
-LEAST_STEPS = 20  # a run with fewer steps gets no line
-LONG = 0.05  # the loss may be above its first value in this share of the steps
-ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts
-
-
-def _course(windows: Sequence[Window]) -> Found | None:
-    """Return how the loss did not fall as it should: it ended above its first value, was above that value for long, or fell and then rose
-    by more than noise explains. Steps without a finite loss are left out, because they are reported as skipped."""
-    steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
-    if len(losses) < LEAST_STEPS:
-        return None
-    first, size = float(losses[0]), len(losses) // PARTS
-    begins = range(len(losses) % size, len(losses), size)
-    parts = [losses[begin : begin + size] for begin in begins]
-    means = [float(part.mean()) for part in parts]
-    noise = float(parts[-1].std(ddof=1)) * math.sqrt(1 + 1 / size)  # standard deviation of (one step's loss - mean loss of `size` steps)
-    if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
-        since = next(at for at in range(len(means) - 1, -1, -1) if at == 0 or means[at - 1] <= first)
-        return Found(int(steps[begins[since]]), means[-1], f"the loss is at {means[-1]:.4g}, above the {first:.4g} that it began with")
-    above = losses > first
-    if above.sum() >= max(3, LONG * len(losses)) and losses.max() > 1.1 * first:
-        top, where = int(losses.argmax()), f"in {above.sum()} of {len(losses)} steps"
-        said = f"the loss was above its first value, {first:.4g}, {where}, up to {losses[top]:.4g} at step {int(steps[top])}"
-        return Found(int(steps[(losses > 1.1 * first).argmax()]), float(losses[top]), said)
-    best = min(range(len(means) - 1), key=means.__getitem__)
-    noise = math.sqrt(sum(float(part.var(ddof=1)) / size for part in (parts[best], parts[-1])))
-    if means[-1] - means[best] <= max(ERRORS * noise, 0.02 * abs(means[best])):
-        return None
-    said = f"the loss rose from {means[best]:.4g} to {means[-1]:.4g} in the last {size} steps"
-    return Found(int(steps[begins[best] + size - 1]), means[-1], said)
-
 
 def enough_warmup(run: Run) -> int:
     """Return the warm-up after which AdamW's second moment is an average of enough gradients: 2 / (1 - beta2) steps (arXiv 1910.04209).
@@ -242,12 +239,12 @@ def enough_warmup(run: Run) -> int:
 
 
 def _too_fast(windows: Sequence[Window], run: Run) -> Found | None:
-    found = _course(windows)
+    found = course(windows)
     return None if found is None or _starts_cold(found, run) else found
 
 
 def _cold_start(windows: Sequence[Window], run: Run) -> Found | None:
-    found = _course(windows)
+    found = course(windows)
     if found is None or not _starts_cold(found, run):
         return None
     return found._replace(said=f"{found.said}, after a warm-up of {run.optimizer.warmup_steps} steps")
@@ -268,6 +265,8 @@ def _slower(run: Run) -> Fix:
 
 def _more_balance(run: Run) -> Fix:
     spec = run.router
+    if _is_frozen(run):
+        return _thawed(run)
     if spec.bias_rate and not spec.asks_balance:
         return Set("router.bias_rate", min(0.01, 10 * spec.bias_rate))
     return Set("router.balance_weight", max(0.01, 10 * spec.balance_weight))
@@ -278,8 +277,7 @@ def _thawed(run: Run) -> Fix:
 
 
 def _slots(run: Run) -> Fix:
-    factor = run.router.capacity_factor or 1.0
-    return Set("router.capacity_factor", 1.25 if factor < 1.25 else 2 * factor)
+    return Set("router.capacity_factor", 1.25 * (run.router.capacity_factor or 1.0) / min(1.0, _slots_each(run)))
 
 
 def _mixed(run: Run) -> Fix:
@@ -291,16 +289,16 @@ def _causal(run: Run) -> Fix:
     causal = Set("router.allow_noncausal", False)
     if method_of(run.router).looks_ahead is None:
         return Set("router.drop", "position") & causal
-    return Set("router.select", "top_k") & Set("router.balance_weight", 0.01) & causal
+    return Set("router.select", "top_k") & Set("router.queue", "tokens_first") & Set("router.balance_weight", 0.01) & causal
 
 
-_LOADS = ("uneven load", "no balance loss", "dropped choices", "bias rate", "router saturates")
+_LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates")
 
 RULES = (
     Rule(
         "equal tokens",
         ("loss", "moe.load"),
-        lasting(_equal_tokens, when=lambda run: not run.train.has_own_loss, trained=False),
+        lasting(_equal_tokens, when=lambda run: not run.train.has_own_loss, after="start"),
         lambda run: Words("look at the text of data.path: it repeats one token"),
         hides=(*_LOADS, "frozen router", "learning rate", "warm-up"),
     ),
@@ -312,15 +310,15 @@ RULES = (
             when=lambda run: (
                 run.model.kind == "decoder" and bool(looks_ahead(run.router)) and not only_second_choices_look_ahead(run.router)
             ),
-            trained=False,
+            after="start",
         ),
         _causal,
     ),
-    Rule("one source", (), lasting(_one_source, when=lambda run: len(run.data.sources) > 1, trained=False), _mixed),
+    Rule("one source", (), lasting(_one_source, when=lambda run: len(run.data.sources) > 1, after="start"), _mixed),
     Rule(
         "bf16 weights",
         ("lr",),
-        lasting(_rounded_away, when=lambda run: run.precision.master == "bf16" and run.optimizer.kind == "adamw"),
+        lasting(_rounded_away, when=lambda run: run.precision.master == "bf16" and run.optimizer.kind == "adamw", after="warm-up"),
         lambda run: Set("precision.master", "fp32"),
         hides=(*_LOADS, "learning rate"),
     ),
@@ -340,10 +338,10 @@ RULES = (
     ),
     Rule(
         "frozen router",
-        ("moe.load",),
-        lasting(_with("the router is frozen", _crowded), when=_is_frozen),
+        ("loss",),
+        _frozen,
         _thawed,
-        hides=("dropped choices",),
+        hides=("uneven load", "dropped choices"),
     ),
     Rule(
         "bias rate",
@@ -355,22 +353,31 @@ RULES = (
     Rule(
         "no balance loss",
         ("moe.load",),
-        lasting(_with("nothing balances the experts", _crowded), when=lambda run: not _balanced_by(run) and not _is_frozen(run)),
+        lasting(
+            _with("nothing balances the experts", _crowded), when=lambda run: not (_fixed_load(run) or _balanced_by(run) or _is_frozen(run))
+        ),
         lambda run: Set("router.balance_weight", 0.01),
         hides=("dropped choices",),
     ),
     Rule(
         "uneven load",
         ("moe.load",),
-        lasting(_crowded, when=lambda run: _balanced_by(run) and not _is_frozen(run) and method_of(run.router).is_balanced is None),
+        lasting(_crowded, when=lambda run: not _fixed_load(run) and (_balanced_by(run) or _is_frozen(run)), mends=True),
         _more_balance,
         hides=("dropped choices",),
+    ),
+    Rule(
+        "capacity",
+        ("moe.kept", "moe.dropped"),
+        lasting(_few_slots, when=lambda run: _slots_each(run) < 1 and not run.router.random_second),
+        _slots,
+        hides=("uneven load",),
     ),
     Rule(
         "dropped choices",
         ("moe.kept", "moe.dropped"),
         # second choices that router.second random leaves out are counted as dropped
-        lasting(_dropped, when=lambda run: run.router.capacity_factor is not None and not run.router.random_second),
+        lasting(_dropped, when=lambda run: 1 <= _slots_each(run) < math.inf and not run.router.random_second, mends=True),
         _slots,
     ),
     Rule(

@@ -152,7 +152,7 @@ def _sources(folder: Path) -> list[Values]:
 PATHOLOGIES = (
     Sick("router lr too high", "router saturates", lambda folder: {"optimizer.lr": 0.3}, loss_on()),
     Sick("no balance loss", "no balance loss", lambda folder: {"router.balance_weight": 0.0}, busiest),
-    Sick("capacity 0.5", "dropped choices", lambda folder: {"router.capacity_factor": 0.5}, dropped),
+    Sick("capacity 0.5", "capacity", lambda folder: {"router.capacity_factor": 0.5}, dropped),
     Sick(
         "bias rate 1",
         "bias rate",

@@ -20,7 +20,8 @@ from moe.launch import exit_codes
 from moe.recipe.load import build_run
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
-from moe.records.rules import LASTING, LEAST_STEPS, RULES, Live, Rule, diagnose
+from moe.records.course import LEAST_STEPS
+from moe.records.rules import LASTING, RULES, Live, Rule, diagnose
 from moe.records.tracker import scalars
 from moe.records.windows import window_length
 from moe.report.page import page_text
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Line], Line], int, str]] = {
     ),
     "warm-up": ({"optimizer": {"warmup_steps": 0}}, dict, 11, "set optimizer.warmup_steps to 40"),
     "learning rate": ({}, lambda line: line | {"loss": line["loss"] + 9}, BEGINS, "set optimizer.lr to 0.0001"),
-    "frozen router": ({"train": {"freeze": ["router"]}}, layers(load=crowded), BEGINS, "set train.freeze to []"),
+    "frozen router": ({"train": {"freeze": ["router"]}}, dict, 1, "set train.freeze to []"),
     "bias rate": (
         {"router": {"preset": "deepseek_v3", "num_choices": 2, "select": "top_k", "bias_rate": 1.0}},
         layers(load=swinging),
@@ -92,7 +93,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Line], Line], int, str]] = {
     ),
     "no balance loss": ({"router": {"balance_weight": 0.0}}, layers(load=crowded), BEGINS, "expert 0 of layer 1 gets 6.3 times"),
     "uneven load": ({}, layers(load=crowded), BEGINS, "set router.balance_weight to 0.1"),
-    "dropped choices": (
+    "dropped choices": ({}, layers(kept=400, dropped=600), BEGINS, "set router.capacity_factor to 1.5625"),
+    "capacity": (
         {"router": {"capacity_factor": 0.5}},
         layers(kept=500, dropped=500),
         BEGINS,
@@ -217,10 +219,10 @@ def test_a_real_run_its_tracker_report_and_the_command_say_the_same_line(
     run = trained.recipe(home, router={"capacity_factor": 0.4, "min_capacity": 0}, train={"steps": 25, "save_every": 0})
     (summary,) = trained.train(run, out)
     (found,) = diagnose(trained.lines(out), run)
-    assert found.rule == "dropped choices" and "a capacity factor of 0.4 has fewer slots than choices" in found.line
+    assert found.rule == "capacity" and "a capacity factor of 0.4 has fewer slots than choices" in found.line
     (alarm,) = [line for line in trained.lines(out, "event") if line.get("rule") == found.rule]
     assert (alarm["rule"], alarm["since"]) == (found.rule, found.since) and alarm["step"] < run.train.steps
-    assert dict(scalars(alarm)) == {"alarm/dropped choices": alarm["value"]}
+    assert dict(scalars(alarm)) == {"alarm/capacity": alarm["value"]}
     assert summary["alarms"] == [found.line]
     capsys.readouterr()
     assert cli.main(["doctor", str(out), "--json", str(tmp_path / "found.json")]) == exit_codes.FAILED
