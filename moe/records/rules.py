@@ -132,6 +132,10 @@ def _fixed_load(run: Run) -> bool:
     return method_of(run.router).is_balanced is not None
 
 
+def _is_frozen(run: Run) -> bool:
+    return "router" in run.train.freeze
+
+
 def _frozen(windows: Sequence[Window], run: Run) -> Found | None:
     """A frozen router, and a first loss near chance, ln V: the weights are random, or were trained with another vocabulary."""
     if not _is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
