@@ -75,9 +75,9 @@ class Filling:
 
     def window(self) -> Window:
         """Return the window of the steps so far, at least one."""
-        columns = np.array(self._rows, dtype=float).reshape(-1, 3).T
+        steps, losses, lrs = np.array(self._rows, dtype=float).reshape(-1, 3).T
         layers = tuple(sums.layer(number) for number, sums in self._layers.items())
-        return Window(self._first, self._last, *columns, _mean(self._shares), layers)
+        return Window(self._first, self._last, steps, losses, lrs, _mean(self._shares), layers)
 
 
 class _Sums:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from moe.data import open_data
+from moe.data.order import TrainSet
 from moe.launch import exit_codes
 from moe.recipe.load import build_run, load, published_names, recipe_names
 from moe.recipe.presets import PRESETS
@@ -72,12 +73,13 @@ def trained(values: Values, out: Path, *, init_from: Path | None = None) -> list
 
 
 def loss_on(text: Callable[[Path], Path] | None = None) -> Harm:
-    """Return the harm "mean loss on held-out text", in nats a byte. text: makes the file; None: the standard library."""
+    """Return the harm "mean loss on 200 sequences of a text", in nats a byte. text: makes the file; None: the standard library."""
 
     def measured(out: Path) -> float:
         source = Data() if text is None else Data(source="text", path=str(text(out.parent)))
         model = restore(choose(out))
         data = open_data(source, max_length=64, vocab_size=256, seed=0, tokenizer={"kind": "bytes"}, log=lambda line: None)
+        assert isinstance(data.train, TrainSet)
         rows = torch.from_numpy(data.train.sequences(np.arange(200)))
         with torch.no_grad():
             logits = model(rows[:, :-1]).logits_BLV
