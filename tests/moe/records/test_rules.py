@@ -216,7 +216,7 @@ def test_a_real_run_its_tracker_report_and_the_command_say_the_same_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home, out = trained.home(tmp_path, monkeypatch), tmp_path / "run"
-    run = trained.recipe(home, router={"capacity_factor": 0.4, "min_capacity": 0}, train={"steps": 25, "save_every": 0})
+    run = trained.recipe(home, router={"capacity_factor": 0.4, "min_capacity": 0}, train={"steps": 30, "save_every": 0})
     (summary,) = trained.train(run, out)
     (found,) = diagnose(trained.lines(out), run)
     assert found.rule == "capacity" and "a capacity factor of 0.4 has fewer slots than choices" in found.line
