@@ -18,7 +18,6 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from moe.recipe.load import load
-from moe.recipe.sections import Run
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary
 from moe.records.rules import Finding, diagnose
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
@@ -61,15 +60,14 @@ def write_report(run_dir: Path | str) -> Path:
     lines = read(folder)
     summary = _of_this_run(read_summary(folder), lines)
     recipe = folder / "recipe.yaml"
-    run = _run(recipe)
     try:
         text = page_text(
             name=str((summary or {}).get("recipe") or folder.resolve().name),
             lines=lines,
             summary=summary,
             recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
-            pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(run)),
-            findings=() if run is None else diagnose(lines, run),
+            pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(recipe)),
+            findings=_findings(lines, recipe),
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
@@ -85,17 +83,23 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
     return None if stale else summary
 
 
-def _run(recipe: Path) -> Run | None:
-    """Return the recipe in this file, or None if it cannot be read."""
+def _findings(lines: Sequence[Mapping[str, Any]], recipe: Path) -> list[Finding]:
+    """Return what the rules of `moe doctor` find; [] if the recipe cannot be read."""
     try:
-        return load(str(recipe))[0] if recipe.is_file() else None
+        return diagnose(lines, load(str(recipe))[0]) if recipe.is_file() else []
     except BadInput:
-        return None
+        return []
 
 
-def _weights(run: Run | None) -> dict[str, float]:
-    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe is unknown."""
-    return {} if run is None else {"balance_loss": run.router.balance_weight, "z_loss": run.router.z_weight}
+def _weights(recipe: Path) -> dict[str, float]:
+    """Return the weights of balance_loss and z_loss in the training loss; {} if the recipe cannot be read."""
+    if not recipe.is_file():
+        return {}
+    try:
+        spec = load(str(recipe))[0].router
+    except BadInput:
+        return {}
+    return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:
