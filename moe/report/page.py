@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary
-from moe.records.rules import Finding, diagnose
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
 from parallel.store.files import replace_file, write_text
 
 if TYPE_CHECKING:
+    from moe.records.rules import Finding
     from moe.report.plots import Plot
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
@@ -85,6 +85,8 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
 
 def _findings(lines: Sequence[Mapping[str, Any]], recipe: Path) -> list[Finding]:
     """Return what the rules of `moe doctor` find; [] if the recipe cannot be read."""
+    from moe.records.rules import diagnose
+
     try:
         return diagnose(lines, load(str(recipe))[0]) if recipe.is_file() else []
     except BadInput:
