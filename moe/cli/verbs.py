@@ -304,8 +304,10 @@ class Recipes:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or find why a run hung (--trace)."""
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or say what is wrong with a run's router or loss
+    (RUN_DIR), or why a run hung (--trace)."""
 
+    run_dir: str | None = _word_or_none("the folder of a run; its records are examined instead of this machine")
     trace: Path | None = _flag("read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for")
     json: Path | None = _flag("also write the table as JSON")
 
