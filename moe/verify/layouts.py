@@ -127,7 +127,7 @@ def _stepped(
         gradients = owned(engine, mesh, "gradient", used) if first is None or (taped and not spoilt) else {}
         norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=device)
         if watch is not None:
-            watch.updated(norm)
+            watch.updated(norm, loss_scale=used)
         weights = _weights(engine, mesh) if first is None or taped else {}
         first = first or (numbers.balance_loss, norm.total, gradients, weights)
         if tape is not None and taped:

@@ -2,12 +2,12 @@
 
     replicated   copies of a gradient, weight, optimizer state, bias or number are equal bit by bit on all ranks that hold them
     varying      different shards of a gradient differ
-    partial      no sum over ranks adds one and the same value of all ranks; and a sum is complete and counted once: the flow is conserved
+    partial      no sum over ranks adds a value that is equal on all of them; and every sum is complete: flows are conserved
 
-The flow of a tensor x is the sum of x times its gradient over all elements, and over all ranks with different values. A function that is
-linear in its weights w and in x has the same flow at its output, in w, and in x (Euler's theorem). So the flows of a layer's output,
-weights and input, which come from different collectives, must agree, whatever the method of parallelism: a gradient that lacks a rank's
-share, has it twice, or has a factor, breaks the law.
+The flow of a tensor x is the sum of x times its gradient over all elements and all ranks; ranks with the same x and the same gradient count
+once. In a layer that is linear in its input and in its weights, the flows of input, weights and output are equal (Euler's theorem on
+homogeneous functions). They pass through different collectives, so a gradient that lacks a rank's share, has it twice, or has a factor,
+breaks the law. The laws follow from the model alone and know no method of parallelism.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import sqrt
-from typing import Any
+from math import isfinite, sqrt
+from typing import Any, NamedTuple
 
 from moe.kernels.activation import GATED
 from moe.recipe.sections import Run
@@ -24,53 +24,47 @@ from moe.verify.types.watch import INPUT
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
 
-# largest deviation of two flows, as a share of the root of the summed squares (x g)^2 of all their elements
-BOUND = {"fp32": 1e-4, "bf16": 0.5, "fp16": 0.1}
+# largest difference of two flows, as a share of the root of the summed squares (x g)^2 of their elements; and of the gradients' norm
+BOUND = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
+_NORM = 1e-4
 
 
-@dataclass(frozen=True)
-class Law:
-    """Flows that must agree: the sums over the keys on both sides. A key is a module's output (its path) or a parameter (its name)."""
+class Law(NamedTuple):
+    """Flows that must agree: the sums over the keys on both sides. A key is a module's path, for its output, or a parameter's name."""
 
     left: tuple[str, ...]
     right: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"the flow of {some(self.left)} = the flow of {some(self.right)}"
+        return " = ".join(f"flow of {some(sorted(side))}" for side in self)
 
 
-def laws(run: Run, trained: Iterable[str]) -> Iterator[Law]:
-    """Yield the laws of a recipe's model. trained: names of the parameters that have gradients."""
-    names, model = set(trained), run.model
+def laws(run: Run, parameters: Iterable[str]) -> Iterator[Law]:
+    """Yield the laws of a recipe's model. parameters: names in checkpoints."""
+    names, model = set(parameters), run.model
 
     def of(stem: str, *lasts: str) -> tuple[str, ...]:
-        return tuple(f"{stem}{last}" for last in lasts if f"{stem}{last}" in names)
+        return tuple(f"{stem}.{last}" for last in lasts if f"{stem}.{last}" in names)
 
-    for norm in (name.removesuffix(".weight") for name in names if name.endswith("norm.weight")):
-        yield Law((norm,), (f"{norm}.weight",))
-    for out in (name for name in names if name.endswith((".attention.out.weight", ".cross.out.weight"))):
-        path = out.removesuffix(".out.weight")
-        yield Law((path,), of(path, ".out.weight", ".out_bias.weight"))
-        if path.endswith(".attention"):
-            yield Law((f"{path}_norm",), of(path, *(f".{one}.weight" for one in ("q", "k", "v", "q_down", "kv_down"))))
-        else:
-            yield Law((f"{path}_norm",), of(path, ".q.weight"))
-        latent = of(path, ".kv_up.weight")
-        if latent:
-            yield Law((f"{path}.kv_down_norm",), latent)
-        elif model.clip_qkv is None:
-            yield Law(of(path, ".v.weight", ".v_bias.weight"), of(path, ".out.weight"))
+    def stems(pattern: str) -> list[str]:
+        return sorted(found[1] for name in names if (found := re.fullmatch(rf"(.*){pattern}", name)))
+
+    yield from (Law((path,), (f"{path}.weight",)) for path in stems(r"(?<=norm)\.weight"))
+    for path in stems(r"(?<=attention)\.out\.weight") + stems(r"(?<=cross)\.out\.weight"):
+        yield Law((path,), of(path, "out.weight", "out_bias.weight"))
+        first = ("q.weight", "q_down.weight", "kv_down.weight")
+        yield Law((f"{path}_norm",), of(path, *first, *(() if path.endswith("cross") else ("k.weight", "v.weight"))))
+        yield from (Law((f"{path}.{down}_norm",), up) for down in ("q_down", "kv_down") if (up := of(path, down.replace("down", "up.weight"))))
+        if of(path, "v.weight") and model.clip_qkv is None:
+            yield Law(of(path, "v.weight", "v_bias.weight"), of(path, "out.weight"))
             if model.qk_norm == "none":
-                yield Law(of(path, ".q.weight", ".q_bias.weight"), of(path, ".k.weight", ".k_bias.weight"))
-        if of(path, ".q_up.weight"):
-            yield Law((f"{path}.q_down_norm",), of(path, ".q_up.weight"))
-    for w2 in (name for name in names if name.endswith(".ffn.w2.weight")):
-        path = w2.removesuffix(".w2.weight")
-        yield Law((path,), (w2,))
-        yield Law((f"{path}_norm",), of(path, ".w1.weight", ".w3.weight"))
-        if of(path, ".w3.weight") and model.gating is None:
-            yield Law((w2,), of(path, ".w3.weight"))
-    for block in (name.removesuffix(".router.weight") for name in names if name.endswith(".router.weight")):
+                yield Law(of(path, "q.weight", "q_bias.weight"), of(path, "k.weight", "k_bias.weight"))
+    for path in stems(r"(?<=\.ffn)\.w2\.weight"):
+        yield Law((path,), of(path, "w2.weight"))
+        yield Law((f"{path}_norm",), of(path, "w1.weight", "w3.weight"))
+        if of(path, "w3.weight") and model.gating is None:
+            yield Law(of(path, "w2.weight"), of(path, "w3.weight"))
+    for block in stems(r"\.router\.weight"):
         yield from _of_experts(run, block, names)
     ends = ("norm", *(f"ahead.{depth}.norm" for depth in range(model.ahead)))
     yield Law(("embedding",), (INPUT, *(ends if model.tied_embeddings else ())))
@@ -90,90 +84,117 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
         return tuple(name for name in names if re.fullmatch(rf"{re.escape(block)}\.(?:{pattern})", name))
 
     others = these(r"(shared|residual)\.w2\.weight")
-    last = (*these(r"experts\.\d+\.w2|output_bias(\.\d+)?|experts\.\d+\.output_bias"), *others)
-    scored = these(r"router\.(weight|noise_weight)")
+    last = (*these(r"experts\.\d+\.w2|output_bias|experts\.\d+\.output_bias"), *others)
     first = these(r"experts\.\d+\.w[13]|(shared|residual)\.w[13]\.weight|shared_gate\.weight|coefficient\.weight")
+    scored = these(r"router\.(weight|noise_weight)")
     if spec.input_norm == "none":
         first += scored
     else:
         yield Law((f"{block}.router.input_norm",), scored)
-    if x.skip:  # skip experts return their input, so the layer's output and input have their flow too
+    if x.skip:  # skip experts return their input, so the layer's input and output have their flow too
         yield Law((f"{block}.moe", *first), (f"{block}.ffn_norm", *last))
     else:
         yield Law((f"{block}.moe",), last)
         yield Law((f"{block}.ffn_norm",), first)
     if spec.gate_on == "output" and not spec.importance_weight:
         yield Law((f"{block}.router", *others), (f"{block}.moe",))
-    gated, plain = (x.ffn or run.model.ffn) in GATED, run.model.gating is None
-    if gated and plain and not x.biases:
+    if (x.ffn or run.model.ffn) in GATED and run.model.gating is None and not x.biases:
         yield Law(these(r"experts\.\d+\.w2"), these(r"experts\.\d+\.w3"))
 
 
-def findings(run: Run, precision: str, seen: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each broken law. seen: of each rank, the fields of Seen."""
-    degrees = run.mesh_degrees()
-    yield from _copies([rank["copies"] for rank in seen])
-    yield from _sums([rank["sums"] for rank in seen], degrees)
+@dataclass
+class Checked:
+    """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of flows,
+    as a share of its bound. without: parameters in no law of flows, of which only copies and sums are checked."""
+
+    broken: list[str]
+    laws: int
+    largest: float
+    without: list[str]
+
+
+def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
+    """Check all laws. seen: of each rank, the fields of Seen (moe/verify/types/watch.py)."""
+    broken = [*_copies([rank["copies"] for rank in seen]), *_sums([rank["sums"] for rank in seen], run.mesh_degrees())]
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:
-            yield f"varies, though every rank needs it: {_first_difference(texts)}"
-    for step in range(min(len(rank["flows"]) for rank in seen)):
-        yield from (line for line, share in flows(run, step, seen) if not share <= BOUND[precision])
+            broken.append(f"varies, though every rank needs it: {_odd(texts)}")
+    frozen = {name for rank in seen for name in rank["frozen"]}
+    trained = {name for rank in seen for name in rank["trained"]}
+    every = [*laws(run, trained | frozen)]
+    held = [law for law in every if not frozen & {*law.left, *law.right}]
+    shares = [0.0]
+    for step in range(len(seen[0]["norms"])):
+        flows = _Flows(step, seen)
+        broken += flows.norm(trained)
+        for law in held:
+            if unseen := [key for key in (*law.left, *law.right) if key not in flows.whole]:
+                broken += [] if frozen else [f"unknown: nothing was seen of {some(unseen)}"]
+                continue
+            left, right, size = flows.sides(law)
+            share = abs(left - right) / size / BOUND[run.precision.compute] if size else 0.0
+            shares += [share]
+            if not share <= 1 and isfinite(seen[0]["norms"][step]):
+                broken.append(f"not conserved: {law}: {left:.7g}, {right:.7g} (step {step})")
+    return Checked(broken, len(held), max(shares), sorted(trained - {key for law in held for key in (*law.left, *law.right)}))
+
+
+class _Flows:
+    """Flows of one step, over all ranks."""
+
+    def __init__(self, step: int, seen: list[dict[str, Any]]) -> None:
+        self.step, self.norms = step, [rank["norms"][step] for rank in seen]
+        self.whole: dict[str, dict[int, list[float]]] = {}  # key -> hash -> [flow, sum of (x g)^2, sum of g^2]
+        for rank in seen:
+            for key, found in rank["flows"][step].items():
+                self.whole.setdefault(key, {}).update({int(hashed): numbers for hashed, *numbers in found})
+
+    def _total(self, keys: Iterable[str], of: int) -> float:
+        return sum(numbers[of] for key in keys for numbers in self.whole[key].values())
+
+    def sides(self, law: Law) -> tuple[float, float, float]:
+        """Return the flows of both sides, and their size: the root of the summed squares of all products."""
+        return self._total(law.left, 0), self._total(law.right, 0), sqrt(self._total((*law.left, *law.right), 1))
+
+    def norm(self, trained: Iterable[str]) -> Iterator[str]:
+        """Yield a line if the norm does not count each element of the gradients once."""
+        whole = sqrt(self._total((name for name in trained if name in self.whole), 2))
+        if any(isfinite(norm) and abs(norm - whole) > _NORM * whole for norm in self.norms):
+            yield f"counted wrongly: the norm is {self.norms[0]:.7g}, of all gradients {whole:.7g} (step {self.step})"
 
 
 def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
-    held: dict[tuple[int, str], dict[str, dict[int, int]]] = {}
+    held: dict[tuple[int, str], dict[str, dict[int, int]]] = {}  # (step, tensor) -> region -> rank -> hash
     constant = set[tuple[int, str]]()
     for rank, copies in enumerate(of_ranks):
         for step, name, region, hashed, same in copies:
             held.setdefault((step, name), {}).setdefault(region, {})[rank] = hashed
-            if same:
-                constant.add((step, name))
+            constant |= {(step, name)} if same else set()
     for (step, name), regions in held.items():
         for region, hashes in regions.items():
             if len({*hashes.values()}) > 1:
-                yield f"varies, though it is replicated: {name} {region} on ranks {[*hashes]} (step {step})"
+                yield f"varies, though it is replicated: {name} {region} on ranks {some(hashes)} (step {step})"
         firsts = [next(iter(hashes.values())) for hashes in regions.values()]
         if len({*firsts}) < len(firsts) and (step, name) not in constant:
             yield f"replicated, though it is cut: {name} (step {step})"
 
 
 def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
-    groups: dict[str, list[list[list[Any]]]] = {}
+    calls: dict[str, dict[int, list[list[Any]]]] = {}  # ranks of a group -> rank -> its calls in order
     for rank, sums in enumerate(of_ranks):
-        mine: dict[str, list[list[Any]]] = {}
         for ranks, *what in sums:
-            mine.setdefault(ranks, []).append(what)
-        for ranks, calls in mine.items():
-            groups.setdefault(f"{ranks}", []).append(calls)
-        del rank
-    for ranks, calls in groups.items():
-        of = tuple(map(int, ranks.split(",")))
-        names = [axis for axis in AXES if degrees.size(axis) > 1 and degrees.along(of[0], axis) == of] or [f"ranks {ranks}"]
+            calls.setdefault(ranks, {}).setdefault(rank, []).append(what)
+    for ranks, of_rank in calls.items():
+        group = tuple(map(int, ranks.split(",")))
+        axis = next((a for a in AXES if degrees.along(group[0], a) == group), f"ranks {ranks}")
         lines = dict[str, None]()
-        for each in zip(*calls, strict=False):
-            if len(each) == len(of) and len({hashed for _, hashed, _ in each}) == 1 and all(proper for *_, proper in each):
-                lines[f"summed, though it is replicated over {names[0]}: {each[0][0]}"] = None
+        for each in zip(*of_rank.values(), strict=False):
+            if len(each) == len(group) and len({hashed for _, hashed, _ in each}) == 1 and all(proper for *_, proper in each):
+                lines[f"summed, though it is replicated over {axis}: {each[0][0]}"] = None
         yield from lines
 
 
-def _first_difference(texts: tuple[str, ...]) -> str:
-    words = [re.split(r"(?<=[,(])\s*", text) for text in texts]
-    odd = next((each for each in zip(*words, strict=False) if len({*each}) > 1), texts)
-    return " | ".join(dict.fromkeys(odd))
-
-
-def flows(run: Run, step: int, seen: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield (line about a law, deviation of its two flows as a share of their size) for each law of one step."""
-    whole: dict[str, dict[int, tuple[float, float]]] = {}
-    for rank in seen:
-        for key, found in rank["flows"][step].items():
-            whole.setdefault(key, {}).update({int(hashed): (flow, squares) for hashed, flow, squares in found})
-    if not whole:
-        return
-    for law in laws(run, whole):
-        if not law.left or not law.right or not all(key in whole for key in (*law.left, *law.right)):
-            continue
-        left, right = (sum(flow for key in side for flow, _ in whole[key].values()) for side in (law.left, law.right))
-        size = sqrt(sum(squares for key in (*law.left, *law.right) for _, squares in whole[key].values()))
-        yield f"not conserved: {law}: {left:.6g}, {right:.6g} (step {step})", abs(left - right) / size if size else 0.0
+def _odd(texts: tuple[str, ...]) -> str:
+    """Return the first parts of the texts that differ."""
+    parts = [re.split(r"(?<=[,(])\s*", text) for text in texts]
+    return " | ".join(dict.fromkeys(next((each for each in zip(*parts, strict=False) if len({*each}) > 1), texts)))

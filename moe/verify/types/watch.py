@@ -27,7 +27,9 @@ from moe.nn.latent import LatentAttention
 from moe.nn.linear import Norm
 from moe.router.router import Router
 from parallel.data.engine import Engine
+from parallel.mesh.layout import stored as stored_of
 from parallel.mesh.mesh import Mesh
+from parallel.numerics.clip import GradientNorm
 from parallel.rehearse.work import where
 from parallel.store.checkpoint import pieces
 from parallel.watch.audit import fingerprint
@@ -42,14 +44,19 @@ class Seen:
 
     sums: [ranks of the group, name and place, hash of the input, whether it has a number that is no integer] in order
     copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal]
-    flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2] of each tensor
+    flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
     said: texts of the step's numbers (loss, norms), which must be equal on all ranks
+    norms: step -> norm of the gradients, with the loss scale
+    trained, frozen: names in checkpoints of the parameters of which the rank owns a part, with and without gradients
     """
 
     sums: list[list[Any]] = field(default_factory=list)
     copies: list[list[Any]] = field(default_factory=list)
     flows: list[dict[str, list[list[float]]]] = field(default_factory=lambda: [{}])
     said: list[str] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
 
 
 class Watch(TorchDispatchMode):
@@ -94,6 +101,9 @@ class Watch(TorchDispatchMode):
                 module.register_forward_hook(self._hook(path, lambda out: out[0]))
             elif isinstance(module, Router):
                 module.register_forward_hook(self._hook(key, lambda out: out.gate_TK))
+        for name, layout in engine.layouts.items():
+            held = self.seen.trained if engine.module.get_parameter(name).requires_grad else self.seen.frozen
+            held += [stored.name for stored in stored_of(global_name(name), layout, mesh)]
         with self._silent():
             self.weights = {name: tensor.detach().clone() for name, tensor in self._of_each("weight", 1.0)}
 
@@ -132,9 +142,10 @@ class Watch(TorchDispatchMode):
             flows = self.seen.flows[-1].setdefault(weight.name, [])
             flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])  # an owner's pieces all count
 
-    def updated(self, norm: object) -> None:
-        """Note weights and optimizer states after the step. Collective."""
+    def updated(self, norm: GradientNorm, *, loss_scale: float = 1.0) -> None:
+        """Note weights and optimizer states after the step. norm: the gradients' norm, without the loss scale. Collective."""
         self.seen.said.append(repr(norm))
+        self.seen.norms.append(norm.total * loss_scale)
         with self._silent():
             for name, layout in self.engine.layouts.items():
                 for kind, tensor in self.engine.state(name).items():
@@ -163,7 +174,7 @@ class Watch(TorchDispatchMode):
 
 def _flow(value: Tensor, gradient: Tensor) -> list[float]:
     product = value.double() * gradient.double()
-    return [product.sum().item(), product.square().sum().item()]
+    return [product.sum().item(), product.square().sum().item(), gradient.double().square().sum().item()]
 
 
 def _local(tensor: Any) -> Tensor:
