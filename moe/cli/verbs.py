@@ -86,7 +86,7 @@ class Verify:
         "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
     )
     types: bool = _flag(
-        "check instead, without a twin and its numbers, what is replicated, varying or partial on which ranks in one forward and backward pass",
+        "check instead, without a twin, what is replicated, varying or partial over which ranks in a forward and a backward pass",
         False,
     )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")

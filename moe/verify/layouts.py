@@ -179,9 +179,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 
 
-def _streamed(
-    case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watch | None
-) -> Result:
+def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watch | None) -> Result:
     """Run one step and drain the pipeline, then the other steps without draining. The gradients of step 0 are computed from Adam's state:
     exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")

@@ -41,8 +41,8 @@ def main(
     *, json: str | None = None, only: str | None = None, list: bool = False, types: bool = False, say: tyro.conf.Suppress[Say] = say_now
 ) -> int:
     """Print the table. Return 1 if a fault is not found, or found without a place. only: runs only mutations with this text in their name.
-    list: prints the faults and their sources, and runs nothing. types: asks `moe verify --types` instead (types.py). Raises AttributeError or ModuleNotFoundError if a mutation's target does
-    not exist."""
+    list: prints the faults and their sources, and runs nothing. types: asks `moe verify --types` instead (types.py). Raises AttributeError
+    or ModuleNotFoundError if a mutation's target does not exist."""
     if list:
         say(listed())
         return 0

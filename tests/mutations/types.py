@@ -34,7 +34,7 @@ def main(chosen: list[Mutation], *, json: str | None, say: Say) -> int:
         (row,) = checked([case], case.world, inside=partial(applied, mutation, called))
         caught = not row["passed"] and "error" not in row and bool(called.all())
         found += caught
-        rows.append({"mutation": mutation.name, "concerns": "layouts", "law": row["broken"][0] if caught else ""} | row | {"passed": caught})
+        rows.append(row | {"mutation": mutation.name, "passed": caught})
         say(_text(mutation.name, row, "found" if caught else "not found"))
     say(f"{found} of {len(of_layouts)} faults of layouts found without numbers, of {len(chosen)} faults in all")
     say(f"{silent} of {len(controls)} layouts without a fault pass, in {time.perf_counter() - started:.0f} s")

@@ -54,7 +54,7 @@ def laws(run: Run, parameters: Iterable[str]) -> Iterator[Law]:
         yield Law((path,), of(path, "out.weight", "out_bias.weight"))
         first = ("q.weight", "q_down.weight", "kv_down.weight")
         yield Law((f"{path}_norm",), of(path, *first, *(() if path.endswith("cross") else ("k.weight", "v.weight"))))
-        yield from (Law((f"{path}.{down}_norm",), up) for down in ("q_down", "kv_down") if (up := of(path, down.replace("down", "up.weight"))))
+        yield from (Law((f"{path}.{one}_down_norm",), up) for one in ("q", "kv") if (up := of(path, f"{one}_up.weight")))
         if of(path, "v.weight") and model.clip_qkv is None:
             yield Law(of(path, "v.weight", "v_bias.weight"), of(path, "out.weight"))
             if model.qk_norm == "none":
@@ -104,8 +104,8 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
 
 @dataclass
 class Checked:
-    """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of flows,
-    as a share of its bound. without: parameters in no law of flows, of which only copies and sums are checked."""
+    """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
+    flows, as a share of its bound. without: parameters in no law of flows, of which only copies and sums are checked."""
 
     broken: list[str]
     laws: int
@@ -173,7 +173,7 @@ def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
     for (step, name), regions in held.items():
         for region, hashes in regions.items():
             if len({*hashes.values()}) > 1:
-                yield f"varies, though it is replicated: {name} {region} on ranks {some(hashes)} (step {step})"
+                yield f"varies, though it is replicated: {name} {region} on ranks {some(map(str, hashes))} (step {step})"
         firsts = [next(iter(hashes.values())) for hashes in regions.values()]
         if len({*firsts}) < len(firsts) and (step, name) not in constant:
             yield f"replicated, though it is cut: {name} (step {step})"

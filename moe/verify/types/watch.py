@@ -1,6 +1,6 @@
 """Watches one rank of a layout for `moe verify --types`: what it passes to sums, which copies it holds, and the flows through its modules.
 
-The flow of a tensor x with gradient g is the sum of x * g over its elements. Only dot products and hashes are kept; moe/verify/types/laws.py
+The flow of a tensor x with gradient g is the sum of x g over its elements. Only such sums and hashes are kept; moe/verify/types/laws.py
 compares those of all ranks.
 """
 
