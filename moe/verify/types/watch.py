@@ -35,7 +35,7 @@ from parallel.store.checkpoint import pieces
 from parallel.watch.audit import fingerprint
 
 INPUT = "input"  # key of the flow into the first layer of the decoder or encoder
-_SUMS = ("allreduce", "reduce_scatter", "all_reduce", "reduce_")  # operators of torch's process groups that can add tensors of ranks
+_SUMS = ("allreduce", "all_reduce", "reduce_")  # beginnings of the names of torch's operators that can add tensors of ranks
 
 
 @dataclass
@@ -67,16 +67,15 @@ class Watch(TorchDispatchMode):
         self.seen, self.noting, self._lock = Seen(), True, threading.Lock()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if "c10d" in func.namespace else []
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # a DTensor, for which torch then calls operators on local tensors, which this mode sees
-        if self.noting and tensors and func._opname.startswith(_SUMS) and _adds(args):
-            self._note(func, args, tensors)
+        if self.noting and "c10d" in func.namespace and func._opname.lstrip("_").startswith(_SUMS) and _adds(args):
+            self._note(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        group = _group_of(args)
-        given = tensors[-1] if "scatter" in func._opname else tensors[0]  # a reduce_scatter has its output first
+    def _note(self, func: Any, args: Any) -> None:
+        tensors, group = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], _group_of(args)
+        given = tensors[-1] if "scatter" in func._opname else tensors[0]  # a reduce_scatter may have its output first
         if group.size() > 1 and given.is_floating_point():
             proper = bool((given != given.round()).any()) and bool(given.isfinite().all())
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
@@ -121,7 +120,7 @@ class Watch(TorchDispatchMode):
             g = _local(gradient).detach()
             name = fingerprint(value).item() * 31 + fingerprint(g).item()
             with self._lock:
-                self.seen.flows[-1][key].append([name, *_flow(value, g)])
+                self.seen.flows[-1].setdefault(key, []).append([name, *_flow(value, g)])
 
         tensor.register_hook(arrived)
 
