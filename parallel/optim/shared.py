@@ -28,7 +28,7 @@ from parallel.mesh.mesh import Axis
 _ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
 Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
-Wait = Callable[[], list[Tensor]]  # waits for the results of a round; returns for each of its stacks this rank's shard of the results
+Wait = Callable[[], list[Tensor]]  # waits for a round; returns this rank's shard of the results, one tensor for each stack of the round
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        # several W are only in a first product, where W is gathered along its inputs, so the outputs stay in the order of the weights
+        # only a first product has several W, and it gathers W along its inputs: the outputs of y are in the order of the weights
         return apart(y, [len(weight) for weight in weights_OI])
 
     @staticmethod
