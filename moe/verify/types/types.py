@@ -1,7 +1,7 @@
 """`moe verify --types`: runs each layout for two steps, and checks its ranks against the laws of moe/verify/types/laws.py.
 
-No twin runs and no number is expected: the ranks' tensors are compared with each other and with themselves. So this is a second proof that
-shares nothing with the comparison of `moe verify` but the layouts, and it sees only faults of layouts.
+No twin runs and no number is expected: tensors of ranks are compared with each other. So this second proof shares nothing with the
+comparison of `moe verify` but the layouts, and it sees only faults of layouts.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def main(
             for line in row["broken"]:
                 say(f"  {line}")
     failed = sum(not row["passed"] for row in rows)
-    without = sorted({name.rpartition(".layers.")[2] for row in rows for name in row["without"]})
+    without = sorted({_last(name) for row in rows for name in row["without"]})
     say(f"{len(rows) - failed} passed, {failed} failed: {counted(len(rows), 'layout')} in {time.perf_counter() - started:.0f} s")
     if without:
-        say(f"in no law of flows, so that only their copies and sums are checked: {some(dict.fromkeys(map(_last, without)))}")
+        say(f"in no law of flows, so that only their copies and sums are checked: {some(without)}")
     if json is not None:
         write_json(json, verb="verify types", rows=rows)
     return exit_codes.of(bool(rows) and not failed)
