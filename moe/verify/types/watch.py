@@ -79,7 +79,7 @@ class Watch(TorchDispatchMode):
         if group.size() > 1 and given.is_floating_point():
             proper = bool((given != given.round()).any()) and bool(given.isfinite().all())
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            self.seen.sums.append([ranks, f"{func._opname.strip('_')} at {where()}", fingerprint(given).item(), proper])
+            self.seen.sums.append([ranks, f"{func._opname.strip('_')} at {where(__file__)}", fingerprint(given).item(), proper])
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
