@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result, ages, version_read
-from moe.verify.types.watch import Watch
 from parallel.data.engine import Engine
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import Degrees, Mesh
@@ -54,6 +53,16 @@ LAST = "last module that ran: "  # begins the line about Tape.last in the error 
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
+class Watcher(Protocol):
+    """The interface of moe/verify/types/watch.py, which a rank calls during a run. All methods are collective."""
+
+    def built(self, engine: Engine, mesh: Mesh) -> None: ...
+
+    def summed(self, numbers: Numbers, *, kind: str = "gradient", scale: float = 1.0) -> None: ...
+
+    def updated(self, norm: GradientNorm, *, loss_scale: float = 1.0) -> None: ...
+
+
 def compute(
     case: Case,
     *,
@@ -63,7 +72,7 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
     device: torch.device = _CPU,
-    watch: Watch | None = None,
+    watch: Watcher | None = None,
 ) -> Result:
     """Run the steps of a case (ten, or case.steps) as rank `rank`. Return its Result, in which tensors are zero outside the part that this
     rank owns (see `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape:
@@ -105,7 +114,7 @@ def _stepped(
     tape: Tape | None,
     older: _OlderWeights,
     device: torch.device,
-    watch: Watch | None,
+    watch: Watcher | None,
 ) -> Result:
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
@@ -179,7 +188,9 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 
 
-def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watch | None) -> Result:
+def _streamed(
+    case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watcher | None
+) -> Result:
     """Run one step and drain the pipeline, then the other steps without draining. The gradients of step 0 are computed from Adam's state:
     exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
