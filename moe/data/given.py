@@ -32,7 +32,7 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
-_LOOKED_AT = 8  # number of samples that are hashed to identify the data
+_LOOKED_AT = 8  # number of training samples that are hashed to identify the data
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
     Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
     Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
     part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
-    `keep=("hidden", "routing")` keeps values inside the pass (moe/model/kept.py).
+    `keep=("hidden", "routing")`: the Output also has these intermediate values (moe/model/kept.py).
     """
 
     def __init__(

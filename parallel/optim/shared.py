@@ -33,8 +33,8 @@ Wait = Callable[[], list[Tensor]]  # waits for a round; returns this rank's shar
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix, or of the whole matrix.
-    number: identifies the parameter for the caller. dtype: of the results. whole: the ranks that hold copies or the other shards."""
+    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's part of each matrix (of all of it, if it is not
+    sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
 
     number: int
     count: int
@@ -187,7 +187,8 @@ def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _joined(batch: list[_Matrices], from_ranks: list[list[Tensor]]) -> list[Tensor]:
-    """Return one tensor for each stack, with its K results in order. from_ranks: for each rank, its results for each stack."""
+    """Return one tensor for each stack, with the results of all its matrices, in their order. from_ranks: for each rank, its results for
+    each stack."""
     joined = []
     for n, m in enumerate(batch):
         out = from_ranks[0][n].new_empty(m.tensor.shape)

@@ -1,7 +1,7 @@
 """Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, also in norms and dropout.
 
-    gather          forward: gather the shards of x       backward: sum gradients, keep this rank's shard        enter
-    reduce-scatter  forward: sum, keep this rank's shard  backward: gather the shards of the gradient            leave
+    before attention or network (`enter`)   gather: backward, sum gradients and keep this rank's shard
+    after it (`leave`)                      reduce-scatter: sum, keep this rank's shard; backward, gather the gradient's shards
 
 A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).
 
