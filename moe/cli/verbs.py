@@ -90,6 +90,10 @@ class Verify:
     recipe: str | None = _flag(
         "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
     )
+    types: bool = _flag(
+        "check instead, without a twin, what is replicated, varying or partial over which ranks in a forward and a backward pass",
+        False,
+    )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")
     seed: str | None = _flag("seed of --draws, 0 by default: the same seed gives the same recipes")
     timeout_s: float | None = _flag("time limit in seconds for a layout of up to 4 processes, 120 by default; a busy machine needs more")

@@ -165,12 +165,12 @@ def launches(run: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def where() -> str:
-    """Return file, line and function of the innermost stack frame outside of torch and this folder."""
+def where(*skipped: str) -> str:
+    """Return file, line and function of the innermost stack frame outside of torch, this folder and the files `skipped`."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_OUTSIDE) and "contextlib.py" not in path:
+        if not path.startswith((*_OUTSIDE, *skipped)) and "contextlib.py" not in path:
             return f"{path.removeprefix(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"
