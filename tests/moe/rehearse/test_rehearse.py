@@ -131,7 +131,6 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "documents": {"model": LONG | {"document_mask": True}},
     "experts": ROWS_OF_8 | {"recompute": {"kind": "selective"}},
     "t5": {"model": T5, "pipeline": {"microbatches": 2}},
-    "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},
     "halves": {"model": T5 | {"kind": "encoder_decoder", "num_layers": 4}, "data": {"objective": "span_corruption"}},
     "halves with documents": {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4, "document_mask": True},
