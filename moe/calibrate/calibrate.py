@@ -42,7 +42,7 @@ from parallel.process.fork import run_on_ranks
 from parallel.process.process import gpus
 from parallel.store.files import check_writable, write_text
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # limit of one measurement on ranks
 SOURCE = "moe plan --calibrate"
 # sizes of the measured collectives: bytes of a rank's input (all_reduce, all_to_all), of its output (all_gather), of the message (send)
 SIZES = (4096, 65536, 524288, 4 * 2**20)
@@ -74,7 +74,6 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
 
 
 def text(cluster: Cluster) -> str:
-    """Return the text of the cluster file."""
     return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(mapping_of(cluster), sort_keys=False)
 
 
@@ -128,7 +127,7 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
             seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # if fewer bytes took longer, another program was running
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes took longer only because another program was running
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 
@@ -189,7 +188,7 @@ def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequen
 
 
 def _typical(found: list[Any]) -> Any:
-    """Return the median over ranks of each measured value. found: one result for each rank, all dicts or lists of the same structure."""
+    """Return the median over ranks of each measured value. found: the result of each rank: dicts, lists and numbers, equally nested."""
     first = found[0]
     if isinstance(first, dict):
         return {key: _typical([one[key] for one in found]) for key in first}
@@ -204,7 +203,7 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
     times = found["attention"][kind]
-    channels = 64  # head size of Device.attention, which is FLOP/s of attention / FLOP/s of the fastest product
+    channels = 64  # head size for which Device.attention (a fraction of the fastest product's FLOP/s) is computed
     of_operation = (times[0] + times[1] / (4 * channels), times[2] + times[3] / (10 * channels))
     forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_operation)
     rates = {kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()}

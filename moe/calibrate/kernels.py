@@ -20,7 +20,7 @@ PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), 
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
 HEADS = (32, 128)  # channels of a head
-STREAM_BYTES = 64 * 2**20
+STREAM_BYTES = 64 * 2**20  # of each tensor for the memory bandwidth: more than the caches
 SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 

@@ -33,8 +33,8 @@ KINDS = {
     "alltoall_perf": "all_to_all",
     "sendrecv_perf": "send",
 }
-COLUMNS = 13
-LEAST_SIZES = 3
+COLUMNS = 13  # of a line of a table
+LEAST_SIZES = 3  # fewest sizes in a table to which a latency and a bandwidth are fitted
 AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
 RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 
@@ -107,8 +107,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does, for send times between nodes, which a cluster file
-    does not have, and for times that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does. Also raises it for send times between nodes, which
+    a cluster file cannot store, and for times that contradict the cluster's number of devices or the rate of its adapters."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -152,8 +152,8 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return (`between` with tree_us from an all-reduce's latency, beginning of the note for `sources`). A cluster has one bandwidth
-    for all-reduces and gathers, so the all-reduce's bandwidth is not used; the note has it."""
+    """Return (`between` with tree_us from an all-reduce's latency, beginning of the note for `sources`). A cluster has one bandwidth for
+    all-reduces and gathers. `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
@@ -183,8 +183,8 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do, for
-    a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do. Also
+    raises it for a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:
@@ -200,7 +200,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
-        raise BadInput("--nccl", got=got, needed="equal numbers of nodes and ranks in all outputs of several nodes", fix=fix)
+        raise BadInput("--nccl", got=got, needed="all outputs of more than one node from the same nodes and ranks", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

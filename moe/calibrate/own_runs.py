@@ -5,9 +5,9 @@ multiplied by a factor e^x, and the fit minimizes
 
     sum over runs of (log(predicted / measured) / noise)^2 + sum over constants of (x / PRIOR)^2
 
-noise: standard deviation of the errors that remain, at least NOISE. The measured steps determine a constant ("told" in this file) if the
-standard deviation of its x is below TOLD. If some constants are not determined, the one with the largest standard deviation keeps the
-cluster file's value, and the others are fitted again.
+noise: standard deviation of the errors that remain, at least NOISE. The measured steps determine a constant if the standard deviation of
+its x is below DETERMINED. If some constants are not determined, the one with the largest standard deviation keeps the cluster file's value,
+and the others are fitted again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
 NOISE = 0.05  # about the spread of the predictions' errors over layouts, with the right constants (docs/parallel/planner_time.md)
-PRIOR = math.log(2)  # prior standard deviation of x
-TOLD = 0.25  # limit on the standard deviation of x, above which the steps do not determine a constant
+PRIOR = math.log(2)  # prior standard deviation of x, the logarithm of the factor on a constant
+DETERMINED = 0.25  # the steps determine a constant if the standard deviation of its x is below this
 MOST = math.log(4)  # largest absolute value of x
 STEP = 0.02  # difference of x in numerical derivatives: large compared with the small jumps of predicted seconds
 
@@ -131,25 +131,24 @@ TOGETHER = {  # constant -> other values of the cluster file that are multiplied
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of `fitted`. cluster: with the fitted constants. told: name of a fitted constant -> standard deviation of the logarithm of its
-    factor.
-    untold: names of the constants that the steps do not determine."""
+    """Result of `fitted`. cluster: with the fitted constants. determined: name of a fitted constant -> standard deviation of x, the
+    logarithm of its factor. undetermined: names of the constants that the steps do not determine."""
 
     cluster: Cluster
-    told: dict[str, float]
-    untold: tuple[str, ...]
+    determined: dict[str, float]
+    undetermined: tuple[str, ...]
 
 
 def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
     """Fit the constants that the steps determine. The other constants keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
-    made, noise, told = cluster, NOISE, dict[str, float]()
+    made, noise, determined = cluster, NOISE, dict[str, float]()
     for _ in every:  # until the set of determined constants does not change
-        names, told = list(told), _told(made, steps, every, noise)
-        if list(told) == names:
+        names, determined = list(determined), _determined(made, steps, every, noise)
+        if list(determined) == names:
             break
-        made, noise = _least_squares(cluster, steps, list(told))
-    return Fit(made, told, tuple(name for name in every if name not in told))
+        made, noise = _least_squares(cluster, steps, list(determined))
+    return Fit(made, determined, tuple(name for name in every if name not in determined))
 
 
 def _scaled(cluster: Cluster, names: Sequence[str], x: Sequence[float]) -> Cluster:
@@ -170,14 +169,14 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
     return (up - down) / (2 * STEP)
 
 
-def _told(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
+def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
     """Return a dict: name -> standard deviation of x, for the constants that the steps determine."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
     while left:
         variances = np.diag(np.linalg.inv(slopes[left] @ slopes[left].T + np.eye(len(left)) / PRIOR**2))
-        if variances.max() < TOLD**2:
+        if variances.max() < DETERMINED**2:
             return {names[at]: math.sqrt(of) for at, of in zip(left, variances, strict=True)}
         left.pop(int(variances.argmax()))
     return {}
@@ -227,7 +226,7 @@ def main(folder: Path, cluster: str, out: Path) -> int:
     steps = list(measured(folder, given))
     found = fitted(given, steps)
     names = some(step.run for step in steps)
-    sources = [f"{name}: replaced, fitted to steps of {counted(len(steps), 'run')} ({names})" for name in found.told]
+    sources = [f"{name}: replaced, fitted to steps of {counted(len(steps), 'run')} ({names})" for name in found.determined]
     made = replace(found.cluster, sources=(*given.sources, *sources))
     write_text(out, yaml.safe_dump(mapping_of(made), sort_keys=False), what="--out")
     print(*_lines(given, made, steps, found), f"wrote {out}", sep="\n")
@@ -239,12 +238,12 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
     for step in steps:
         errors = "".join(f"{math.expm1(step.error(one)):>+9.1%}" for one in (given, made))
         yield f"{step.run:<24}{step.seconds:>11.4g}{errors}"
-    for name, deviation in found.told.items():
+    for name, deviation in found.determined.items():
         one = CONSTANTS[name]
         also = f", and {TOGETHER[name]} with it" if name in TOGETHER else ""
         yield f"fitted: {name} {one.value(given):.4g} -> {one.value(made):.4g} (to about {deviation:.0%}){also}"
-    if found.untold:
-        yield f"not fitted, because these steps do not determine their values: {', '.join(found.untold)}"
+    if found.undetermined:
+        yield f"not fitted, because these steps do not determine their values: {', '.join(found.undetermined)}"
     before, by_others = off(given, steps), left_out(given, steps) if len(steps) > 1 else 0.0
     yield f"mean error: {before:.1%} before, {off(made, steps):.1%} fitted" + (
         f", {by_others:.1%} if each run is predicted from the others" if by_others else ""

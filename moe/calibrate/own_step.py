@@ -68,7 +68,7 @@ class Training:
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
         """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], this rank's part of the batch. shard: which part of
-        the batch; None: each rank has contiguous tokens of this shape. Collective."""
+        the batch; None: all ranks have tensors of this shape, and those of sp have consecutive positions. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 

@@ -183,7 +183,8 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """Set this machine's GPUs to the plan's clocks as in `steps` steps, without computing. If NVML does not permit it, print why."""
+    """Set this machine's GPU clocks at the times that the plan gives, for `steps` steps, but compute nothing. If NVML does not permit it,
+    print why."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
     # SIGTERM raises SystemExit, so that clocks are restored

@@ -89,7 +89,7 @@ def _run(words: list[str]) -> int:
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
-    set_before_torch(os.environ)  # verify forks ranks from this process, and generate and bench compute in it
+    set_before_torch(os.environ)  # for verbs that compute in this process or fork ranks from it
     flags = read_words(verb, verbs.VERBS[verb], rest)
     if (results := getattr(flags, "json", None)) is not None:
         check_writable(user_path(results, what="--json"), what="--json")

@@ -261,7 +261,10 @@ def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None
     Console(width=None if sys.stdout.isatty() else 180).print(table)
     for line in refused:
         print(f"{line['schedule']}: {line['reason']}")
-    print("in flight: most micro-batches between forward and backward, summed over a rank's stages; kept: most until weight gradients, on")
-    print("one rank, 1 = a micro-batch of all its layers; bubble: idle over ideal time of a further batch, without the run's ramps")
+    print("in flight: largest number of micro-batches between forward and backward, summed over a rank's stages; kept: most activations")
+    print(
+        "that a rank keeps until weight gradients, 1 = those of a micro-batch in all its layers; bubble: idle over ideal time of a further"
+    )
+    print("batch, without filling and draining the pipeline")
     if model:
         print(_assumed(rows[0]))

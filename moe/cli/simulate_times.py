@@ -22,7 +22,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # words of the error for a recipe's key on the command line, without --recipe
 NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag with a schedule's file, which has the size
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag together with a schedule's file
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 

@@ -86,7 +86,12 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
         count = before.experts.of_layer(nth)
         if len(found.get(layer, [])) != count:
             got = counted(len(found[layer]), "number") if layer in found else "nothing"
-            raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one for each expert", fix="--load FILE")
+            raise BadInput(
+                "--load",
+                got=f"{got} for layer {layer} in {source}",
+                needed=f"{counted(count, 'load')}, one for each expert",
+                fix="--load RUN of a run of this model",
+            )
     return found
 
 

@@ -85,9 +85,10 @@ def file_of(path: str) -> Path:
 
 
 def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
-    """Read and encode a file of chats. Samples have at most max_length + 1 ids, each chat of a pair half of them. `field`: the field of a
-    line that has the messages; None: any of the forms above. Templates get the date of the file's last change (UTC) as the current date.
-    Raises BadInput for a line of another form, which it names, for chats among pairs, and for a file without chats."""
+    """Read and encode a file of chats. A line has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat
+    of a pair half of them. `field`: the field of a line that has the messages; None: any form that the top of this file lists. Templates
+    get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of another form, which it names, for chats
+    among pairs, and for a file without chats."""
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
@@ -95,7 +96,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
         if not line.strip():
             continue
         texts = _texts(line, where := f"{path}, line {number}", template, field)
-        each = each or len(texts)  # chats of a line: 1, or a pair
+        each = each or len(texts)  # number of chats in each line: 1, or 2 for pairs
         if len(texts) != each:
             said = "pairs" if each == 2 else "single chats"
             raise BadInput(where, got=f"another form than the {said} before", needed="the same form in all lines", fix="write two files")
@@ -121,8 +122,8 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
 
 
 def check_readable(path: str, given: str | None, *, text_key: str) -> None:
-    """For a model without a chat template: raise BadInput if the first chat of a file needs one and data.chat_template does not give it.
-    `given`: data.chat_template, a template's file, or None. `text_key`: data.text_key."""
+    """For a model without a chat template: raise BadInput if the first chat of the file `path` needs one, and `given`, the recipe's
+    data.chat_template, is None. Also raises BadInput for a template's file that cannot be read. `text_key`: data.text_key."""
     with_template(Bytes(), given)
     if given is None:
         number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
@@ -171,7 +172,7 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
 
 def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
     """Return a line's JSON object without null fields. field: name of the field that holds the messages; if given, return only this
-    field, as "messages", and "tools". Raises BadInput if the line has no object, or the object no such field."""
+    field, as "messages", and "tools". Raises BadInput if the line is not a JSON object, or lacks this field."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -37,7 +37,7 @@ class ChatTemplate:
     tool_use: str | None = None
 
     def for_tools(self, tools: Any) -> ChatTemplate:
-        """Return the template for a chat: `tool_use` if the chat has tools and the model that template, else this one."""
+        """Return the template for a chat: `tool_use` if it is set and the chat has tools, else this one."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:

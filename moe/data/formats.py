@@ -3,8 +3,8 @@
     a.txt.gz  a.jsonl.zst     unpacked in small pieces while they are read, so memory does not grow with the unpacked size
     a.parquet  a.arrow        one column, a few rows at a time; Arrow's file format and its stream format (which `datasets` saves)
 
-A small compressed file may unpack to any size, so the size of a document, line or cell is limited. A truncated or damaged file is refused
-with one line, and so is a format without its installed package. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+A small compressed file may unpack to any size, so the size of a document, line or cell is limited. BadInput is raised for a truncated or
+damaged file, and if the package that reads its format is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 class TextKey(NamedTuple):
     """Name of the JSON key or column that has the text. `set_by`: the recipe's setting that gives this name. `alone`: whether at
-    most one file has keys or columns; several files must all have this key."""
+    most one file of the data is JSONL or a table. If several are, all of them must have this key."""
 
     name: str
     set_by: str = "data.text_key"

@@ -32,7 +32,7 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
-_LOOKED_AT = 8  # number of samples that are hashed to identify the data
+_LOOKED_AT = 8  # number of training samples that are hashed to identify the data
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,8 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
         raise BadInput(what, got=counted(len(ids), "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        fix = "give ids of the vocabulary" if wrong < 0 else Set("data.vocab_size", wrong + 1, said=f"at least {wrong + 1}")
+        larger = Set("data.tokenizer", "ids") & Set("data.vocab_size", wrong + 1, said=f"at least {wrong + 1}")
+        fix = "give ids of the vocabulary" if wrong < 0 else larger
         raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
     found = np.full(max_length + 1, PADDING, dtype=np.int64)
     found[: len(ids)] = _labelled(ids, columns[_LABELS][: len(ids)], what) if _LABELS in columns else ids

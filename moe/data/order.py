@@ -37,8 +37,8 @@ def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: 
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
-    # The grid has at most `rows` more cells than `size`. Each walk follows a cycle of the grid's permutation from a valid cell (below
-    # `size`), so it reaches a valid cell again, and two walks cannot end in the same cell.
+    # The grid has at most `rows` more cells than `size`. Each walk begins at a valid cell (below `size`) and follows a cycle of the grid's
+    # permutation. So it reaches a valid cell again, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
     return found.astype(np.int64)
@@ -77,7 +77,7 @@ class Sequences(Protocol):
 @dataclass(frozen=True)
 class Windows:
     """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they are fewer than one window. `name`:
-    train or validation. `as_key(length)`: returns the model.max_length that gives windows of `length` tokens, for error messages.
+    train or validation. `as_key(n)`: the model.max_length with which a window has n + 1 tokens, for error messages.
     `num_ids`: size of the vocabulary; reading another id raises BadInput."""
 
     tokens: npt.NDArray[np.integer]

@@ -7,8 +7,8 @@
 
 The number of spans and the lengths of inputs and targets depend only on the text's length (moe/recipe/shapes.py). The boundaries of spans
 are drawn anew for every sequence: all ways to cut the hidden tokens into spans, and the visible tokens into the parts before them, are
-equally likely. The draw is a function of the seed and of the sequence's index in the order, so a resumed run and any number of ranks get
-the same spans. Sentinels are the last ids of the vocabulary; the first sentinel is the last id. In text they are written as T5's tokenizer
+equally likely. The draw depends only on the seed and the sequence's index in the order. So a resumed run and any number of ranks get the
+same spans. Sentinels are the last ids of the vocabulary; the first sentinel is the last id. In text they are written as T5's tokenizer
 does: "def <extra_id_0>(self):" becomes the ids of "def ", the first sentinel, and the ids of "(self):".
 """
 

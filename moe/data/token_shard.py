@@ -5,7 +5,7 @@
     sequences 2, 3             dp 1  sp 0             dp 1  sp 1
 
 Ranks that differ only in pp or tp read the same shard, except that rows of a tensor-parallel grid (2D, 2.5D, 3D) read different sequences.
-Sequence parallelism can distribute positions in several orders (parallel/sequence/order.py); here they are contiguous.
+Sequence parallelism can distribute positions in several orders (parallel/sequence/order.py); the drawing has contiguous positions.
 
 A TokenShard determines: the sequences and positions that a rank reads, its random noise, the number of tokens by which a loss is divided,
 the axes over which ranks sum, the validation sequences, and the groups of tokens that share a capacity.

@@ -2,7 +2,7 @@
 
 A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2). Tiling
 cuts these hidden units into chunks: each tile has one chunk of every expert, and the tiles' outputs are summed (parallel/data/tiling.py).
-Weights are read in `forward`, because engines gather weights by hooks on `forward`. Only `chunks`, without tiles, reads them earlier.
+Weights are read in `forward`, because FSDP and ZeRO-3 gather them by hooks on `forward`. `chunks` reads them earlier if there are no tiles.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Experts(nn.Module):
         if count == 1:
             return [None]
         each = len(self.held) // count
-        if self.num_tiles > 1:  # ranges only, because an engine may gather a tile's weights only in the tile's forward pass
+        if self.num_tiles > 1:  # ranges only, because FSDP and ZeRO-3 gather a tile's weights only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         return [*self._read().split(each)]
 

@@ -7,9 +7,9 @@
     free      skip experts return the token, zero experts return zero: LongCat-Flash (arXiv 2509.01322, section 2.1)
     gate_on   input: sum of E(g x) instead of g E(x)        Llama 4
 
-The layer's backward pass adds the gradients of the balance and z losses. Free experts have the highest indices, skip before zero; the
-router treats them like other experts, but their choices are not dispatched. A token with all choices dropped gets zeros from
-the experts.
+The layer's backward pass adds the gradients of its auxiliary losses (moe/router/losses.py). Free experts have the highest indices: first
+the skip experts, then the zero experts. The router treats them like other experts, but their choices are not dispatched. A token with all
+choices dropped gets zeros from the experts.
 """
 
 from __future__ import annotations

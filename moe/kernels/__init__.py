@@ -1,11 +1,11 @@
 """The MoE layer's operations behind one interface, with interchangeable implementations. reference.py defines the results.
 
     top_k         each token's experts: the highest scores
-    kept          the choices that get a slot of their expert         all others are dropped
+    kept          the choices within their expert's capacity          all others are dropped
     plan          the row of each kept choice                         rows are sorted by expert
     permute       tokens -> rows
     reorder       rows -> rows, a permutation
-    grouped_ffn   each row through its expert's network               products.py has other ways to multiply
+    grouped_ffn   each row through its expert's network               products.py says how it multiplies
     combine       rows -> tokens, weighted by the gates
     routed_ffn    permute, grouped_ffn and combine fused              for a rank that holds all experts
 

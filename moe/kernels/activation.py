@@ -61,7 +61,7 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return alpha h' and g' in fp32 or wider, because rounding alpha h' to 16 bits would make its sigmoid inexact."""
+    """Return alpha min(h, limit) and clamp(g, -limit, limit), in fp32 or wider: in 16 bits, the sigmoid of the first would be inexact."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 

@@ -13,9 +13,9 @@ from parallel.numerics.supposed import pretended
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-# T tokens, K choices, R rows, E experts, D model
+# T tokens, K choices, N = T * K, R rows, E experts, D model
 
-_FEW_CHOICES = 32
+_FEW_CHOICES = 32  # up to this number, `plan` runs in Python
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:

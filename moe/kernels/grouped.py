@@ -32,10 +32,10 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
 _HALF = (torch.bfloat16, torch.float16)
-_FEW_ROWS = 32
+_FEW_ROWS = 32  # up to this number of rows, padding costs less than a second batched product
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
-_Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # padded rows' gates, dropout factors, h (for relu, its output) and g
+_Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # saved: gates, dropout factors, h (relu: relu(h)) and g of padded rows
 Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A, gradient of h, gradient of g), for weight gradients
 
 
@@ -67,9 +67,9 @@ class Block:
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut the experts into blocks.
-    Experts without rows at the edge of a block belong to no block. 16-bit products on the CPU get more padding and larger blocks, because
-    the first product of a new shape takes 15 times as long as later ones (measured by python -m tests.measured small-costs). Multiples of
-    32 rows are fastest.
+    Experts without rows at the edge of a block belong to no block. For 16-bit products on the CPU, blocks are larger and padded to
+    multiples of 32 rows. So fewer shapes occur: the first product of a new shape takes 15 times as long as later ones (measured by
+    python -m tests.measured small-costs).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)

@@ -2,7 +2,7 @@
 
     permute    rows w1, rows w3    activation    hidden w2    combine        each tensor in memory, and kept for the backward pass
 
-`auto` has all other operations. The size of a row must be a multiple of 16 bytes.
+All other operations are those of `auto`. The size of a row must be a multiple of 16 bytes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Products:
-    """One way to compute products. Other code reads the attributes; a policy overrides those whose default is wrong for it."""
+    """One way to compute matrix products. Other code reads the attributes; a subclass overrides those whose default is wrong for it."""
 
     name: ClassVar[str]
     fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass

@@ -9,7 +9,7 @@ from moe.kernels.network import Counts, Network, numbers
 from moe.kernels.rows import Plan
 from parallel.numerics.weight_gradient import product
 
-# T tokens, K choices, R rows, E experts, D model, F hidden, O a matrix's out
+# T tokens, K choices, R rows, E experts, D model, F hidden, O output width of a matrix
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:

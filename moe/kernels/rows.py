@@ -49,7 +49,7 @@ class Plan:
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1) -> Tensor:
-    """Return source[index // choices]. With `choices` = K, the index has flat choices t * K + k, and the result has row t for each."""
+    """Return source[index // choices]. With `choices` = K, the index holds flat choices t * K + k, and each copies token t."""
     return source.index_select(0, index_R if choices == 1 else index_R // choices)
 
 

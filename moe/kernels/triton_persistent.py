@@ -5,8 +5,9 @@
                         stores                     tile 0               tile 132
 
 Each multiprocessor computes one tile after another in one flattened loop, so the next tile's first blocks are loaded while a tile is
-stored. TMA copies the blocks of rows and weights, so it needs compute capability 9.0. `triton` has all other kernels, also the products of
-fp32 rows, which have no tensor cores. No GPU has timed it yet, so it is a choice and not the default.
+stored. Its blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other kernels are those of `triton`, also
+for products of fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). Not timed on a GPU yet, so `auto` does
+not take it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def persistent_product(
     a, w, a_too, w_too, out, tiles, used, R, E, inner, columns,
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute what `product` of gemm.py computes, by any number of programs. `used` [1]: number of row tiles that have rows. Blocks of rows
-    may reach into the next expert's rows; the sums of these are not stored; beyond a tensor's end they are zeros."""
+    """Compute the result of `product` in gemm.py, by any number of programs. `used` [1]: number of row tiles that have rows. A block may
+    include rows of the next expert, whose sums are not stored. Beyond a tensor's end, TMA loads zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)
     if a_too is not None:
@@ -58,9 +59,9 @@ def persistent_product(
         row, column = in_group(number, num_tiles, num_columns, GROUP)
         expert, begin, end = tl.load(tiles + 3 * row), tl.load(tiles + 3 * row + 1), tl.load(tiles + 3 * row + 2)
         sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps if a_too is None else 2 * steps):  # two loops in a row could not be flattened
+        for step in range(steps if a_too is None else 2 * steps):  # one inner loop: two could not be flattened
             rows, matrices, first = rows_first, matrices_first, step * BLOCK_K
-            if a_too is not None:  # noqa: SIM102  (the compiler's condition; the next one is the kernel's)
+            if a_too is not None:  # noqa: SIM102  (decided at compile time; the next condition at run time)
                 if step >= steps:
                     rows, matrices, first = rows_too, matrices_too, (step - steps) * BLOCK_K
             a_MK = rows.load([begin, first])
@@ -84,7 +85,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
     inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
     t, out = tile(rows.tile_rows, a.dtype, a.device, products=1, epilogue=False), a.new_empty(rows.number, columns)
     programs = min(multiprocessors(a.device), len(rows.tiles) * triton.cdiv(columns, t.n))
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=a.device))  # of TMA's descriptors
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=a.device))  # for TMA's descriptors
     with on(a):
         persistent_product[(programs,)](
             *(a, w, a_too, w_too, out, rows.tiles, rows.used_tiles, rows.number, len(w), inner, columns),

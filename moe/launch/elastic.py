@@ -72,9 +72,9 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     if found:
         return found
     works = smaller(run, below=below, least=1)
-    needed = f"at most {works[0]}, one of {listed(works)}" if works else "fewer processes, but no smaller number is possible"
+    needed = f"one of {listed(works)}" if works else "a run that can continue on fewer"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
-    raise BadInput("--elastic", got=f"{least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
+    raise BadInput("--elastic", got=f"at least {least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 
 
 def layout(run: Run) -> str:

@@ -72,8 +72,8 @@ def set_before_torch(environment: MutableMapping[str, str]) -> None:
 
 
 def allow_open_files(world: int) -> None:
-    """Raise the limit of open files, which children inherit, to the number that a run of `world` ranks needs, if it is lower and `world` is
-    above 1. Raises BadInput if the system's hard limit is lower too."""
+    """Raise the limit of open files, which child processes inherit, to the number that each of `world` ranks needs. Do nothing for a single
+    rank, or if the limit is high enough. Raises BadInput if the system's hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OPEN_FILES + _OPEN_FILES_EACH * world
     if world == 1 or soft == resource.RLIM_INFINITY or soft >= needed:

@@ -62,8 +62,8 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed (by one rank if all have the same), and the end is written
-    to the status file if a parent `moe train` reads it."""
+    """Run `work` as one rank, and return its exit code. An exception is printed; if all ranks have the same, one rank prints it. How the
+    rank ended is written to the status file, if a parent `moe train` reads it."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -162,7 +162,7 @@ class _TooEarly:
 
     def __call__(self, number: int, _: object) -> None:
         if number == signal.SIGINT or os.getpid() != self.process:
-            ctypes.CDLL(None).signal(number, 0)  # 0 is SIG_DFL; C's function, because Python's works only in the main thread
+            ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL. C's signal(), because Python's works only in the main thread
             os.kill(os.getpid(), number)
         if self.place:
             status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
@@ -192,8 +192,8 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _called_immediately(stop: _TooEarly) -> Iterator[None]:
-    """Within the context, a second thread calls the handler immediately. Python itself calls it only when the main thread returns from C
-    code, and there the main thread may wait for missing ranks for minutes."""
+    """Within the context, a second thread calls the signal handler immediately. Python itself calls a handler only when the main thread
+    returns from C code, in which that thread may wait minutes for missing ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -201,8 +201,8 @@ def _called_immediately(stop: _TooEarly) -> Iterator[None]:
     os.set_blocking(writable, False)
     active = [True]
 
-    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child inherits the pipe, so its own signals
-    # would end this process; it is set to -1 in the child.
+    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child inherits the pipe, so the child's own
+    # signals would end this process. Therefore `fd` is -1 in the child.
     def write_to(fd: int) -> None:
         if active:
             with contextlib.suppress(ValueError):  # raised if the fork is made outside of the main thread

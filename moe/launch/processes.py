@@ -129,7 +129,8 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Write a forked rank's number into the name of its process, for `find_ranks`: in /proc, a fork has its parent's variables."""
+    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Its environment variable RANK cannot be
+    read there, because /proc/PID/environ of a fork shows its parent's."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 

@@ -174,7 +174,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # does not collect the exit code, so that `moe train` can read it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie until all have ended: `moe train` reads its exit code
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)

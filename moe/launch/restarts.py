@@ -3,10 +3,11 @@
 A run gives up after N restarts in a row without a new checkpoint. A new checkpoint resets the count, so a long run survives any number of
 faults, and a run that never saves ends soon. (torchrun counts all restarts of a run.) The first restart after a checkpoint is immediate;
 further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted after bad input (exit code 2), a user's signal, or lack of
-memory, if no rank of the first attempt started, if a process cannot be killed, or if the same Python error recurs before a new checkpoint.
+memory. It is not restarted either if no rank of the first attempt started, if a process cannot be killed, or if the same Python error
+recurs before a new checkpoint.
 
-With `--elastic MIN`, a run that would end after N restarts or a recurring error continues with fewer processes (moe/launch/elastic.py), and
-the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
+With `--elastic MIN`, a run does not end after N restarts or a recurring error: it continues with fewer processes (moe/launch/elastic.py),
+and the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class Restarts:
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt gets --fresh. It does not once an attempt has set the earlier checkpoints aside: the run then
-        continues from its own checkpoints."""
+        """Return whether the next attempt gets --fresh. After an attempt that has set the earlier checkpoints aside, none gets it: the run
+        then continues from its own checkpoints."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """Return --from_step for the next attempt. None once an attempt has saved, because the next one resumes from that checkpoint."""
+        """Return --from_step for the next attempt; None if an attempt has saved, because the run then resumes from that checkpoint."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:

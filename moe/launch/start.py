@@ -241,9 +241,9 @@ def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) ->
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends. Meanwhile add ranks that are found to `ranks`, notice when they end, and forward signals to them.
-    Ranks on other machines are added when they get a signal. Return "ended"; "killed" if the caller must kill all processes; "early" if a
-    signal came before all ranks had started."""
+    """Wait until the launcher ends. Meanwhile append each rank that has started to `ranks`, notice when ranks end, and forward signals
+    to them. Ranks on other machines are looked for only when a signal is forwarded. Return "ended"; "killed" if the caller must kill all
+    processes; "early" if a signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
@@ -291,8 +291,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago, so that others have had time to write
-    status files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
+    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago: time for others to write their status
+    files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }

@@ -150,7 +150,7 @@ class Transformer(nn.Module):
     Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
     Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
     part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
-    `keep=("hidden", "routing")` keeps values inside the pass (moe/model/kept.py).
+    `keep=("hidden", "routing")`: the Output also has these intermediate values (moe/model/kept.py).
     """
 
     def __init__(
@@ -366,7 +366,7 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def embedding_as_module(model: Transformer) -> None:
-    """Move the embedding table into a module, because engines gather modules and tiling replaces modules."""
+    """Move the embedding table into a module, because FSDP and ZeRO-3 gather whole modules, and tiling replaces them."""
     if isinstance(model.embedding, nn.Parameter):
         table = model.embedding
         del model.embedding

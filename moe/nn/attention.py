@@ -43,7 +43,7 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
     def forward(self) -> Bias:
-        """Return the bias. Its table is a copy, because an engine may free the weight after this call."""
+        """Return the bias. Its table is a copy, because FSDP or ZeRO-3 may free the weight after this call."""
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
     def bucket(self, distance_N: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Return the logits, fp32 [H], as a copy, because an engine may free the weight after this call."""
+        """Return the logits, fp32 [H], as a copy, because FSDP or ZeRO-3 may free the weight after this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
-        # factor on the queries; it replaces the core's 1 / sqrt(C) by scales.attention
+        # factor on the queries: with it, logits are multiplied by scales.attention instead of the core's 1 / sqrt(C)
         self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
         self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits; None: 1 / sqrt(C)
         self.core: Core = partial(softmax_core, window=window)

@@ -4,7 +4,7 @@
     read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
-attention's `core`, cross attention's `products`, and the function that gathers the flags of document starts.
+attention's `core`, cross attention's `products`, and the function that returns the document starts of whole sequences.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ class Context:
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor
         [T]. `share`: fraction of the pass's valid tokens that are selected.
-        `together(layer, sums)` adds the sums of the ranks that compute the other tokens to `sums`, a layer's sums over the selected tokens.
+
+        `together(layer, sums)` gets a layer's sums over the selected tokens, and returns the layer's sums over all of this pass's tokens.
         """
         whole, scale = self.whole_step, self.auxiliary_scale * share
         whole_step = None if whole is None else lambda layer, sums: whole(layer, together(layer, sums))

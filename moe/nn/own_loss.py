@@ -22,7 +22,7 @@ from parallel.errors import BadInput, counted, where
 # B sequences, L tokens of each
 
 _KEY = "train.loss"
-Arranged = Callable[[Tensor], Tensor]
+Arranged = Callable[[Tensor], Tensor]  # selects or gathers tokens of a tensor [B, L]
 
 
 class Predictions(NamedTuple):

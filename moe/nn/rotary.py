@@ -103,15 +103,15 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return the weight of each pair's unscaled rate in the mixture: 1 for pairs with at least `high` rotations in trained_length, 0 for at
-    most `low`, and between them linear in the number of rotations."""
+    """Return each pair's weight of `rate` in the mixture of rate and rate / factor: 1 for pairs with at least `high` rotations in
+    trained_length, 0 for at most `low`, and between them linear in the number of rotations."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return the weight of each pair's unscaled rate in the mixture: 1 up to the pair with `high` rotations in trained_length, 0 from the
-    pair with `low` rotations on, and between them linear in the pair's index."""
+    """Return each pair's weight of `rate` in the mixture of rate and rate / factor: 1 up to the pair with `high` rotations in
+    trained_length, 0 from the pair with `low` rotations on, and between them linear in the pair's index."""
 
     def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations, not rounded
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

@@ -75,8 +75,8 @@ class Others(Protocol):
 
 
 class Rows(nn.Module):
-    """Consecutive rows of a matrix [V, D], from row `first` on. The weight is read only in `forward`, because engines gather it by hooks on
-    `forward`."""
+    """Consecutive rows of a matrix [V, D], from row `first` on. The weight is read only in `forward`, because FSDP and ZeRO-3 gather it by
+    hooks on `forward`."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]
-# (log-probabilities of targets [B, L], function that selects the same tokens from a tensor of this rank's own) -> the sum of a loss
+# (log-probabilities of targets [B, L], function that selects these tokens from a tensor of this rank's own tokens) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
@@ -213,9 +213,9 @@ def summed_loss(
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
     instead.
 
-    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`; without other ranks and `own`,
-    `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again, so the gradient of
-    the matrix cannot be deferred, and `recast` has no effect.
+    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`. If this rank also holds all rows
+    and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again,
+    so the gradient of the matrix cannot be deferred, and `recast` has no effect.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:
@@ -293,7 +293,7 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_2N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
-        # chunks are summed in fp32 or wider, even if an engine has gathered the weight in 16 bits
+        # chunks are summed in fp32 or wider, even if FSDP has gathered the weight in 16 bits
         wide = sum_dtype(ctx.dtype) if ctx.chunks > 1 else ctx.dtype
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 # path patterns of modules; FSDP gathers the parameters of such a module together, but each tile separately
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
-# path patterns of parameters, all small, that engines keep and gather in the master dtype: the model reads them in fp32, or, as it does
-# with LoRA's, casts them itself
+# path patterns of small parameters that FSDP and ZeRO keep and gather in the master dtype: the model reads them in fp32, or casts them
+# itself (LoRA)
 READ_IN_FP32 = (
     "**norm.weight",
     "**.attention.bias.weight",

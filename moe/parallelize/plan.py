@@ -86,9 +86,9 @@ def _weights(style: Style, *modules: str) -> tuple[tuple[str, Style], ...]:
 def _line(
     columns: type[Column | DTensorColumn], rows: type[Row | DTensorRow], *, sliced: bool, key_heads: str = "tp"
 ) -> tuple[tuple[str, Style], ...]:
-    """Return the rows (path pattern of parameters, style) of 1D tensor parallelism. `columns`, `rows`: styles of the weights. `sliced`:
-    whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and values are sharded; it is smaller than tp if
-    there are fewer key-value heads than ranks.
+    """Return the plan's entries (path pattern of parameters, style) for 1D tensor parallelism. `columns`, `rows`: styles of weights that
+    are split by outputs, or by inputs. `sliced`: whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and
+    values are sharded; it is smaller than tp if there are fewer key-value heads than ranks.
     """
     column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
@@ -118,8 +118,8 @@ def _line(
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """Return the rows (path pattern of parameters, style) of tensor parallelism on a grid. `keys`: style of k and v; `second`: of out and
-    w2; `first`: of all other matrices; `vocabulary`: of embedding and head. `heads`: axis over which heads are sharded.
+    """Return the plan's entries (path pattern of parameters, style) for tensor parallelism on a grid. `keys`: style of k and v. `second`:
+    style of out and w2. `first`: style of all other matrices. `vocabulary`: style of embedding and head. `heads`: axis that shards heads.
     """
     of_attention = (
         *_weights(OF_HEADS, "*_norm"),

@@ -50,7 +50,7 @@ def _values(run: Run) -> dict[str, Any]:
 
 def _function(run: Run) -> dict[str, Any]:
     """Return key -> value, for the keys that have an effect in this run and can change the function that the model computes. Equivalent
-    values are replaced by one: for example, a norm_eps that is the norm's default by None."""
+    values become equal: for example, a norm_eps that is the norm's default becomes None."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.bias_rate is None else "a bias"  # its rate affects training alone
     values["router.hash_table"] = None if run.router.hash_table is None else "a table"  # moe/train/start/resume.py compares tables

@@ -30,8 +30,8 @@ _IsSet = Callable[[str, object, object], bool]
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     """Raise BadInput for the first value of the recipe `file` or the command line that has no effect. origins: key -> origin of its value.
-    A file that sets nearly every key was written by an earlier run, and includes values without effect. Its values get the level of a
-    parent recipe."""
+    A file that sets nearly every key was written by an earlier run, and includes values without effect. Its values are treated as values
+    of a parent recipe."""
     by_run = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
     levels = {file: 1 if by_run else 2, COMMAND_LINE: 3, "default": 0}
 

@@ -180,8 +180,8 @@ def printable(text: str) -> str:
 
 WINDOWS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
 LEAST_STEPS = 20  # a run with fewer steps gets no warning
-LONG = 0.05  # a warning is given if the loss is above its first value in at least this share of the steps
-ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts for a warning
+LONG = 0.05  # a warning is given if the loss is above its first value in at least this share of the steps, and once by 10 %
+ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts for a warning; it must also rise by 2 %
 _FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
 
 

@@ -70,15 +70,15 @@ class Walked:
     held: dict[str, int]  # "parameters", "gradients", "optimizer" or "activations" -> bytes at that peak
     counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
-    work: dict[tuple[str, str], Work]  # (part of a layer, or "", "forward" or "backward") -> work of a GPU in the last step; {} for a CPU
+    work: dict[tuple[str, str], Work]  # (module, "" for all others; "forward" or "backward") -> GPU's work in the last step; {} for a CPU
     parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
     calls: list[Call]  # collectives and messages in order
 
 
 def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "cpu", json: str | None = None) -> int:
-    """Rehearse a rank and print its memory and messages. With "all", rehearse every rank, and print those of the rank with the highest
-    peak. If the run itself would fail, print where, and return FAILED. Raises BadInput as the run itself would, and for an impossible
-    world, rank or device."""
+    """Rehearse `rank` and print its memory and messages. With "all", rehearse every rank, and print the results of the rank with the
+    highest peak. If the run itself would fail, print where, and return FAILED. Raises BadInput as the run itself would, and for an
+    impossible world, rank or device."""
     if world < 1:
         raise BadInput("--world", got=world, needed="at least 1 rank", fix="--world 8")
     ranks = [r for r in range(world) if rank in (str(r), "all")]
@@ -125,7 +125,6 @@ def row_of(walked: Walked) -> dict[str, Any]:
 
 
 def table(run: Run, walked: Walked, world: World) -> list[str]:
-    """Format the result as lines."""
     d = run.degrees
     place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
     lines = [f"rank {world.rank} of {world.size} ({place or 'alone'}) on {world.device}: build, two steps and a save go through"]
@@ -147,8 +146,8 @@ def table(run: Run, walked: Walked, world: World) -> list[str]:
 
 
 def work_lines(work: Mapping[tuple[str, str], Work]) -> list[str]:
-    """Format a GPU's work in a step: a line for each part of a layer, such as attention, which layers with equal work in this part share;
-    then the places in the code at which the host waits for the GPU."""
+    """Format a GPU's work in a step, then the places in the code at which the host waits for the GPU. Each part of a layer, such as
+    attention, has a line. Layers with equal work in a part share its line."""
     if not work:
         return []
     alike: dict[tuple[Any, ...], list[str]] = {}
@@ -189,8 +188,8 @@ def carried(run: Run) -> tuple[Run, str]:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, a few steps are rehearsed
-    together. Raises BadInput as the run itself would, and RehearsalError for another error that the run would have."""
+    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, each of them is a few steps
+    together. Raises BadInput as the run itself would, and RehearsalError for any other error of the run."""
     # tensors have no values, so a user's loss could not read them, and compiling would only cost time
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False, "loss": "cross_entropy"})})
     if continuous(run):
@@ -251,8 +250,8 @@ def take_step(job: Job) -> None:
 
 
 def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[..., None]:
-    """Return a function that calls the engine's step, and labels gradients and optimizer states in `ledger`, which counts live storages.
-    built: the ledger's mark at the end of the build."""
+    """Return a function that calls the engine's step and labels the tensors of gradients and optimizer states in `ledger`, which counts
+    live bytes. built: the ledger's mark at the end of the build."""
     step = engine.step
 
     def named(lr: float, **how: float) -> None:

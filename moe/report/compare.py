@@ -24,9 +24,10 @@ Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baseline: str | None = None, title: str | None = None) -> Path:
     """Draw validation loss over steps for several recipes, as the mean over seeds with a band from minimum to maximum. Return `out_png`.
+
     runs: label -> the lines of metrics.jsonl of each seed, with the seeds in the same order for every label. Only steps at which all seeds
-    of a label were evaluated are drawn. baseline: a label. A second panel then shows the other labels' losses minus this label's, seed by
-    seed. Missing folders are made. Raises BadInput for an unknown baseline."""
+    of a label were evaluated are drawn. baseline: a label; a second panel then shows the other labels' losses minus the losses of this
+    label, seed by seed. Missing folders are made. Raises BadInput for an unknown baseline."""
     from moe.report import style
     from moe.report.history import History
 

@@ -1,7 +1,6 @@
-"""A run's lines of metrics.jsonl as arrays with an entry for each training step, which is NaN if a line lacks the number.
+"""A run's lines of metrics.jsonl as arrays with an entry for each training step. The entry is NaN if the step's line lacks the number.
 
-Suffixes of names are the axes of arrays: S training steps, E experts. If a step was written twice (a file joined by hand), its last line
-counts.
+Suffixes of names are the axes of arrays: S training steps, E experts. If a step has two lines (in a file joined by hand), the last counts.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token. A user's train.loss is not, and has no bits per byte."""
+        """Whether losses are in nats per token. Values of a user's own train.loss are not, and their evaluations lack bits per byte."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property
@@ -62,7 +61,7 @@ class History:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Parameter families of the gradient norm that occur in any step."""
+        """Names of the families of parameters whose gradient norm is recorded in any step."""
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:

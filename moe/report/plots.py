@@ -1,8 +1,8 @@
-"""The pictures of one run: each function draws one from a run's history, or returns None if the run has no data for it.
+"""The pictures of one run. Each function draws one picture from a run's history, or returns None if the run has no data for it.
 
-`PLOTS` is the table of the report's pictures: a new picture is a function and an entry in it. In pictures of expert load the colour is the
-logarithm of load / mean load, so that half and double the mean are equally far from the mean (a fair share), which has the background's
-colour.
+`PLOTS` lists the report's pictures: a new picture is a function and an entry in PLOTS. In the picture of expert load the colour is the
+logarithm of load / mean load, so that half and double the mean are equally far from the mean. The mean, which is a fair share, has nearly
+the background's colour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
-REACH = 2  # the colour scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal's row of expert load
+REACH = 2  # the colour scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal (moe/records/heat.py)
 HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
 
 
@@ -83,7 +83,7 @@ def router_losses(history: History) -> Figure | None:
     fig, axes = _panels(history, len(shown))
     for ax, (key, name), colour in zip(axes, shown, LINES, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
-        if key == "balance_loss":  # dashed line: the sum of the losses of an even load, which is 1 in each layer
+        if key == "balance_loss":  # dashed line: the sum over layers for even load, whose balance loss is 1 in each layer
             ax.axhline(len(history.layers), color=MUTED, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
             ax.legend(loc="upper right")
         ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")

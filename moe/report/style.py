@@ -59,7 +59,7 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
 
 
 def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
-    """Give the x axis the range of the steps (around a single step, a range of 2), whole numbers, and with `label` the label "step"."""
+    """Set the x axis to the range of the steps (2 wide around a single step), with ticks at whole numbers. label: write "step" below it."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)

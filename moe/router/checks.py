@@ -37,12 +37,12 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
         RouterSpec,
     )  # not at the top, because it imports pydantic, which a router outside a recipe does not need
 
-    idle = {key: field.default for key, field in RouterSpec.model_fields.items()}
+    defaults = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (setting, reason, instead) in unread(spec).items():
-        if key not in own or own[key] == idle[key]:
+        if key not in own or own[key] == defaults[key]:
             continue
-        got, needed = f"{written(own[key])} with {setting}", f"{written(idle[key])}: {reason}"
-        raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", idle[key]) | instead)
+        got, needed = f"{written(own[key])} with {setting}", f"{written(defaults[key])}: {reason}"
+        raise BadInput(f"router.{key}", got=got, needed=needed, fix=Set(f"router.{key}", defaults[key]) | instead)
 
 
 def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
@@ -179,7 +179,7 @@ def decides_together(spec: RouterSpec) -> bool:
 
 def group_size(spec: RouterSpec) -> int | None:
     """Return the number of sequences whose tokens the router needs together, for a decision or a balance loss. 0: all sequences of a
-    micro-batch; None: it looks at each token alone.
+    micro-batch. None: the router needs only one token at a time.
     """
     balances = spec.balance_scope != "global_batch" and spec.asks_balance
     if not balances and not decides_together(spec):

@@ -37,7 +37,7 @@ def balance_loss(
     group_T: Tensor | None = None,
     summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
-    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, f_e covers the whole step, without groups.
+    """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
 
     `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
     loss is then the mean of the ranks' results, weighted by their valid tokens.
@@ -135,7 +135,7 @@ def count_choices(
         if mask is not None:
             key_TK = torch.where(mask, key_TK, bins)
     key_N = key_TK.flatten()
-    if key_N.is_cuda:  # there bincount makes the host wait twice, for the least and the largest key
+    if key_N.is_cuda:  # on a GPU bincount makes the host wait twice, for the least and the largest key
         counts = key_N.new_zeros(bins + 1).scatter_add_(0, key_N, torch.ones_like(key_N))
     else:
         counts = torch.bincount(key_N, minlength=bins + 1)

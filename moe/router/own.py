@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # T tokens, E experts, K choices
 
-_TOKENS = 7
+_TOKENS = 7  # tokens on which a function is tried
 
 
 def own_scores(logits_TE: Tensor, name: str) -> Tensor:

@@ -158,8 +158,8 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. The kernel also chooses the experts, but not if a record or an earlier pass gives them, or with a capacity
-        and a router.drop other than position. Collective if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
+        there is a capacity and router.drop is not position. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given
 
         spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
@@ -227,7 +227,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if a token's experts depend on other tokens of the group; the chosen experts are gathered if only its slots do."""
+        gathered if a token's experts depend on other tokens of the group. If only its slots do, the chosen experts are gathered."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)
@@ -286,7 +286,7 @@ class Router(nn.Module):
         return kept_TK if shards is None or slots is None else shards.mine(kept_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
-        """Return the scores [T, E] by which experts are selected: with gumbel noise and selection bias, both of which gates do not have."""
+        """Return the scores [T, E] by which experts are selected. They include gumbel noise and the selection bias; gates do not."""
         spec = self.spec
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TINY = 1e-20  # lower bound of scores and their sums before a logarithm or a division
 _LEAST = 1e-6  # lower bound of the noise's size, which is a divisor
-_EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
+_EDGE = 2.0**-24  # uniform numbers stay this far from 0 and 1, where their logarithms are infinite
 
 
 def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
@@ -50,7 +50,7 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
-    """Return the chosen experts' gates [T, K] as in router.gates as_is, without gate_scale. router.drop lowest_gate compares these."""
+    """Return the chosen experts' gates [T, K] for router.gates `as_is`, without gate_scale. router.drop `lowest_gate` compares them."""
     if spec.softmax_over == "chosen":
         return logits_TE.gather(1, expert_TK).softmax(-1)
     return scores_TE.gather(1, expert_TK)

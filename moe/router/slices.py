@@ -31,8 +31,8 @@ Made = TypeVar("Made", bound=Any)  # a dataclass whose tensors have one row for 
 
 @dataclass(frozen=True)
 class Shards:
-    """Distribution of the tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all G,
-    int64."""
+    """Distribution of the tokens of whole sequences over the ranks of `axis`. `held`: for each rank, the indices of its tokens among all
+    these tokens, int64."""
 
     axis: Axis
     held: Sequence[Tensor]
@@ -106,7 +106,8 @@ class Shards:
 
 def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False) -> Shards:
     """Return how the ranks of `axis` (sp * tp) share `batch` sequences. `positions`: for each rank of sp, the positions of its tokens in a
-    sequence, ascending. `ways`: number of ranks of tp that divide these tokens, `by_columns` or into contiguous chunks of all.
+    sequence, ascending. `ways`: number of ranks of tp among which these tokens are divided. `by_columns`: each gets contiguous positions of
+    every sequence; otherwise a contiguous chunk of all tokens.
     """
     first_B1 = torch.arange(batch).unsqueeze(1) * sum(map(len, positions))
     tokens = [first_B1 + torch.tensor(held) for held in positions]

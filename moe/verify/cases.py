@@ -61,7 +61,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }  # fmt: skip
-PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents, which begin with id 0 (1/16 of the tokens) or id 1 (1/39)
+# attention stays within a document. Every token with id 0 (1/16 of all tokens), or with id 1 in packed_t5 (1/39), begins a document
+PACKED: dict[str, dict[str, Any]] = {
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
@@ -178,8 +179,7 @@ LINES = ("1d", "dtensor", *FORMS)
 @dataclass(frozen=True)
 class Case:
     """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" are for runs on one process, with which layouts are compared: they make this process sum partial results in the order of
-    the layout's ranks.
+    "reference:" are only for the reference run on one process. They make it sum partial results in the order of the layout's ranks.
     """
 
     model: str
@@ -207,7 +207,7 @@ class Case:
     tensor: str = "copied"  # how tp ranks split weights: a value of tensor.kind or a key of FORMS
     parts: int = 1  # reference: a layer's output is the sum of partial results of this number of tp ranks (moe/verify/in_parts.py)
     first_part: int = 0  # reference: index of the tp rank with the first partial result in these sums
-    blocks: int = 1  # reference: matrix products are summed from blocks x blocks blocks, as on a grid of tp ranks (moe/verify/in_parts.py)
+    blocks: int = 1  # reference: matrices are multiplied in `blocks` x `blocks` pieces, as on a grid of tp ranks (moe/verify/in_parts.py)
     sp: int = 1
     attention: str = "zigzag"  # method of sequence parallelism, a key of `attentions`
     slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
@@ -255,7 +255,7 @@ class Case:
         return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
-        """Return the case's recipe. Unless MODELS or the case's fields say otherwise, the model has one MoE layer and one dense layer."""
+        """Return the case's recipe. By default, the model has one MoE layer and one dense layer."""
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"

@@ -27,14 +27,14 @@ def _relative(a: float, b: float) -> float:
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Return a dict: parameter -> deviation of its gradient. The divisor is the gradient's largest element, but at least 1/1000 of the
-    largest element of all gradients."""
+    largest element of all gradients. Otherwise rounding in a tiny gradient would be a large deviation."""
     largest = max(g.abs().max().item() for g in want.values())
     return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return a dict: name in NUMBERS -> largest relative deviation. In step 0, loss: of loss and balance loss; gradient: of any parameter's
-    gradient; norm: of the gradient norm; update: of any weight after the step. ten_step: of the losses of all steps."""
+    """Return a dict: name in NUMBERS -> largest relative deviation. ten_step: of the losses of all steps. The others are of step 0. loss:
+    of loss and balance loss; gradient: of any parameter's gradient; norm: of the gradient norm; update: of any weight after the step."""
     if got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys(NUMBERS, math.inf)
     return {

@@ -1,20 +1,20 @@
 """Computes the expected result of a case, and how far its numbers may deviate from it.
 
     fp32           the plain twin in float64: a second implementation of training (twin.py). Tolerance 1e-5 for each number. Adam divides a
-                   gradient near 0 by its own size, so it magnifies the rounding of gradients. If a row fails, its weights are therefore
-                   compared with an update from gradients that one process sums in the order of the row's ranks. The row's gradients are
-                   still compared with the float64 twin
+                   gradient near 0 by its own size, so it magnifies the rounding of gradients. If a case fails, its weights are therefore
+                   compared with an update from gradients that one process sums in the order of the case's ranks. The case's gradients
+                   are still compared with the float64 twin
     bf16, fp16     the trainer on one process in that precision. Tolerance: twice the largest deviation between such runs that add the terms
-                   of sums in different orders (`reorderings`). If a row fails, it is compared with one process that sums in the order of
-                   the row's ranks. Each number and gradient must also be near the float64 twin (`Bound`), because an error that all
-                   16-bit runs share shows only there
+                   of sums in different orders (`reorderings`). If a case fails, it is compared with one process that sums in the order of
+                   the case's ranks. Each number and gradient must also be near the float64 twin (`Bound`). Only this comparison finds an
+                   error that all 16-bit runs share
 
-Cases in fp32 whose experts multiply matrices in fewer bits (moe/kernels/products.py) are compared in the way of 16-bit cases.
+Cases in fp32 whose experts multiply matrices in fewer bits (moe/kernels/products.py) are compared like 16-bit cases.
 
-A Bound is measured by Monte Carlo arithmetic (Parker 1997): the twin runs in fp32, and each number that a 16-bit run would round is
-multiplied by a random factor, forward and backward, that differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The
-bound is twice the largest deviation in up to MOST_DRAWS such runs. Many are needed, because a token that is nearly tied between two experts
-changes its expert only in some runs. More than DRAWS runs are made only if a row exceeds the bound so far.
+A Bound is measured by Monte Carlo arithmetic (Parker 1997). The twin runs in fp32. Forward and backward, each number that a 16-bit run
+would round is multiplied by a random factor. The factor differs from 1 by at most the unit roundoff: 2^-8 in bf16, 2^-11 in fp16. The bound
+is twice the largest deviation in DRAWS such runs. More runs, up to MOST_DRAWS, are made only if a case exceeds the bound so far: a token
+that is nearly tied between two experts changes its expert only in some runs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from parallel.process.fork import each_on_ranks
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # `reorderings`: numbers of micro-batches
 SLICES = (2, 3, 4)  # `reorderings`: numbers of slices of a sequence
-LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings, which takes 30 s in 16 bits, and more on a busy machine
-_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # sections that change no result
+LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings. In 16 bits they take 30 s, but more on a busy machine
+_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # recipe sections without effect
 DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rounding for a Bound
 
 
@@ -66,7 +66,7 @@ def twin_of(case: Case) -> Case:
 
 
 def rounds(case: Case) -> bool:
-    """Whether the case computes in less than fp32, in all layers or only in the experts' matrix products."""
+    """Whether the case computes in a lower precision than fp32, in all layers or only in the experts' matrix products."""
     return case.precision != "fp32" or PRODUCTS[case.run().experts.products].rounds
 
 
@@ -81,22 +81,23 @@ def alone(twin: Case) -> Case:
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
-    """Yield (case, kernels) of runs on one process that compute the same sums as `alone(twin)` in other orders. Micro-batches also
-    represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because each further split would widen the
-    tolerance.
+    """Yield (case, value of experts.kernels) for runs on one process that compute the same sums as `alone(twin)` in other orders.
+    Micro-batches also represent data-parallel replicas. Layers and sequences are split only if `twin` splits them, because each further
+    split would widen the tolerance.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # `twin_of` sets the row's number if CUTS lacks it
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # a number that CUTS lacks (`twin_of`)
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b = b + a
+        # the order of the parts does not change a sum of two: a + b = b + a
+        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))
     if twin.slices:
         yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
         sizes = twin.run().model
-        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # the number of slices divides both lengths
+        shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # slices must divide both stacks' lengths
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
 
 
@@ -148,8 +149,8 @@ class Expected:
         return Expected(twin, result, tolerance, Bound(twin, reference(replace(twin, precision="fp32"))) if plain else None)
 
     def in_the_order_of(self, case: Case) -> Expected:
-        """Return a copy with another `result`: of one process that takes all sums in the same order as `case`. In fp32 only the weights are
-        replaced, by those that the twin computes from this process's gradients. The tolerance stays the same."""
+        """Return a copy whose `result` comes from one process that takes all sums in the same order as `case`. In fp32 only the weights of
+        the result are replaced: the twin computes them from this process's gradients. The tolerance stays the same."""
         one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
             return replace(self, result=one)
@@ -158,8 +159,8 @@ class Expected:
 
 def _of_values(twin: Case) -> Expected:
     """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. If the twin lacks
-    the optimizer, the update and later losses are compared with the trainer on one process, with twice the effect of another order of sums
-    as tolerance."""
+    the recipe's optimizer, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the
+    deviation between two runs that differ in the order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))
@@ -181,8 +182,8 @@ def computed_in_background(twins: list[Case]) -> Iterator[Expected]:
 
 
 def _each_as_dict(rank: int, twins: list[Case]) -> Iterator[dict[str, Any]]:
-    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS
-    runs."""
+    """Yield an Expected for each of `twins` as nested dicts, which processes can exchange. Each Bound has already made its first DRAWS runs
+    with random rounding."""
     for twin in twins:
         found = Expected.of(twin)
         while found.bound is not None and found.bound.drawn < DRAWS:
@@ -206,8 +207,8 @@ class Bound:
         return torch.finfo(DTYPES[self.twin.precision]).eps / 2
 
     def draw(self) -> None:
-        """Run the twin once more with random rounding. Raise each limit to twice this run's deviation plus the rounding of the result
-        itself, which is stored in fp32, if this sum is larger than the limit."""
+        """Run the twin once more with random rounding, and raise the limits that this run exceeds. This run's limit is twice its deviation
+        (at least the unit roundoff), plus the rounding of the result itself, which is stored in fp32."""
         rounding = Rounding(unit=self.unit, seed=self.drawn)
         stored = FP32_TOLERANCE if self.twin.precision == "fp32" else torch.finfo(torch.float32).eps / 2
         found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)

@@ -37,13 +37,13 @@ FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest f
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16", "fp16"),
 }
-# further rows in fp32, with other models and few sequences in a micro-batch; fsdp+kept: sharding.reshard false
+# feature -> its values in further rows, in fp32, with other models and few sequences in a micro-batch
 FEW: dict[str, tuple[str, ...]] = {
     "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor"),
     "schedule": ("none", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "dualpipe", "chimera"),
     "tensor": ("none", "1d", "sliced", "2d"),
     "sequence": ("none", "zigzag", "ulysses"),
-    "data": (*planned(), "fsdp+kept"),
+    "data": (*planned(), "fsdp+kept"),  # fsdp+kept: FSDP with sharding.reshard false
     "experts": ("ep2", "ep4", "ep2 etp2"),
     "sequences": ("1", "3"),  # number of sequences in a micro-batch of a data-parallel rank, or of one row of its tp grid
 }
@@ -110,8 +110,8 @@ def _named(pair: Pair) -> str:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Return the row with values for its missing features: the simplest values with which the chosen dispatcher or split of experts can
-    run."""
+    """Return a value for each factor: the chosen ones, and for all others the simplest with which the chosen dispatcher or split of experts
+    can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -123,14 +123,14 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks. None: on the smallest number of ranks with which dp is at least 2. Raises BadInput if `world`
-    is too small, and Idle if a value of the row has no effect.
+    """Return a row's case on `world` ranks. None: on as many ranks as give dp the degree 2, or ep * etp if this is larger. Raises BadInput
+    if `world` is too small, and Idle if a value of the row has no effect.
     """
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
-    dp = _rest(choice, world, pp * tp * sp, ep * etp, sharers=sp)
+    dp = _dp_of(choice, world, pp * tp * sp, ep * etp, sp=sp)
     # without a pipeline: 3 micro-batches, or 1 if dp is 8, which leaves each rank 3 of the 24 sequences
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
@@ -148,7 +148,7 @@ def few_of(choice: Choice) -> Case:
     """Return the case of a row of FEW on WORLD ranks. Raises BadInput if the row needs more ranks."""
     (ep, etp), schedule, model = PLACES[choice["experts"]], choice["schedule"], choice["model"]
     pp, tp, sp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]], (1 if choice["sequence"] == "none" else 2)
-    dp = _rest(choice, WORLD, pp * tp * sp, ep * etp, sharers=sp)
+    dp = _dp_of(choice, WORLD, pp * tp * sp, ep * etp, sp=sp)
     microbatches, sequences = (2 if pp == 1 else 4), int(choice["sequences"]) * (2 if choice["tensor"] in GRIDS else 1)
     layers = 4 if model in HALVES else LAYERS[2][int(pp > 1 and SCHEDULES[schedule].chunks != 1)]
     length = 24 if model == "latent" else 32  # with 32, a token of `latent` is nearly tied between two experts in step 3
@@ -168,14 +168,11 @@ def _check_idle(choice: Choice, ep: int) -> None:
         raise Idle("dispatch.kind", got=f"{rows} with experts {places}", needed=needed, fix=Set("degrees.ep", 4))
 
 
-def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharers: int) -> int:
-    """Return the degree of dp for a row. ranks: pp * tp * sp. experts: ep * etp. sharers: degree of sp. Raises BadInput if `world` is too
-    small."""
-    # an engine that shards states needs at least two ranks of dp or sp
+def _dp_of(choice: Choice, world: int | None, ranks: int, experts: int, *, sp: int) -> int:
+    """Return the degree of dp for a row. ranks: pp * tp * sp. experts: ep * etp. Raises BadInput if `world` is too small."""
+    # an engine that shards states needs at least two ranks of dp or sp, or a 2.5D or 3D grid of all ranks
     least = (
-        1
-        if ENGINES[choice["data"].partition("+")[0]].stage == 0 or sharers > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d")
-        else 2
+        1 if ENGINES[choice["data"].partition("+")[0]].stage == 0 or sp > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     )
     if world is None:
         return max(2, experts)

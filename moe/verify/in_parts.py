@@ -122,7 +122,7 @@ def in_slices(model: Transformer, case: Case) -> None:
     """Replace every attention of the model by one that rounds as the method `case.attention` does on `case.slices` ranks."""
     form = Sequence(**attentions()[case.attention])
     kind = _ColossalInSlices if form.named.keeps_scores else _InSlices
-    slices = case.slices // form.heads_of(case.slices)  # ring with ulysses: ranks that exchange heads use one slice
+    slices = case.slices // form.heads_of(case.slices)  # ring combined with ulysses: the ranks of a ulysses group have one slice together
     sizes, alone = case.run().model, Axis("alone")
     decoder = Order(form.position_order, slices, sizes.read_length - sizes.source_length)
     for block in model.layers:

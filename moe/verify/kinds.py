@@ -32,8 +32,8 @@ KINDS: dict[str, Callable[[], list[Case]]] = {
 
 
 def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
-    """Return the cases of these kinds on at most `nproc` processes. With nproc < 8, hybrid is left out if all kinds are asked for; if only
-    some are, BadInput is raised. Also raises BadInput for an unknown kind."""
+    """Return the cases of these kinds on at most `nproc` processes. The kind `hybrid` needs 8 processes. With fewer, it is left out if all
+    kinds are chosen; otherwise it raises BadInput. Also raises BadInput for an unknown kind."""
     for kind in kinds:
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS) or next(iter(KINDS))
@@ -52,7 +52,7 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
-    first = replace(first, packed=first.run().train.has_own_loss)  # a plug-in's loss may need pairs of chats
+    first = replace(first, packed=first.run().train.has_own_loss)  # a user's loss may need several chats in a sequence
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
         layout = replace(first, world=world)

@@ -259,7 +259,7 @@ def run_world(
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     """Yield the results of `ran_by`, with all threads of the rank bound to one core. Otherwise gloo's thread would spin on another core
-    while a thread of the rank holds a lock: with two cores, a third of a row's processor time."""
+    while a thread of the rank holds a lock. On two cores, this took a third of the processor time."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):  # includes gloo's threads, which have already been started
@@ -273,7 +273,7 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """Return the first cases, as many as together need at most MESHES / ranks different meshes, but at least one."""
+    """Return as many of the first cases as together need at most MESHES / ranks different meshes, and at least one."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -287,7 +287,8 @@ def few_meshes(cases: Iterable[Case]) -> list[Case]:
 def ran_by(
     rank: int, chosen: list[Case], taped: bool, inside: Inside = nullcontext, *, device: torch.device = _CPU
 ) -> Iterator[dict[str, Any]]:
-    """Yield this rank's result of each case, and its tape if `taped`, as values that processes can exchange."""
+    """Yield this rank's result of each case, and its tape (the recorded outputs of its modules) if `taped`, as values that processes can
+    exchange."""
     meshes: dict[Degrees, Mesh] = {}  # reused by all cases, because a mesh's process groups are never closed
     for case in chosen:
         tape = Tape.of(case) if taped else None

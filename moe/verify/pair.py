@@ -71,5 +71,5 @@ def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], to
 
 
 def adamw(model: nn.Module) -> Any:
-    """Return the AdamW that all programs use. Its eps is large, so that a tiny gradient does not cause a step of full length."""
+    """Return the AdamW that all programs use. Its eps is large, so that a tiny gradient does not cause an update as large as lr."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6, foreach=False)

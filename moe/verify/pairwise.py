@@ -1,4 +1,4 @@
-"""Chooses a small number of rows, each with one value of every factor, so that every pair of values of two factors occurs in some row.
+"""Chooses a few rows (combinations of one value of every factor), so that every pair of values of two factors occurs in some row.
 
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
@@ -61,7 +61,7 @@ def cover(
 ) -> Covering:
     """Choose rows that contain every pair that is not refused. complete(values): returns the simplest row with these values. refuse(row):
     returns the error with which the row is refused, or None. A pair is refused if the simplest row with it is refused. If several values
-    add equally many new pairs, a row gets the value that the fewest rows have, but for factors in `first_of` the first value.
+    add equally many new pairs, a row gets the value that the fewest rows have. For factors in `first_of`, it gets the first value instead.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 

@@ -3,7 +3,7 @@ on one process.
 
     adapter   moe/verify/peers/NAME.py, found by its name; moe/verify/pair.py lists its contents
     pair      one tiny model in one layout: `one` records a step on one process, `many` the same step on several ranks (moe/verify/yours)
-    row       result of a pair: the first deviation that `moe verify --compare` finds in the forward pass, else in the backward pass
+    row       result of a pair: the first deviation that `moe verify --compare` finds in the forward pass, or else in the backward pass
 
 All layouts of a model are compared with the same recording of one process. A pair that cannot run on a CPU gets a row with the reason.
 """

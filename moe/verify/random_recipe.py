@@ -41,15 +41,12 @@ _TINY: Values = {
     "optimizer": {"lr": 0.003, "eps": 0.1, "clip_norm": 0.5},
     "sharding": {"allow_slow": True},
     "train": {"global_batch": 4, "eval_sequences": 4},
-    "router": {
-        "allow_noncausal": True,
-        "group": "sequence",
-        "balance_scope": "sequence",
-    },  # a preset's own values may make results depend on the layout by definition
+    # with a preset's own values of these keys, results may depend on the layout by definition
+    "router": {"allow_noncausal": True, "group": "sequence", "balance_scope": "sequence"},
 }
-_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; a step hardly depends on the others
+_NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; the other keys hardly change a step
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
-_NEVER = ("given", "triton", "triton_persistent")  # an object from Python; kernels that need a GPU: drawn recipes run on the CPU
+_NEVER = ("given", "triton", "triton_persistent")  # an optimizer object, which YAML cannot hold; kernels that need a GPU
 # axis -> key that is drawn if the axis has several ranks
 _KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS

@@ -37,8 +37,8 @@ _REASONS = 10  # largest number of reasons in the summary
 def main(
     *, draws: int, seed: str = "0", nproc: int | None = None, json: str | None = None, timeout_s: float | None = None, say: Say = say_now
 ) -> int:
-    """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if the checks refuse a draw
-    with an error that is not one line with what, got, needed and fix; else 0."""
+    """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if a refusal's text is not
+    one line with what, got, needed and fix; else 0."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
     started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()

@@ -17,13 +17,13 @@ from moe.recipe.sections import Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
-# keys of sizes, which are not taken from the user's recipe
+# keys that are not taken from the user's recipe: sizes, and a few settings that a case sets itself
 _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_size", "d_ff", "max_length", "moe_every", "moe_layers"}
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # largest sliding window of a small version; shorter than the sequences of all cases
-# for parameters that begin at 0: Adam's first step makes them -lr g / (|g| + eps). With a small eps, a rounding error of a tiny g flips
-# their sign
+# optimizer settings for models with parameters that begin at 0. Adam's first step makes them -lr g / (|g| + eps). With a small eps, a
+# rounding error of a tiny gradient g would flip their sign
 LINEAR = {"eps": 0.1}
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
@@ -51,7 +51,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.rope.fraction < 1:  # rotary positions on 2 or 4 of a head's 6 channels
         model["rope"]["fraction"] = min(2, max(1, round(3 * m.rope.fraction))) / 3
     if m.latent.key_rank is not None:
-        # all sizes differ from each other and from a head's 6 channels; None: the recipe does not set it
+        # all sizes differ from each other and from a head's 6 channels; sizes that the recipe does not set stay None
         query, value = m.latent.query_rank is not None, m.latent.value_size not in (None, m.latent_sizes.content)
         model["latent"] = {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
@@ -78,7 +78,7 @@ def _router(run: Run) -> dict[str, Any]:
     spec = run.router
     changed = {"preset": spec.preset, "allow_noncausal": spec.allow_noncausal} | spec.own
     changed |= {"group": 1} if spec.group != "sequence" else {}
-    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table has a row for each id of the recipe's vocabulary
+    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # the table is for the ids of the recipe's vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
 

@@ -1,5 +1,5 @@
-"""Records tensors of the first steps of a run of `moe verify` in a Tape, so that moe/verify/where.py can find the first that differs in two
-runs.
+"""Records tensors of the first steps of a run of `moe verify` in a Tape. moe/verify/where.py compares the tapes of two runs, to find the
+first tensor that differs.
 
     forward      outputs of the model's modules, with the index of each output's token in the step's batch
     again        the outputs that activation recomputation computes a second time
@@ -103,14 +103,14 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, except in passes without gradient."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # .contexts: layer -> context of the tokens that entered it last. Replicas of the engine dp are threads
+    now = threading.local()  # .contexts: layer -> Context of the tokens that entered it last. Replicas of the engine dp are threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None
 
     def between(context: Any) -> Any:
-        """Return the context of the tokens that this rank has between layers. The model's own slicing is not used, because it may be
-        faulty."""
+        """Return the Context (step, token indices) of the tokens that this rank has between layers. The model's own slicing is not used,
+        because it may be faulty."""
         if axis is None:
             return context
         each = len(context.position_T) // len(context.sequence_B) // axis.size

@@ -5,8 +5,9 @@ its own model and update.
     moe/verify/plain/step.py    weight decay, clipping, optimizers, biases    moe/verify/plain/encoder_decoder.py   encoder-decoders
 
 It shares with the trainer only the recipe and the initial values of parameters. It computes in float64, because in fp32 its own rounding
-could exceed the tolerance: Adam's first step lr g / (|g| + eps) turns an error d of a tiny gradient g into lr d / eps = 300 d, with
-learning rate lr. For PipeDream and 2BW it computes gradients with older weights, as the pipeline stages do, and updates the newest weights.
+could exceed the tolerance. Adam's first step is lr g / (|g| + eps), with learning rate lr: it turns an error d of a tiny gradient g into
+lr d / eps = 300 d. For PipeDream and 2BW the twin computes gradients with older weights, as the pipeline stages do, and updates the newest
+weights.
 """
 
 from __future__ import annotations
@@ -178,8 +179,8 @@ def version_read(step: int, age: int) -> int:
 
 
 def ages(case: Case, names: list[str]) -> dict[str, int]:
-    """Return a dict: name of a parameter or router's bias -> age: the value with which gradients are computed is this number of updates
-    older than the newest value. {} if the schedule computes all gradients with the newest values."""
+    """Return a dict: name of a parameter or router's bias -> its age. Gradients are computed with a value that is older than the newest
+    value by this number of updates. {} if the schedule computes all gradients with the newest values."""
     age = SCHEDULES[case.schedule].age
     if age is None:
         return {}

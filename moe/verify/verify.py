@@ -37,7 +37,7 @@ from parallel.process.process import gpus
 
 Say = Callable[[str], None]
 Run = Callable[..., Iterator[tuple[Case, Ran]]]  # `run_world` or `run_started`
-# --device -> kernels of cases of one process
+# --device -> values of experts.kernels with which each case of one process is run
 ALONE = {"cuda": ("triton", "triton_persistent", "grouped_mm", "cpu", "reference"), "cpu": ("cpu", "reference")}
 _BY_DEFINITION = "not compared: router.group rank, which counts capacity over a rank's tokens and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # print each row immediately, even into a pipe

@@ -8,7 +8,7 @@ to embedding; gradient norms; moments and weights after the update. The losses o
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
 
-    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py); larger effects count as 1e-5
+    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py). At most 1e-5 is allowed
     bf16, fp16  in that precision with the sums in other orders (`reorderings`)
 """
 
@@ -40,7 +40,8 @@ _DEPTHS = {name: number for number, name in enumerate(_INSIDE.split(" "))}
 
 
 class Line(NamedTuple):
-    """One tensor of a tape, to be compared. name: its module or parameter. floor: smallest divisor of a relative deviation."""
+    """One tensor of a recorded run (a tape), to be compared. name: its module or parameter. floor: smallest divisor of a relative
+    deviation."""
 
     step: int
     phase: str
@@ -215,8 +216,9 @@ class Standard:
 
 
 def last_module(errors: str) -> str:
-    """Return text that names the module after which the first rank failed, and the step; "" if no rank raised an error. errors: text of the
-    ranks' errors from `run_world` with tapes. Other ranks fail later, because they wait for the first one."""
+    """Return text that names the step and the last module of the rank that failed first; "" if no rank raised an error. errors: text of the
+    ranks' errors, which a tape (a recording of modules, tape.py) extends by the last module. Other ranks fail later, because they wait for
+    the first one."""
     found = [(int(step or 0), depth(name), said) for said, name, step in re.findall(rf"{LAST}((\S+)(?:.* step (\d+))?.*)", errors)]
     return min(found, default=(0, (), ""))[2]
 

@@ -107,7 +107,6 @@ class Graph:
 
     @cached_property
     def named(self) -> dict[str, Operator]:
-        """Return name of an operator -> operator."""
         return {op.name: op for op in self.operators}
 
     def letters(self, value: str) -> str:

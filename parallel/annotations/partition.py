@@ -5,10 +5,10 @@
 
 A tensor has one sharding between operators and may have another inside an operator. "enter" and "leave" are the collectives (resharding.py)
 that change the first into the second and the second back into the first. A sharded factor (letter of the operator's rule) that the output
-lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. Examples: the batch for
-a weight (data parallelism); hidden units for the input of a column-parallel layer (the all-reduce f in Megatron-LM's backward pass). If
-several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow
-(arXiv 1811.02084), section 4.
+lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. For example, a weight
+lacks the batch (data parallelism), and the input of a column-parallel layer lacks the hidden units (the all-reduce f in Megatron-LM's
+backward pass). If several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section
+4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard factors outside of `letters` and
+    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard other factors than `letters` and
     `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
@@ -219,9 +219,9 @@ def flops(work: Work, mesh: Sizes) -> float:
 
 
 def peak(graph: Graph, held: Mapping[str, float]) -> float:
-    """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor but parameters.
-    An activation is freed after the backward pass of the operator that computed it; an input, after its first reader's backward pass. A
-    gradient exists from the backward pass of the activation's last reader until the backward pass of the operator that computed it."""
+    """Return the peak total size of activations and their gradients in both passes. held: name -> size of each tensor except parameters.
+    An activation is freed after the backward pass of the operator that computed it; an input, after its first reader's backward pass. The
+    gradient of an activation exists from the backward pass of the activation's last reader until the activation is freed."""
     change, steps = [0.0] * (2 * len(graph.operators) + 2), 2 * len(graph.operators)
 
     def add(first: int, last: int, amount: float) -> None:

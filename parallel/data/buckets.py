@@ -31,8 +31,8 @@ class Buckets:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh
-        self.expected: set[str] = set()  # parameters of this step's buckets
-        self.coming: deque[Bucket] = deque()  # buckets that have not started
+        self.expected: set[str] = set()  # parameters whose gradients are in this step's buckets
+        self.coming: deque[Bucket] = deque()  # buckets whose sums have not started
         self.complete: set[str] = set()  # parameters with a complete gradient
         self.started: deque[StartedSum] = deque()  # started sums whose results are not stored yet, the oldest first
         for name, parameter in parameters.items():

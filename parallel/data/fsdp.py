@@ -152,7 +152,7 @@ def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) ->
         elif unit.ahead:
             groups.append([unit])
     for i, (first, *inside) in enumerate(groups if prefetch else ()):
-        # nested units prefetch nothing: recomputed in the backward pass, they would prefetch units that only the forward pass needs next
+        # nested units prefetch nothing: when recomputed in the backward pass, they would prefetch the units after them in forward order
         module, later, earlier = cut[first.path], groups[i + 1 : i + 1 + prefetch], groups[max(0, i - prefetch) : i]
         module.set_modules_to_forward_prefetch([cut[u.path] for u in chain(inside, *later)])
         module.set_modules_to_backward_prefetch([module, *(cut[u.path] for u in chain(inside, *reversed(earlier)))])

@@ -53,7 +53,7 @@ class SwapFolder(tempfile.TemporaryDirectory[str]):
 
 @dataclass(frozen=True)
 class Offload:
-    """Places of optimizer states and parameters. `path`: folder for nvme, in which each rank makes its own folder, deleted at the end."""
+    """Where optimizer states and parameters are stored. `path`: for nvme, the folder in which each rank makes a folder for one run."""
 
     optimizer: Place = "none"
     parameters: Place = "none"

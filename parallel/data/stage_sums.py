@@ -23,7 +23,7 @@ from parallel.numerics.weight_gradient import PendingGradients
 
 
 class StageSums:
-    """Scatters the gradients of a model that fully_shard has cut, unit by unit.
+    """Reduce-scatters the gradients of a model that fully_shard has cut, unit by unit.
     once: True: after the last backward pass of a batch, when `start` is called; False: after each backward pass."""
 
     def __init__(self, model: nn.Module, *, once: bool) -> None:
@@ -41,9 +41,10 @@ class StageSums:
 
     @contextmanager
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
-        """Return a context for a backward pass. pending: receives the weight gradients that I defers; None for B. If gradients are
-        scattered after each pass, units without deferred gradients, such as the embedding, are scattered after I."""
-        for group in self.groups:  # at the end of a pass torch finishes units not in this state; it would free other stages' weights
+        """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
+        are scattered after each pass, units without deferred gradients, such as the embedding, are scattered at the context's end."""
+        # a unit in another state would be finished by torch at the end of the pass, which would free the weights of other stages
+        for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)
         yield

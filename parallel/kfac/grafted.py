@@ -67,8 +67,8 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
 
 
 class KfacEngine:
-    """Wrapper of an engine whose optimizer is `Grafted`. It also lets K-FAC record forward passes, and finishes K-FAC's work before each
-    update. Other methods and attributes are forwarded to `engine`."""
+    """Wrapper of an engine whose optimizer is `Grafted`. Lets K-FAC record forward passes, and finishes K-FAC's work before each update.
+    All other methods and attributes are the engine's."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac

@@ -1,7 +1,7 @@
 """K-FAC as units of work, each of which can run at any time before its deadline. PipeFisher (arXiv 2211.14133) runs them in a pipeline's
 bubbles.
 
-A refresh recomputes all factors and their inverses. One begins every n steps (`refresh_every`) and takes d further steps (`delay`):
+A refresh recomputes all factors and their inverses. A refresh begins every n steps (`refresh_every`) and takes d further steps (`delay`):
 
     step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T     a: input rows of a linear
                                     backward   G of micro-batch i may start: sum of g g^T     g: gradients of its output rows
@@ -108,7 +108,8 @@ class Kfac:
 
     linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
     copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: curvature units run as
-    soon as they are ready. False: they wait for `run` or `do_next`, as inversions always do, at most until they are due (`finish`).
+    soon as they are ready. False: they wait for `run` or `do_next`; units that are due and have not run are run by `finish`. Inversions
+    always wait in this way.
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]
@@ -156,7 +157,7 @@ class Kfac:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context for one forward pass in training. Recomputed forward passes run outside of it and are not recorded."""
+        """Return a context for one forward pass in training. Recomputed forward passes run outside of the context and are not recorded."""
         self._open = self.records
         self._sums_due |= self.records
         try:
@@ -185,8 +186,8 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Set `at_once` to False: units wait for `run` or `do_next`, at most until they are due. timed: measure each unit until `times` is
-        called."""
+        """Set `at_once` to False: units wait for `run` or `do_next`, at most until `finish` needs them. timed: measure each unit until
+        `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -305,7 +306,7 @@ class Kfac:
 
     @property
     def has_inverses(self) -> bool:
-        """Return True if the first refresh is complete, so that the inverses can be used. Ask after `finish`."""
+        """Return True if the first refresh is complete, so that the inverses can be used. Valid after `finish` of the current step."""
         return self.updates > self.settings.delay
 
     # --- saving and loading of checkpoints ----------------------------------------------------------------------------

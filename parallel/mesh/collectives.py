@@ -152,7 +152,7 @@ def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # without it, each matrix product with this tensor would copy it
+    return out.movedim(0, dim).contiguous()  # contiguous, because otherwise each matrix product with this tensor would copy it first
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -199,8 +199,8 @@ class Messages:
 
 
 def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    """Start to send tensors to the rank `steps` further on the ring, and to receive tensors of the same shapes from the rank `steps`
-    before."""
+    """Start to send tensors to the rank `steps` further on the ring. The returned Messages also receive tensors of the same shapes from the
+    rank `steps` before this one."""
     if steps % axis.size == 0:
         return Messages.none(axis, received=tensors)
     send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]
@@ -312,8 +312,8 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward. Shapes must be equal
-    on all ranks."""
+    """In the forward pass, send the tensor to the rank `steps` further on the ring; in the backward pass, send its gradient back. Shapes
+    must be equal on all ranks."""
     return tensor if steps % axis.size == 0 else paired(tensor, axis, _shifted, _shifted_back, steps=steps)
 
 
@@ -348,7 +348,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        ctx.started.wait()  # `grad` is unused: the received gradients are in the buffer
+        ctx.started.wait()  # `grad` is unused: the gradients that other ranks sent back are in the buffer
         received, ctx.started.buffer = ctx.started.buffer, None
         return received, None
 
@@ -368,7 +368,7 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. In the backward pass, the gradient of this function waits for the rows' gradients. All ranks must start and
+    """Start an `all_to_all`. In the backward pass, this is the place at which the rows' gradients are waited for. All ranks must start and
     finish the same exchanges in the same order."""
     started = StartedRows(axis, send, receive)
     started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
@@ -376,8 +376,8 @@ def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list
 
 
 def finish_all_to_all(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, the gradient of this function starts to send the rows'
-    gradients."""
+    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place at which the rows' gradients start to
+    be sent back."""
     buffer, started.buffer = started.buffer, None  # a buffer that `started` kept would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -30,8 +30,9 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 
 
 def by_bin(counts_RB: Tensor, *, total: int) -> Tensor:
-    """Return indices, int64 [total], that sort received rows by (bin, source rank). Received rows are sorted by (source, bin).
-    counts_RB[r, b]: rows received from rank r for bin b. total: their sum, known on the host, so that nothing waits for the GPU."""
+    """Return indices, int64 [total], that bring received rows into the order (bin, source rank). They arrive in the order (source, bin).
+    counts_RB[r, b]: number of rows from rank r for bin b. total: sum of counts_RB, passed as an int so that the host need not wait for the
+    GPU."""
     flat = counts_RB.flatten()
     start_BR = (flat.cumsum(0) - flat).view_as(counts_RB).t()
     counts_N, start_N = counts_RB.t().flatten(), start_BR.flatten()

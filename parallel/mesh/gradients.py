@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh
 
-_BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small compared with the gradients
+_BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the full rate of a link, small compared with all gradients
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
@@ -47,8 +47,8 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A sum of the gradients `grads` that has started. When `work` is done, the buffer `flat` holds the sums, concatenated in the order of
-    `grads`. If `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
+    """A started all-reduce of gradients. When `work` is done, the buffer `flat` holds the sums, concatenated in the order of `grads`. If
+    `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
 
     work: dist.Work
     flat: Tensor
@@ -75,7 +75,7 @@ def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
 
 
 def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
-    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: as in `start_sum`."""
+    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: name of its first gradient, for error messages."""
     replace(axis, label=f"the gradients from {first} on").count("all_reduce", flat)
     work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
     return work

@@ -14,7 +14,8 @@
     3D: a first product's weight GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
 
-In 2D, a product's backward pass already sums the gradients over the grid. 2.5D's grids have different tokens, so it also sums over depth.
+A view is one of the arrangements of ranks into axes in mesh.py. In 2D, a product's backward pass already sums the gradients over the grid.
+2.5D's grids have different tokens, so gradients are also summed over depth.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Layout:
     Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
-    view: the view of the mesh that has the axes of `split` and `copies` (mesh.py). uneven: dims whose shards may differ by one in size.
+    view: axes of the view of the mesh (mesh.py) that has the axes in `split`. uneven: dims whose shards may differ by one in size.
     family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: global index of each entry of the whole stack, in the order of dim 0; None: 0, 1, 2, ...
@@ -98,7 +99,8 @@ class Layout:
         return tuple(axis for named in axes for axis in ((named,) if isinstance(named, str) else named))
 
     def copies(self) -> tuple[str, ...]:
-        """Return the axes along which ranks hold the same elements, without "pp", although stages in `holders` hold them too."""
+        """Return the axes along which ranks hold the same elements. "pp" is never among them, although stages in `holders` hold copies
+        too."""
         cut = self.cut_by()
         return tuple(a for a in self.view if a != "pp" and a not in cut)
 
@@ -138,12 +140,12 @@ class Layout:
         return tuple(range(self.shape[0]))[places] if self.placement is None else self.placement[places]
 
     def is_owner(self, mesh: Mesh) -> bool:
-        """Return whether this rank holds the first of all copies of its shard, which alone counts in norms and is saved."""
+        """Return whether this rank's copy of its shard is the first of all copies. Only the first counts in norms and is saved."""
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in self.copies())
 
     def shard_counts(self, mesh: Mesh) -> bool:
-        """Return whether this rank's elements of the parameter count in norms, if FSDP or ZeRO gives ranks different elements of its shard.
-        Ranks along `alike` hold equal elements, so only the first of them counts."""
+        """Return whether this rank's elements count in norms if FSDP or ZeRO divides the shard among the ranks of `summed_over`. Ranks
+        along `alike` still hold equal elements, so only the first of them counts."""
         alike = (a for a in self.copies() if a in self.alike)
         return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in alike)
 
@@ -152,7 +154,7 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
-Layouts = dict[str, Layout]  # the layouts of parameters, by their names
+Layouts = dict[str, Layout]  # parameter name -> its layout
 
 
 class Stored(NamedTuple):

@@ -7,8 +7,8 @@
     EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts: MoE parallel folding)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-An axis has the name of the coordinate in which its ranks differ: the ranks of one `tp_row` axis have different rows, so they form one
-column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
+An axis has the name of the coordinate in which its ranks differ. For example, the ranks of one `tp_row` axis have different rows, so they
+form one column of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which dense gradients are summed.
 
 A rank makes only the process groups of which it is a member, and training never lists all groups, so 100,000 ranks start as fast as eight.
 This file needs no torch: the caller of `Mesh.connect` passes a group maker. Sources: GShard (arXiv 2006.16668), folding (2504.14960).
@@ -193,8 +193,8 @@ class Axis:
         return replace(self, label=f"{self.label} backward".lstrip())
 
     def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-        """Count one call of the collective `name`, and write it into this rank's record. Call this before the collective starts, also if
-        torch or an engine will start it.
+        """Count one call of the collective `name`, and write it into this rank's record. To be called before the collective starts, even if
+        torch or an engine starts it.
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`, `receive[i]`:
         rows to and from the axis's i-th rank; None if all ranks pass tensors of the same shape. The name "send" is a message between two

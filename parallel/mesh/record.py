@@ -47,8 +47,9 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all of them. splits: hash of all numbers of rows sent and received. last:
-    the last 512 collectives, newest last."""
+    number: count of announced collectives. chain: hash chain of all of them. splits: sum of `splits` (top of this file) over all of them,
+    each with its own factor. weight, out, back: w_i - w_(i-1), and h_ij and h_ji for each rank j. last: the last 512 collectives, newest
+    last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -123,7 +124,7 @@ class Record:
 
     def answer(self) -> dict[str, Any]:
         """Return this rank's progress as plain values, for JSON. The watchdog's thread calls this, even while the main thread hangs."""
-        place, waits = standing(threading.main_thread().ident)
+        place, waits = place_and_waits(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
             "rank": self.rank,
@@ -154,9 +155,9 @@ def balanced(total: float) -> bool:
     return total % _MODULUS == 0
 
 
-def standing(main: int | None) -> tuple[str, str]:
-    """Return (place, waits). place: innermost "file:line function" outside of torch in the thread with id `main`. waits: whether any thread
-    of this process waits for other ranks: "yes", "no" or "maybe"."""
+def place_and_waits(main: int | None) -> tuple[str, str]:
+    """Return (place, waits). place: "file:line function" of the innermost frame outside of torch in the thread with id `main`. waits:
+    whether any thread of this process waits for other ranks: "yes", "no" or "maybe"."""
     frames = sys._current_frames()
     frame: Any = frames.get(main or 0)
     torch = sys.modules.get("torch")

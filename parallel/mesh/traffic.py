@@ -18,8 +18,8 @@ from parallel.mesh.record import Record
 
 
 def leaving(name: str, handed: int, ranks: int) -> int:
-    """Return the bytes that a rank sends if its input to the collective `name` has `handed` bytes. Sums and gathers are
-    counted as ring algorithms."""
+    """Return the bytes that a rank sends if its input to the collective `name` has `handed` bytes. All-reduces, reduce-scatters and
+    all-gathers are counted as ring algorithms."""
     if name == "all_gather":
         return handed * (ranks - 1)
     if name in ("shift", "send"):
@@ -32,8 +32,8 @@ class Load(NamedTuple):
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
     rows. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
     row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
-    reached: number of targets (ranks or nodes) -> mean number of different targets to which a token's rows are sent, if the bins are placed
-    on targets in consecutive blocks of equal size; None: each row is sent to a random target."""
+    reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on targets in
+    consecutive blocks of equal size. None: each row is sent to a random target."""
 
     tokens: float
     choices: int
@@ -83,7 +83,8 @@ class Message(NamedTuple):
 
 class Traffic(NamedTuple):
     """The messages of one layer's exchange. agreed: small messages that ranks exchange before the rows, such as counts. forward, backward:
-    rows and results in each pass. meanwhile: the part of each pass's messages during which the layer computes what needs no other rank."""
+    rows and results in each pass. meanwhile: the part of each pass's messages that can overlap with computation on this rank's own data
+    (shared experts)."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]
@@ -93,7 +94,7 @@ class Traffic(NamedTuple):
     @classmethod
     def there_and_back(cls, *agreed: Message, rows: Message, meanwhile: float = 0.0) -> Traffic:
         """Return the traffic of an exchange in which results are sent back by a message of the same size as `rows`, in both passes.
-        meanwhile: fraction of `rows` during which the layer computes what needs no other rank."""
+        meanwhile: fraction of `rows` that can overlap with computation on this rank's own data."""
         return cls(agreed, 2 * (rows,), 2 * (rows,), (rows._replace(handed=meanwhile * rows.handed),) if meanwhile else ())
 
     @property

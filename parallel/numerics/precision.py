@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of a weight's gradient: wider than the weight if an engine holds a 16-bit copy of its master weights."""
+    """Return the dtype of a weight's gradient: wider than the weight if the weight is a 16-bit copy of a master weight."""
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 

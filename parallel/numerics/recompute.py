@@ -37,8 +37,8 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Return x, the part's result. The backward pass reads a saved tensor, so that torch runs the second forward pass at this point: before
-    engines gather weights for the part's backward pass, because they free weights after each forward pass."""
+    """Return x, the part's result. The backward pass reads a saved tensor here, so torch runs the second forward pass at this point: before
+    FSDP and ZeRO-3 gather weights for the part's backward pass. They free weights after each forward pass, also after the second."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

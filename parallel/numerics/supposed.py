@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 def pretended(tensor: Tensor) -> bool:
-    """Return whether the tensor belongs to a rehearsal, and so has no values."""
+    """Return whether the tensor is a fake tensor of a rehearsal (`moe rehearse`), and so has no values."""
     return hasattr(tensor, "fake_mode")
 
 
 def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor. In a rehearsal, first give it the result of values(); tensors computed from it then have known values too."""
+    """Return the tensor. If it is a fake tensor, first give it the result of values(); tensors computed from it then have values too."""
     mode: Any = getattr(tensor, "fake_mode", None)
     return tensor if mode is None else mode.suppose(tensor, values)
 
 
 def labelled(tensor: Tensor, label: str) -> Tensor:
-    """Return the tensor. In a rehearsal, also label the next message that contains it; the labels of sender and receiver must be equal."""
+    """Return the tensor. In a rehearsal, also label the next message that contains it; sender and receiver must give equal labels."""
     if pretended(tensor):
         tensor.label = label  # type: ignore[attr-defined]
     return tensor

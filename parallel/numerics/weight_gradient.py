@@ -167,7 +167,7 @@ class _Product(torch.autograd.Function):
 
 def splittable(model: nn.Module) -> None:
     """Make every module that has the attribute `recast` compute its matrix products by `linear` or `product`, which can defer weight
-    gradients. Only for schedules with I and W, because small products are slower this way."""
+    gradients. Only for pipeline schedules that split the backward pass, because small products are slower this way."""
     for module in model.modules():
         if hasattr(module, "recast"):
             module.recast = True  # type: ignore[assignment]

@@ -32,7 +32,7 @@ FLOOR = 1e-3  # lower bound of rms(W) in a relative step
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """The Rule of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies."""
+    """Settings of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float

@@ -34,7 +34,7 @@ _STEPS = 3
 
 @dataclass
 class Given(Rule):
-    """The Rule of an optimizer that a user's function makes.
+    """Settings of an optimizer that a user's function makes.
     factory: the function. key: the recipe's key that names the function, for error messages. lr: the recipe's learning rate. decays: (name,
     parameter) -> True if weight decay applies."""
 

@@ -25,7 +25,7 @@ from parallel.optim.sgd import MOMENTUM, updated_momentum
 from parallel.optim.shared import Stack, shared
 from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
-A, B, C = 3.4445, -4.7750, 2.0315
+A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's coefficients a, b and c of the iteration
 ITERATIONS = 5
 Scale = Literal["rms", "spectral"]
 Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are its outputs: [out, in] or [in, out]
@@ -33,7 +33,7 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 
 @dataclass(frozen=True)
 class Muon(Rule):
-    """The Rule of Muon.
+    """Settings of Muon, from which `build` makes torch's optimizer.
 
     matrix: (name, number of dims) -> orientation of the parameter's matrices; None: the parameter takes AdamW's step. lr_factor: learning
     rate of matrices / learning rate of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""

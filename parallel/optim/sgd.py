@@ -20,7 +20,7 @@ MOMENTUM = "momentum"  # name of the optimizer state M
 
 @dataclass(frozen=True)
 class Sgd(Rule):
-    """The Rule of SGD with momentum, computed in fp32. decays: (name, parameter) -> True if weight decay applies."""
+    """Settings of SGD with momentum, computed in fp32. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     weight_decay: float

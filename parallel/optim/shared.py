@@ -28,13 +28,13 @@ from parallel.mesh.mesh import Axis
 _ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
 Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
-Wait = Callable[[], list[Tensor]]  # waits for the results of a round; returns for each of its stacks this rank's shard of the results
+Wait = Callable[[], list[Tensor]]  # waits for a round; returns this rank's shard of the results, one tensor for each stack of the round
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix, or of the whole matrix.
-    number: identifies the parameter for the caller. dtype: of the results. whole: the ranks that hold copies or the other shards."""
+    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's part of each matrix (of all of it, if it is not
+    sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
 
     number: int
     count: int
@@ -187,7 +187,8 @@ def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def _joined(batch: list[_Matrices], from_ranks: list[list[Tensor]]) -> list[Tensor]:
-    """Return one tensor for each stack, with its K results in order. from_ranks: for each rank, its results for each stack."""
+    """Return one tensor for each stack, with the results of all its matrices, in their order. from_ranks: for each rank, its results for
+    each stack."""
     joined = []
     for n, m in enumerate(batch):
         out = from_ranks[0][n].new_empty(m.tensor.shape)

@@ -74,7 +74,8 @@ class ActionGraph:
         self.order = self._in_order()
 
     def _connect(self, all_reduce_blocks: bool) -> None:
-        """Fill `source`, `target` and `more`. Leaves out actions that come earlier in the same rank's order or that no rank has."""
+        """Fill `source`, `target` and `more`. They leave out needed actions that come earlier in the same rank's order, or that no rank
+        has."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)
@@ -207,8 +208,8 @@ def _check_one(schedule: Schedule, stage: int, microbatch: int, actions: list[tu
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """Raise BadInput unless each rank updates each of its stages once in a batch. A stage with replicas also needs one all-reduce (S) a
-    batch, and two ranks must start the all-reduces that they share in the same order."""
+    """Raise BadInput unless each rank updates each of its stages once in a batch (U). A stage with replicas also needs one all-reduce (S)
+    on each of its ranks in a batch. Two ranks must start the all-reduces that they share in the same order."""
     present = Counter((node.rank, a.op, a.stage, a.version) for node, a in schedule.nodes() if a.op not in COMPUTE)
     wanted = Counter(
         (rank, op, stage, version)

@@ -26,7 +26,7 @@ Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of a schedule, as one rank's Links needs them.
+    """Messages of a schedule, for the Links of one rank.
 
     expected: source rank -> the messages that it sends to this rank, in order of arrival.
     taken_at: message -> index of the action that receives it, in the receiver's order. sent_at: message -> index of the action that sends
@@ -121,8 +121,8 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Wait for the sends that the sender of `message` received from this rank before it sent `message`, and free their tensors. These
-        sends have ended, so the wait is short."""
+        """Free the tensors that this rank sent to the sender of `message`, and that the sender received before it sent `message`. Their
+        sends have ended, so waiting for these sends takes little time."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

@@ -112,7 +112,7 @@ class StageReplicas:
         return shard
 
 
-Sums = Callable[[Sequence[str]], None]  # a function of parameter names, which sums the gradients of these parameters or will do so soon
+Sums = Callable[[Sequence[str]], None]  # called with names of parameters whose gradients are to be reduced over data-parallel ranks
 
 
 class OverlappedReduction(Watcher):
@@ -273,9 +273,9 @@ def hash_of(value: object) -> int:
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule`, where m is the
-    number of its micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which
-    comes earlier in this order, so there is no deadlock."""
+    """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule`, which has m
+    micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which comes earlier
+    in this order, so there is no deadlock."""
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):
         for stage in range(schedule.num_stages):

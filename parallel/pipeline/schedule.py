@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py has the actions for which each one waits.
+"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py says which actions an action needs.
 
 rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
 rank 1   1F0 1B0 1F1 1B1 1U@1
@@ -87,7 +87,8 @@ class Schedule:
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
     microbatches: number in all batches of the schedule together. microbatches_per_update: number whose gradients one update (U) applies.
-    pairs: nodes of each F that runs as one block with the next action, a B. It waits for both inputs, and sends both results at its end."""
+    pairs: nodes of each F that runs as one block with the next action, a B. The block waits for both inputs, and sends both results at its
+    end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]

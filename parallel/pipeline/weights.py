@@ -19,8 +19,8 @@ from parallel.pipeline.schedule import Action, Op
 
 class Versions:
     """Weight versions of one stage on this rank.
-    parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions in a run. stashed: older version
-    that an action will still read -> its tensors. readers: version -> number of actions that will still read it."""
+    parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions in a run. stashed: tensors of each
+    older version that an action will still read. readers: version -> number of actions that will still read it."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0

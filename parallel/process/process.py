@@ -100,7 +100,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory.
     A single process joins no group.
 
-    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
+    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S); until the first step is done, watchdog.FIRST times as long.
     `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if
     ranks share a GPU."""
     if world.device.type == "cpu":
@@ -109,6 +109,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         return
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
+    # under SLURM a port that depends on the job, because jobs can share a machine; otherwise torch's default, 29500
     port = os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"

@@ -19,8 +19,8 @@ OTHER = "activations"  # purpose of all storages that are given no other; includ
 
 
 class Ledger:
-    """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes now. most: peak bytes since `begin`.
-    Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose."""
+    """Bytes of tensors over time. device: tensors on other devices do not count. now: bytes of the live storages. most: peak bytes since
+    `begin`. Storages are numbered in the order in which they are made. kinds: number of a storage -> its purpose."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +33,8 @@ class Ledger:
         self._made = self._first = 0  # number of storages made; number of events before `begin`
 
     def record(self, tensor: Any, *, counts: bool = True) -> None:
-        """Record a new tensor, the result of an operator. counts: False if a real device would not allocate it, as in a fused kernel."""
+        """Record a new tensor, the result of an operator. counts: False if a real device would not allocate it, as inside a fused
+        kernel."""
         storage = tensor.untyped_storage()
         where = storage._cdata
         if where not in self._numbers:

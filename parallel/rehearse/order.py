@@ -109,7 +109,7 @@ def _of_messages(of_rank: Mapping[int, Sequence[Call]], named: Callable[[int], s
 
 
 def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tuple[tuple[int, str], Call]]]:
-    """Yield (source, content) and the call of each message between the two ranks: one sorted list for all messages that start together."""
+    """Yield the messages between the two ranks, each as ((source, content), call): a sorted list for each batch that starts together."""
     mine = [call for call in calls if call.peer == peer]
     numbered = [(call.batch or -n, ((rank if call.name == "send" else peer, call.said), call)) for n, call in enumerate(mine, 1)]
     for _, batch in groupby(numbered, key=lambda both: both[0]):

@@ -5,8 +5,8 @@
                                         so that `.tolist()`, uneven splits and capacities are those of a real run
     a sum of losses                     a fake tensor with unknown values: reading it as a number gives 0
 
-Collectives send nothing. All ranks are assumed to have the values of this rank: an all-reduce multiplies by the number of ranks, an
-all-gather repeats the tensor, and an all-to-all receives from each rank what this rank would send to itself.
+Collectives send nothing. All ranks are assumed to have the values of this rank. So an all-reduce multiplies by the number of ranks, an
+all-gather repeats the tensor, and an all-to-all receives from each rank the rows that this rank would send to itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.order import Calls
 from parallel.rehearse.work import READS, Counted, where
 
-# zeros() and empty() make floating-point tensors with known values if they have at most this number of elements: so counters and biases
-# have known values, and weights do not
+# The results of zeros() and empty() have known values if they are integers, or have at most this number of floating-point elements. So
+# counters and biases have known values, and weights do not.
 MADE_ELEMENTS = 512
 KNOWN_ELEMENTS = 2**24  # larger results of operators have unknown values, even if the operator's inputs are known
 
@@ -105,7 +105,7 @@ class Pretended(FakeTensorMode):
                     return func(*args, **kwargs)
             kwargs = kwargs | {"device": self.device}
         if _is_of_meta(tensors, kwargs):
-            with _disable_current_modes():  # no fake tensors, because a real run also builds its model on the meta device
+            with _disable_current_modes():  # real meta tensors, not fake ones: a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
             kwargs = kwargs | {"device": self.device}  # C++ code sees all tensors on the CPU (_device_in_cpp), so autograd asks for the CPU

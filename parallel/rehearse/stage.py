@@ -169,7 +169,7 @@ class _Gpu(TorchFunctionMode):
                 return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
             if func is Tensor.to:
                 return _to(tensor, *args[1:], **kwargs)
-            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # else torch does not fuse it
+            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # with different dtypes, torch does not fuse the norm
                 return _FusedRmsNorm.apply(tensor, kwargs["weight"])
             if func is F.silu:
                 return _FusedSilu.apply(tensor)

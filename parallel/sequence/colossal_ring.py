@@ -68,7 +68,7 @@ class ColossalRing(Method):
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
-        """Return the gradient of this rank's keys or values: entry `rank` of the sum over ranks of the partial gradients [ranks, ...]."""
+        """Return the gradient of this rank's keys or values: the reduce-scatter of `parts_NBKSC`, partial gradients for each of N ranks."""
         if self.axis.size == 1:
             return parts_NBKSC[0]
         out = torch.empty_like(parts_NBKSC[:1])

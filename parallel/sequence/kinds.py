@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: queries. k: keys, as many as values. r: log-sum-exps, one for each query and head."""
+    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps of queries and heads."""
 
     q: int
     k: int
@@ -111,12 +111,13 @@ def _ring_advice(order: Places, ranks: int) -> str | None:
 
 
 def _lightseq_cost(ranks: int, layer: Attention) -> Cost:
-    """Return LightSeq's bytes. In `far` pairs of ranks, one sends keys and values; in `helped` pairs, queries, and gets sums back."""
+    """Return LightSeq's bytes. In `plain` pairs of ranks, one rank sends its keys and values. In `helped` pairs, one rank sends its queries
+    and receives partial results."""
     (q, k, r), i, wide = Held.of(layer, ranks), layer.itemsize, layer.wide
-    far = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
-    helped = ranks * (ranks - 1) // 2 - far
-    forward = far * 2 * k * i + helped * (2 * q * i + r * wide)
-    backward = far * 2 * k * (i + wide) + helped * (3 * q * i + r * wide + q * wide)
+    plain = sum(ranks - apart for apart in range(1, ranks // 2 + 1))
+    helped = ranks * (ranks - 1) // 2 - plain
+    forward = plain * 2 * k * i + helped * (2 * q * i + r * wide)
+    backward = plain * 2 * k * (i + wide) + helped * (3 * q * i + r * wide + q * wide)
     return Cost(forward, backward, (2 * q + 2 * k) * i + r * wide)
 
 

@@ -101,7 +101,7 @@ class _Apply(torch.autograd.Function):
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
         ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
         ctx.bucket, ctx.method = bucket, method
-        return found[0] if once is None else found[0].clone()  # a copy, because the stored tensor must not get a graph
+        return found[0] if once is None else found[0].clone()  # a copy, because autograd would attach its graph to the stored tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -38,7 +38,7 @@ from parallel.watch.outcome import of_all
 
 T = TypeVar("T")
 FORMAT = 1
-_NONE = -1  # in place of a step if there is no checkpoint; a number, because ranks exchange it by largest()
+_NONE = -1  # in place of a step if there is no checkpoint; a number, because ranks exchange steps as numbers
 _NAMED = 3  # at most this many names are listed in a message
 MANIFEST_BYTES = 2**31  # largest manifest that is read; enough for more than a million tensors
 FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another file

@@ -111,7 +111,7 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Return a context for a library that makes `path` readable by its owner only (safetensors). At its end, the usual mode is restored."""
+    """Return a context in which a library writes `path`. Its end sets a new file's usual mode: safetensors lets only the owner read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield

@@ -51,7 +51,7 @@ class Saver:
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]
-        now = {(kind, piece.name, piece.start) for kind, piece in copies}  # other copies are freed: this rank may have lost experts
+        now = {(kind, piece.name, piece.start) for kind, piece in copies}  # other copies are freed: this rank may hold other experts now
         self._copies = {key: copy for key, copy in self._copies.items() if key in now}
         self._writer = _Writer(self.folder, step, copies, deepcopy(state), self.world, self.keep)  # training will change `state`
 

@@ -93,7 +93,7 @@ class TensorFile:
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a box of the tensor `key`. Reads contiguous pieces: one for each index of the dims before the last one that is cut."""
+        """Return a box of the tensor `key`. Reads contiguous runs of bytes, one for each index of the dims before the last cut dim."""
         dtype, shape, begin = self.places[key]
         out = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         if not out.numel():

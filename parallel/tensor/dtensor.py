@@ -52,8 +52,8 @@ class DTensorColumn(Style):
 
 @dataclass(frozen=True)
 class DTensorRow(Style):
-    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills the slots (style.py) `product` of the weight's module and
-    `leave` of its layer."""
+    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills two slots (replaceable functions, style.py): `product` of
+    the weight's module, and `leave` of its layer."""
 
     sliced: bool = False
 

@@ -79,7 +79,7 @@ class Channels(Style):
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
     """A norm over channels that are split over `axis`: the model's channels between layers, or the channels of all heads of queries or
-    keys. Fills the norm's slot `normed`. Sets `first_channel` of the block or model that holds the norm, if it has this attribute."""
+    keys. Replaces the norm's function `normed`. Sets `first_channel` of the block or model that holds the norm, if it has one."""
 
     axis: str = "tp_col"
 
@@ -159,8 +159,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Turn:
-    """In 3D, changes the axis over which sequences are split: from x that is split over `held`, with copies along `other`, to x that is
-    split over `other`, with copies along `held`."""
+    """For 3D tensor parallelism: changes the axis over which sequences are split. Before, x is split over `held`, with copies along
+    `other`; after, x is split over `other`, with copies along `held`."""
 
     held: Axis
     other: Axis

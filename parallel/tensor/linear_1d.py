@@ -60,8 +60,8 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer. With `chunks` above 1, it fills
-    `product` of the module instead, so that sums start before the product ends (parallel/tensor/overlapped.py)."""
+    """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer (a replaceable function,
+    style.py). With `chunks` above 1, fills `product` of the module instead, so that sums start before the product ends (overlapped.py)."""
 
     sliced: bool = False
     chunks: int = 1
@@ -86,7 +86,7 @@ class Row(Style):
 
 
 def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
-    weights = [module.weight for module in modules]  # read in the layer's forward pass, because engines gather weights layer by layer
+    weights = [module.weight for module in modules]  # read in the layer's forward pass, when FSDP and ZeRO-3 have gathered them
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 

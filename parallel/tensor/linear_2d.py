@@ -35,8 +35,8 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class Block(Style):
-    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills the slots (style.py) `product` of its module and
-    `products` of its layer.
+    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills two slots (replaceable functions, style.py): `product`
+    of its module, and `products` of its layer.
 
     outputs: tp_col, or tp_col_heads with fewer key-value heads than columns: then neighbours in a row hold the same block."""
 

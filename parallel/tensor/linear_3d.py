@@ -31,7 +31,7 @@ from parallel.numerics.weight_gradient import gradients_or_later
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape, Style
 
-# i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
+# i, j, k: indices on tp_depth, tp_row and tp_col. I, O: a rank's numbers of inputs and outputs once its weight is gathered over tp_depth
 
 # place -> (axis over which x is gathered, axis over which y is summed and scattered, dim of the weight [out, in] that tp_depth also cuts)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
@@ -80,7 +80,7 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        # several W are only in a first product, where W is gathered along its inputs, so the outputs stay in the order of the weights
+        # only a first product has several W, and it gathers W along its inputs: the outputs of y are in the order of the weights
         return apart(y, [len(weight) for weight in weights_OI])
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, also in norms and dropout.
 
-    gather          forward: gather the shards of x       backward: sum gradients, keep this rank's shard        enter
-    reduce-scatter  forward: sum, keep this rank's shard  backward: gather the shards of the gradient            leave
+    before attention or network (`enter`)   gather: backward, sum gradients and keep this rank's shard
+    after it (`leave`)                      reduce-scatter: sum, keep this rank's shard; backward, gather the gradient's shards
 
 A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).
 
@@ -22,8 +22,8 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """A norm between layers, which sees different tokens on each rank. If the norm is in a block, fills the block's slot (style.py)
-    `columns`."""
+    """A norm between layers, which sees different tokens on each rank. If the norm is in a block, also sets the block's function
+    `columns`, which returns the positions that this rank holds."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

@@ -33,7 +33,7 @@ class Style(Protocol):
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
-        """Fill the slots of the layers that hold the parameters (path -> layout). Default: fill none; layers compute as on one rank."""
+        """Fill the slots (replaceable functions) of the layers that hold these parameters. By default none: they compute as on one rank."""
         return None
 
 
@@ -129,7 +129,7 @@ def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) ->
 
 
 def apply(model: nn.Module, plan: Plan, layouts: Layouts, mesh: Mesh) -> None:
-    """Fill the layers' slots, and cut a model on the meta device to this rank's shards."""
+    """Fill the layers' slots (replaceable functions), and cut a model on the meta device to this rank's shards."""
     for style, mine in plan.by_style(layouts):
         style.fill(model, mine, mesh)
     for name, parameter in list(model.named_parameters()):

@@ -35,8 +35,8 @@ from parallel.tensor.style import Shape, Style
 
 
 class _Vocabulary(Style):
-    """A vocabulary matrix [V, D]. Fills the slot (style.py) `others` of its module, and sets `first`, the index of this rank's first row,
-    on the module or on each of its tiles."""
+    """A vocabulary matrix [V, D]. Fills the slot (style.py) `others` of its module with this rank's collectives. Sets `first`, the index
+    of this rank's first row, on the module or on each of its tiles."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for name, layout in layouts.items():

@@ -1,7 +1,7 @@
 """Finds silent data corruption (values that a processor or memory changed without an error) by hashes, and restores an intact copy.
 
     fingerprints(held)                        a 64-bit hash of each tensor that a rank keeps
-    by_majority(held, prints, mesh)           compares the copies of several ranks: which ranks differ, and which rank is intact
+    by_majority(held, prints, mesh)           compares the hashes of several ranks' copies: finds ranks that differ, and an intact rank
     by_change(held, before, prints, mesh)     compares with earlier hashes of tensors that must not change meanwhile
     mend(finding)                             copies the intact rank's tensor, bit by bit, to all ranks that hold it
 
@@ -118,8 +118,8 @@ def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Findin
 
 
 def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find tensors that changed on some rank although nothing wrote them; other ranks' unchanged copies are intact. before, prints: earlier
-    and present `fingerprints(held)`. Collective."""
+    """Find tensors that changed on a rank although nothing wrote to them. A copy that did not change on another rank is intact. before,
+    prints: earlier and present `fingerprints(held)`. Collective."""
     changed, found, alone = before != prints, [], set(range(len(held)))
     for axis, numbers in _together(held, mesh):
         alone -= set(numbers)
@@ -133,7 +133,8 @@ def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) 
 
 
 def _together(held: Sequence[Held], mesh: Mesh) -> Iterator[tuple[Axis, list[int]]]:
-    """Yield (axis, indices in `held` of the tensors that all its ranks hold): first axes within a pipeline stage, then axes over stages."""
+    """Yield (axis, indices in `held` of the tensors that all ranks of the axis hold): first axes within a pipeline stage, then over
+    stages."""
     numbers: dict[tuple[bool, tuple[object, ...]], list[int]] = {}
     for number, one in enumerate(held):
         if one.axes:
@@ -152,7 +153,7 @@ def _of_all(mine: Tensor, axis: Axis) -> Tensor:
 
 @torch.no_grad()
 def mend(finding: Finding) -> None:
-    """Copy the intact rank's tensor to all other ranks of the axis. Collective: all of its ranks pass the same finding."""
+    """Copy the intact rank's tensor to all other ranks of the axis. Collective: all ranks of the axis pass the same finding."""
     assert finding.source is not None
     tensor = finding.held.tensor
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -34,7 +34,7 @@ class Finding:
 
 
 def diagnose(answers: Answers, silent: Mapping[int, str], *, limit_s: float, share: float = 1.0, settled: bool = False) -> Finding | None:
-    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show what it waits for.
+    """Find the ranks that hold up the others. Return None if no rank waits long enough, or if the reports do not show for which ranks.
 
     answers: rank -> its report. silent: rank without a report -> text about its last sign of life. limit_s: the watchdog's time limit.
     share: a rank counts as waiting after this fraction of `limit_s`. 0: every rank that does not compute counts as waiting.
@@ -99,7 +99,8 @@ def _waits(waiting: Iterable[int], answers: Answers) -> str:
 
 
 def _differ(answers: Answers, *, settled: bool) -> Finding | None:
-    """Return a finding about the first collective of a group that differs between ranks; None if all agree. It names the minority."""
+    """Return a finding about the first collective of a group that differs between ranks; None if all agree. It names the ranks in the
+    minority."""
     best: tuple[int, Finding] | None = None
     for name in sorted({name for a in answers.values() for name in a["lanes"]}):
         held = {r: a["lanes"][name] for r, a in answers.items() if name in a["lanes"]}
@@ -109,7 +110,7 @@ def _differ(answers: Answers, *, settled: bool) -> Finding | None:
         for ranks in groups.values():
             lanes = {rank: held[rank] for rank in ranks}
             found = _first_difference(lanes) or (_other_number(lanes, answers) if settled else None)
-            if found is not None and (best is None or len(ranks) < best[0]):  # prefer the smallest group: fewest innocent ranks
+            if found is not None and (best is None or len(ranks) < best[0]):  # prefer the smallest group, to name few innocent ranks
                 best = len(ranks), found
     return None if best is None else best[1]
 
@@ -164,7 +165,8 @@ def _both(at: Mapping[int, Call]) -> str:
 
 
 def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call]) -> Finding:
-    """Return the finding for pairs of ranks that disagree about rows. It names the ranks that are in all pairs, or else all senders."""
+    """Return the finding for pairs of ranks that disagree about the number of rows. It names the ranks that are in all pairs, or all
+    senders if no rank is."""
     common = set.intersection(*({sender, receiver} for sender, receiver, *_ in bad))
     culprits = tuple(sorted(common or {sender for sender, *_ in bad}))
     sender, receiver, sent, expected = bad[0]
@@ -205,7 +207,7 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     if not roots:
         owing = Counter(other for rank in reached for other in edges[rank])
         (worst, most), *rest = owing.most_common(2)
-        if len(reached) > 2 and (not rest or most > rest[0][1]):  # one rank, for which most wait, has left out a collective
+        if len(reached) > 2 and (not rest or most > rest[0][1]):  # the rank for which most others wait has left out a collective
             where = f"rank {worst} is at {_named(answers[worst])} ({answers[worst]['place']})"
             return Finding("circle", (worst,), f"rank {worst} is missing ({where}){_waits(waiting - {worst}, answers)}")
         shown = sorted(reached)[:3]

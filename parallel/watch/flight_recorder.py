@@ -38,7 +38,8 @@ Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
 def _with_plain_keys(load: Any, keys: slice) -> Any:
-    """Return an opcode's function `load` with a check of dict keys: hashing a key of deeply nested tuples could take for ever."""
+    """Return an opcode's function `load` with a check of dict keys, because hashing a key of deeply nested tuples could take for ever.
+    keys: the places of the keys on the unpickler's stack."""
 
     def checked(reader: Any) -> None:
         if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
@@ -122,7 +123,7 @@ def read_folder(folder: Path) -> list[Trace]:
 
 
 def _content(path: Path) -> Any:
-    needed, fix = "a trace of torch's flight recorder", f"move {path} to another folder"
+    needed, fix = "a trace of torch's flight recorder", f"make it readable, or move {path} to another folder"
     try:
         about = path.stat()
     except OSError as error:
@@ -235,7 +236,8 @@ def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], s
 
 
 def _sizes_agree(kind: str) -> bool:
-    """Return whether all ranks must pass inputs of equal shape to this kind of collective. (In scatter and gather, the root's differs.)"""
+    """Return whether all ranks must pass inputs of equal shape to this kind of collective. In scatter and gather, the root's input
+    differs."""
     return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
 
 

@@ -1,11 +1,11 @@
-"""Opens the store through which a run's process groups are made. If the run cannot start, its error names the ranks
-that do not come or that share a GPU.
+"""Opens the store through which a run's process groups are made. If the run cannot start, the error names the ranks that are missing or
+that share a GPU.
 
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank writes "here", then waits for all others
 
 The store of torchrun's agent outlives the ranks, so it may hold values from earlier starts, and the agents' restart counts may differ. So
-rank 0 gives each start a new name, which prefixes the keys. To learn it, another rank writes a random number into the store, and rank 0
-writes the name under the key "told/NUMBER". A value from an earlier start cannot have this key.
+rank 0 gives each start a new name, which prefixes the keys. To learn the name, another rank writes a random number into the store. Rank 0
+then writes the name under the key "told/NUMBER". A value from an earlier start cannot have this key.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch.distributed as dist
 from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
-_PROBLEM, _LOOK_S = "missing", 0.1
-_MARGIN_S = 10.0
-_DEVICES = "devices"  # key that rank 0 writes when all ranks have come: what is wrong with their devices
+_PROBLEM, _LOOK_S = "missing", 0.1  # key with the reason why the run cannot start; seconds between two reads of the store
+_MARGIN_S = 10.0  # seconds that the other ranks wait for rank 0's result after rank 0's own time limit
+_DEVICES = "devices"  # key that rank 0 writes when all ranks have come: the arguments of a BadInput about their devices, or {}
 _NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
 _HEARD_S = 60.0  # longest time that rank 0, which holds the store, stays until the other ranks have read why the run cannot start
 _GONE = (dist.DistNetworkError, dist.DistStoreError)
 
 
 class NotMet(Ended):
-    """Raised if some ranks of a run did not reach the store in time, or cannot start. The message is one line."""
+    """Raised if some ranks of a run did not reach the store in time, or if a rank cannot start. The message is one line."""
 
 
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "", device: str = "cpu") -> Any:
@@ -128,8 +128,8 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """Ask rank 0 for the name of this launch; return "" if rank 0 does not answer in time. A random number in the question marks its
-    answer."""
+    """Ask rank 0 for the name of this start; return "" if rank 0 does not answer in time. The question is a random number; it is part
+    of the answer's key."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):
@@ -158,7 +158,7 @@ def _nothing() -> None: ...
 
 def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
     """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
-    looks for all ranks; the others look for rank 0's result. So the number of reads grows linearly with the number of ranks."""
+    reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks."""
     keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):

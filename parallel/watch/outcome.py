@@ -1,4 +1,4 @@
-"""Raises an error of one rank on all ranks, with the same line, so that no rank waits for one that failed.
+"""Raises an error of one rank on all ranks, with the same line, so that no rank waits for a failed rank.
 
     rank 0   work() ----------------------------------.   a maximum over ranks finds the first rank that failed; if none did: continue
     rank 1   work() raises ValueError: boom ----------'   a sum over ranks sends the bytes of its line to all ranks, which raise it

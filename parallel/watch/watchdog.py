@@ -30,9 +30,10 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # a rank must answer within a twentieth of the time limit, but at least and at most these seconds
-_AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
+ANSWER_S = 3.0, 10.0  # a rank must answer within a twentieth of the time limit, but at least the first and at most the second of these
+_AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0  # before answers are read again; between two reads of a key; limits for ending the watchdog
 _STORE = "a store operation that did not end"
+# parts of messages of errors that are consequences of another rank's end
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
 
 Why = Literal["slow", "hang", "lost", "failed", "differ"]
@@ -113,8 +114,8 @@ class Watchdog:
             self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
 
     def _listen(self) -> None:
-        """Answer questions until one of them ends the run. The store is checked twice a second, more rarely with many ranks. A blocking
-        wait could not be interrupted when the run ends."""
+        """Answer questions until one of them ends the run. The store is checked at least twice a second, more rarely with many ranks. A
+        blocking wait could not be interrupted when the run ends."""
         rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
         while not self._stopped.wait(tick):
             n = self._round
@@ -251,8 +252,8 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with an error, so that they do not wait for it. If the cause is another rank's end, or a
-        collective that differed between ranks, return the line that ends the run. If the cause is this rank's own error, return None."""
+        """Tell the other ranks that this rank ends with `error`, so that they do not wait for it. If the cause is another rank's end, or a
+        collective that differed between ranks, return the line that ends the run. If the cause is `error` itself, return None."""
         if self.line is not None:
             return self.line
         self._leaving = True
@@ -337,13 +338,15 @@ def enter(phase: str, *, step: int | None = None, patience: float | None = None)
 
 
 def check_tokens(total: float) -> None:
-    """Raise Disagreement, on all ranks, if two ranks ran different collectives. total: sum of all ranks' Record.token()."""
+    """Raise Disagreement, on all ranks, if two ranks ran different collectives. total: sum of all ranks' Record.token(), which are hashes
+    of their collectives."""
     if not balanced(total) and _of_process is not None:
         raise Disagreement(_of_process.disagree(), prints=_of_process.prints)
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this one. Return the line that ends the run, as an exception; None if the cause is `error`."""
+    """Tell the other ranks not to wait for this rank. Return the line that ends the run, as an exception; None if the cause is `error`
+    itself."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

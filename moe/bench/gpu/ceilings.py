@@ -1,4 +1,5 @@
-"""Records package versions and the machine's ceilings, with which later parts compare: TF/s of large matrix products, GB/s of a copy."""
+"""Records package versions and the machine's ceilings, with which later parts compare: the rate of large matrix products in TF/s (10^12
+FLOPs per second), and of a copy in GB/s."""
 
 from __future__ import annotations
 

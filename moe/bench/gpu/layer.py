@@ -39,8 +39,8 @@ SHAPES = {
     },
     False: {"tiny": Shape(40, 16, 24, 4, 2)},
 }
-H100_TF_PER_S = 800.0  # rate of a large bf16 product
-FILL = 8  # time for a tile's first loads and for storing its result, in steps of the inner loop
+H100_TF_PER_S = 800.0  # assumed rate of a large bf16 product on an H100, in 10^12 FLOPs per second
+FILL = 8  # assumed time for a tile's first loads and for storing its result, in steps of the inner loop
 # function in moe/kernels/triton/network.py -> name in the printed table
 KERNELS = {"up": "up", "product": "product", "back": "back", "weight_gradient": "weights"}
 PERSISTENT = "persistent product"

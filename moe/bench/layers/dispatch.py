@@ -104,7 +104,8 @@ def _label(case: LayerCase) -> str:
 
 
 def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Time the limit, this project's layers and the peers. ffn: relu or swiglu networks. Print and return a table row for each."""
+    """Time the limit (only the products that every implementation needs), this project's layers and other projects' (peers). ffn: relu or
+    swiglu networks. Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}

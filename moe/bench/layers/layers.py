@@ -1,7 +1,7 @@
 """Makes one MoE layer of each system for the same case: the same input, router, routing, weights and amount of work.
 
 Each function makes a layer and returns its forward and backward pass. Routing is chosen in advance: rows of the router's matrix are
-orthonormal, and each input is a sum of the rows of the experts that its token must choose, so these experts have the highest logits.
+orthonormal. Each input is a sum of the rows of the experts that its token must choose, so these experts have the highest logits.
 
     relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, limit
     swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, limit

@@ -109,7 +109,7 @@ def convert(flags: Convert, overrides: dict[str, str]) -> int:
     )
     if flags.to is None:
         run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
-        fix = f"--to RECIPE, one of: moe recipes. For a model of transformers: moe convert {flags.from_run} hf:{flags.to_run}"
+        fix = f"--to RECIPE (moe recipes lists them). For a model of transformers: moe convert {flags.from_run} hf:{flags.to_run}"
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=fix)
     recipe_path(flags.to)
     source = run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")

@@ -3,7 +3,7 @@
     config.json       <->  recipe              config.py; unsupported keys are refused by name
     *.safetensors     <->  checkpoints/step-0  tensors.py; one tensor in memory at a time
     tokenizer.json    <->  the run's tokenizer tokenizer.py
-    chat template ... <->  huggingface/        moe/train/start/resume.py: files that runs pass on with the model
+    chat template ... <->  RUN/huggingface/    other files of the model, copied unchanged (_COPIED)
 
 All names and shapes are compared before anything is written. A folder is written under a temporary name and renamed when it is complete,
 so a failed conversion leaves nothing behind. Exported tensors get their original dtype again, so a round trip is bitwise exact.
@@ -53,7 +53,7 @@ from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, user_path
 
 ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors in transformers' files
-_COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
+_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
@@ -217,7 +217,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 def _take_along(source: Path, into: Path) -> None:
     """Copy files other than tensors from a model's folder, such as its tokenizer and its license."""
     into.mkdir(exist_ok=True)
-    for path in sorted({path for pattern in _COME_ALONG for path in source.glob(pattern) if path.is_file()}):
+    for path in sorted({path for pattern in _COPIED for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
@@ -280,7 +280,7 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
     """Return name -> dtype in which a tensor is written. With `asked`: this dtype for weights, the checkpoint's for biases. Without it: the
-    dtype in the imported model's files, or if these do not tell, in the checkpoint. `own`: name -> dtype in the checkpoint. `kinds`:
+    dtype in the imported model's files, or the checkpoint's if these do not say. `own`: name -> dtype in the checkpoint. `kinds`:
     name -> "weight", or EXTRA for biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has
     trained the model."""
     if asked is not None:

@@ -168,9 +168,9 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """A family's rule for sliding windows. `layers`, the layers with a window: "every"; "from": those from max_window_layers on; "other":
-    every second one (0, 2, ...), with `asked` only below max_window_layers. If config.json has layer_types, it is used instead of "from"
-    and "other". `absent`: the window if config.json has no sliding_window. `asked`: windows are used only if use_sliding_window is true."""
+    """A family's rule for sliding windows. `layers`, the layers with a window: "every"; "from": layer max_window_layers and later;
+    "other": every second layer (0, 2, ...), with `asked` only below max_window_layers. If config.json has layer_types, it is used instead
+    of "from" and "other". `absent`: the window if config.json has no sliding_window. `asked`: windows need use_sliding_window true."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -307,7 +307,7 @@ def kind_of(config: Mapping[str, Any]) -> Any:
     return _SAME.get(str(kind), kind)
 
 
-# keys of config.json that do not change what the model computes, or that are read apart from the tables
+# keys of config.json that do not change what the model computes, or that are read without the tables above
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     quantization_config use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling

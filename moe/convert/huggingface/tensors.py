@@ -54,7 +54,8 @@ class Location:
         return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
-        """Return the region of the file's tensor that contains a parameter of this shape. If halves are interleaved, it contains both."""
+        """Return the region of the file's tensor that contains a parameter of this shape. If the columns of two
+        parameters alternate (gate and up projection), the region contains both."""
         there = shape[::-1] if self.row.turned else shape
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)

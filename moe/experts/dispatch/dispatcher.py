@@ -48,11 +48,10 @@ class Sizes(NamedTuple):
 class Dispatcher(ABC):
     """A method of sending rows. `settings`: the recipe's section `dispatch`. Checks, planner and tables read the class attributes:
 
-    `about`: when to use it. `reads`: keys of `dispatch` that only this dispatcher reads -> the reason. `examples`: name of a row in the
-    table of `moe verify` -> keys of `dispatch`; empty: one row with the dispatcher's name. `least_ranks`: smallest ep for which it differs
-    from all_to_all. `returns_rows`: True if each row's result is sent back, so that the rank which sent the row keeps the result for the
-    backward pass; False if only sums over rows are sent back, so that the rank which computed the results keeps them.
-    """
+    `about`: when to use it. `reads`: key of `dispatch` that only this dispatcher reads -> why others do not. `examples`: name of a row in
+    the table of `moe verify` -> {key of `dispatch`: value}; empty: one row with the dispatcher's name. `least_ranks`: smallest ep for which
+    it differs from all_to_all. `returns_rows`: whether each row's result is sent back. If so, the rank that sent the row keeps the result
+    for the backward pass. Otherwise only sums over rows are sent back, and the rank that computed the results keeps them."""
 
     settings: sections.Dispatch
 
@@ -73,7 +72,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that one layer sends for one rank's tokens and rows, without dropout inside the experts."""
+        """Return the messages that one layer sends for one rank's tokens and rows. The positions that dropout needs are not counted."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -5,9 +5,9 @@
     y  <--sum over nodes, one row each--  (1, i)  <--sum over ranks, one row each--
 
 Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. E and E' are experts, g and g' their gates. A token is sent
-together with the gates and places (placement.py) of its choices. The rank that receives it last sums the outputs of the experts that it
-holds, by the same kernel call as Local. The numbers of tokens in the second exchange are computed on the device from those of the first, so
-the host waits once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
+together with the gates and places (placement.py) of its choices. After the second exchange, each rank sums the outputs of its own experts
+for a token, by the same kernel call as Local (dispatcher.py). The numbers of tokens in the second exchange are computed on the device from
+those of the first, so the host waits once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Hierarchical(Dispatcher):
 
 
 class Tokens(NamedTuple):
-    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py). Places are counted from the
-    first place of all ranks before the first exchange, of this node after the first, of this rank after the second. -1: a choice that is
-    dropped, or whose expert is elsewhere. `position_T`: each token's index in the step, for dropout.
+    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py). Place 0 is the first of all
+    ranks before the exchange between nodes, the first of this node after it, and the first of this rank after the exchange within the node.
+    -1: a choice that is dropped, or whose expert is elsewhere. `position_T`: each token's index in the step, for dropout.
     """
 
     x_TD: Tensor

@@ -60,7 +60,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps(Exchange):
-    """`chunks`: number of chunks into which each rank's experts are cut. While one chunk computes, the next one's rows are sent."""
+    """The exchange by all-to-alls, one for each of the `chunks` chunks into which each rank's experts are cut. While a chunk computes, the
+    next chunk's rows are sent."""
 
     chunks: int = 1
 

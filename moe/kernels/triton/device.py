@@ -81,11 +81,12 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> tuple[int, bool]:
-    """Return the number of tiles of a weight gradient [height, width] that are computed together (`in_group`), and whether they lie side
-    by side: columns of tiles, not rows. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device. These tiles'
-    part of the narrower operand stays in the L2 cache, and the wider one passes through it, once if the narrower one fits as a whole.
+    """Return `group` and `across` of gemm.py's `placed` for a weight gradient [height, width]: the order in which its tiles are computed.
+
+    A group is `group` tile rows, or tile columns if `across`. The group's part of the narrower operand stays in the L2 cache while the
+    wider operand is read. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device.
     """
-    room = _l2_bytes(like.device) // 3  # each half of the cache may keep a copy, and the wider operand passes through it
+    room = _l2_bytes(like.device) // 3  # a third: each half of the cache may keep a copy, and the wider operand needs room too
     across = width < height
     size, side = (width, t.n) if across else (height, t.m)
     tiles, most = triton.cdiv(size, side), room // (side * max(rows, 1) * like.dtype.itemsize)

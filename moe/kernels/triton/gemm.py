@@ -46,8 +46,8 @@ def placed(tile, rows, columns, group, across):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """Return this program's column tile, and of its row tile the expert, the first row, and the end of the expert's rows. GROUP: as in
-    `in_group`."""
+    """Return the index of this program's column tile and, for its row tile, the expert, the first row and the end of the expert's rows.
+    GROUP: as in `in_group`."""
     row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
     at = tiles + 3 * row
     return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -135,9 +135,9 @@ def up(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute H, G and A, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`, `g`: None if no backward pass
-    follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with K = `choices`; None: x has
-    rows instead of tokens.
+    """Compute hidden units h, gates g and activations a, all [R, F], of the rows x[token]. `w3`, `g`: None without a gated activation. `h`,
+    `g`: None if no backward pass follows. `scale`: dropout's factors [R, F], or None. `choice`: the flat choice t * K + k of each row, with
+    K = `choices`; None: x has rows instead of tokens.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
@@ -179,7 +179,7 @@ def _up_half(
     h_MN, g_MN, b1, b3, scale, h, g, a, expert, begin, row_M, end, n_N, F,
     GATED: tl.constexpr, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store H, G and A of columns n_N."""
+    """Store the hidden units h, gates g and activations a of columns n_N."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     if b1 is not None:
         h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
@@ -207,7 +207,7 @@ def product(
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, out [R, columns]. w is [E, inner, columns], or [E,
-    columns, inner] if TURNED. tiles: of each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
+    columns, inner] if TURNED. tiles: for each row tile (expert, first row, end of the expert's rows); expert -1: a tile without rows.
     """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
@@ -233,9 +233,9 @@ def back(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute dH, dG and gate * A, all [R, F], and `parts` [R, column tiles] fp32: summands of the gate's gradient <dA, A>. `gate`,
-    `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: the flat choice of each row; None: `grad` has rows
-    instead of tokens.
+    """Compute the gradients of h and g, and gate * a, all [R, F]. Also write `parts` [R, column tiles] fp32: each column tile's summand of
+    the gate's gradient, which is the dot product of a and its gradient. `gate`, `parts`: None if rows are not combined. `scale`: dropout's
+    factors. `choice`: the flat choice of each row; None: `grad` has rows instead of tokens.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
@@ -266,7 +266,7 @@ def _back_half(
     grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store dH, dG and gate * A of columns n_N, and return each row's summand of <dA, A>."""
+    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return each row's dot product of a and its gradient there."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
@@ -299,10 +299,9 @@ def weights(
     left, right, out, left_choice, right_choice, ends, choices, height, width, group, across,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: the flat choice of each row,
-    if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group` neighbouring tiles are computed
-    together (`in_group`); they lie one below the other, or with `across` (0 or 1) side by side.
-    """
+    """Compute out[e] = left^T right over expert e's rows, zero if it has none. `left_choice`, `right_choice`: index t K + k of each row's
+    choice, if the operand has tokens instead of rows. `ends` [E]: end of each expert's rows. `group`, `across`: the order of the tiles
+    (`placed`)."""
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)
@@ -325,7 +324,7 @@ def weights(
 
 @triton.jit
 def _expert_rows(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
-    """Load [K, N]: columns n_N of the rows. Rows of other experts are zero in both operands, since zero times infinity is not zero."""
+    """Load [K, N]: columns n_N of rows source_K. Rows of other experts become zero in both operands: zero times infinity is not zero."""
     at_KN = at + source_K[:, None] * width + n_N[None, :]
     if EVEN:
         return tl.load(at_KN, mask=real_K[:, None], other=0.0)

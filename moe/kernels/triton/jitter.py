@@ -1,8 +1,7 @@
-"""Jitter of a router's input: one kernel, which the backward pass runs on the gradient. It also computes the random numbers, hashes of the
-tokens' positions.
+"""Jitter of a router's input: each element times a random number close to 1, a hash of the token's position and the channel.
 
-The formulas are those of parallel/numerics/random.py and of `jittered` in moe/router/scores.py. The backward pass computes the random
-numbers again, so none are saved.
+One kernel makes the numbers and multiplies. The backward pass runs it on the gradient, so no numbers are saved. The formulas are those of
+parallel/numerics/random.py and of `jittered` in moe/router/scores.py.
 """
 
 from __future__ import annotations

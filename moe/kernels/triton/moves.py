@@ -1,7 +1,7 @@
 """Kernels that count choices, sort them by expert and move rows. Each element has one writer: no atomics, no additions at an index.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
-                         scan    number of its choices in earlier blocks
+                         scan    number of the expert's choices in earlier blocks
                          rank    that number + earlier choices of the same expert in the block [+ choices of lower experts]
 
 Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
@@ -78,8 +78,8 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. `zeros`, [T, K] or None, is
-    filled with 0.
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. Also fill `zeros`, [T, K]
+    or None, with 0: `rank` writes only some elements of this tensor.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -115,8 +115,10 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
          BLOCK_E: tl.constexpr):  # fmt: skip
     """Write into out [T, K] whether a choice is active and among the first `slots` active ones of its expert and group. `before` [groups,
-    blocks, E]: number of the expert's active choices in earlier blocks. With `totals` [E], the numbers of active choices of the experts:
-    write instead each active choice's position after sorting by expert (-1: inactive), and into `choice_of` the choice at each position.
+    blocks, E]: number of the expert's active choices in earlier blocks.
+
+    `totals` [E]: number of active choices of each expert, or None. If given, write instead each active choice's position after sorting by
+    expert (-1: inactive) into out, and the choice at each position into `choice_of`.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
@@ -142,8 +144,8 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
 
 @triton.jit(do_not_specialize=["R"])
 def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the indices that sort R rows by (bin, source). The rows arrived sorted by (source, bin). `counts` [P, B]: number of rows of
-    each pair (source, bin)."""
+    """Write the indices that sort R rows by (bin, source): a bin is an expert, a source a rank. The rows arrived sorted by (source, bin).
+    `counts` [P, B]: number of rows of each pair (source, bin)."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     passed_R, end = tl.zeros((BLOCK_R,), tl.int32), tl.zeros((1,), tl.int32)
     begin_R = passed_R

@@ -33,7 +33,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
-InOrder = Callable[..., Tensor] | None  # multiplies 16-bit rows instead of `product`, with its parameters; None: `product` does
+InOrder = Callable[..., Tensor] | None  # function with the parameters of `product` that replaces it for 16-bit rows, or None
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, given `grads` = (dH, dG); for w3 without a gate None."""
+    """Return the gradients of w1 and w3, given `grads` = (dH, dG). Without a gate, dG and the gradient of w3 are None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 

@@ -26,9 +26,9 @@ from moe.kernels.triton.moves import best
 if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
-# T tokens, E experts, K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
+# T tokens, E experts, W = max(E, 4), K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
 
-_PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads a row of each
+_PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads the sums of each
 _TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
 _LEAST = torch.finfo(torch.float32).tiny  # smaller probabilities are raised to this value before their logarithm
 _ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
@@ -37,9 +37,9 @@ TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 
 class Fused(NamedTuple):
     """Results for T tokens. `expert_TK` int64: chosen experts. `gate_TK` fp32, with gradient. `loss` fp32, with gradient: the weighted
-    balance and z losses. `probs_TE` fp32, without gradient: rows sum to 1. `means` fp32: balance loss, 0, 0, z loss, entropy. `counts`
-    int64 [E + 2]: choices of each expert before dropping, then the choices kept and dropped. `load_TK` int64: experts that the balance loss
-    counts; None: it counts the chosen ones.
+    balance and z losses. `probs_TE` fp32, without gradient: rows sum to 1. `means` fp32 [5]: balance loss, 0, 0, z loss, entropy (these
+    kernels do not compute the importance and load losses). `counts` int64 [E + 2]: choices of each expert before dropping, then the choices
+    kept and dropped. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
     """
 
     expert_TK: Tensor
@@ -54,10 +54,10 @@ class Fused(NamedTuple):
 class Given(NamedTuple):
     """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
-    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK` int64:
-    choices already made, with the `load_TK` of Fused. `summed`: sums counts, fp32 [G, E], over the ranks that have other tokens of these
-    groups. The losses are then this rank's part, as in balance_loss_of_part (moe/router/losses.py), and the choices kept and dropped are
-    right without a capacity only.
+    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`,
+    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `summed`: sums counts, fp32 [G, E], over the ranks
+    that have other tokens of these groups. The losses are then this rank's part (moe/router/losses.py), and the numbers of kept and dropped
+    choices are right only without a capacity.
     """
 
     num_groups: int
@@ -139,10 +139,11 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route a block of `each` tokens of a group of `tokens`. `bias` [E] is added to the compared scores. `given` [T, K]: experts to use
-    instead of choosing. `load` [T, K] or None: the choice by scores without bias, for counting; with `given` it is read, without it
-    written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum to SCALE. Write sums to
-    parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy, tokens).
+    """Route a block of `each` tokens of a group that has `tokens` tokens. `bias` [E] is added to the compared scores. `given` [T, K]:
+    experts to use instead of choosing. `load` [T, K] or None: experts with the highest scores without bias, for the balance loss; read if
+    `given` is not None, else written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum
+    to SCALE. Write sums to parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy,
+    tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -209,8 +210,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots"])
 def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
            BLOCK_E: tl.constexpr):  # fmt: skip
-    """Sum the parts. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E times each expert's share of its
-    group's counted choices into share [G, E], and Fused's loss, counts, and means followed by the number of tokens (at least 1).
+    """Add up `parts`, the sums that `choose` wrote. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E
+    times each expert's share of its group's counted choices into share [G, E]. Also write Fused's loss, counts and means; after the means,
+    the number of tokens (at least 1).
     BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)

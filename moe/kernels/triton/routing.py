@@ -13,7 +13,7 @@ from parallel.mesh.regions import in_region
 
 # T tokens, K choices, R rows, E experts, G groups, B blocks of a group
 
-_BLOCK = 128
+_BLOCK = 128  # choices that one program counts and ranks
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -59,7 +59,8 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
-    """Return the result of `by_bin` in parallel/mesh/exchange.py, by a kernel."""
+    """Return indices, int64 [total], that bring rows received from P ranks into the order of B bins: as `by_bin` of
+    parallel/mesh/exchange.py, but as one kernel. counts_PB[p, b]: number of rows from rank p for bin b."""
     counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
     with on(counts_PB):
         moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)

@@ -108,7 +108,7 @@ def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:
 
 
 def _experts(network: Network, stage: int, space: Space) -> Iterator[tuple[int, int]]:
-    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides `stage`, the number of ranks of a pipeline
+    """Yield all (ep, etp) such that ep divides the number of experts, and ep x etp divides `stage`. stage: number of ranks of a pipeline
     stage."""
     if network.experts is None:
         yield 1, 1

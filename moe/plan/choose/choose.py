@@ -4,12 +4,13 @@
 
 Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. `full`
 recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit, larger
-micro-batches of the same plan with the same recompute do not fit either. A plan with one micro-batch a step is computed in any case: no
-gradients of earlier micro-batches exist, so it may need less. The ranking is a best-first branch and bound. Each plan waits with a lower
-bound of its seconds. The plan with the smallest bound gets its next, tighter bound, and at last its exact seconds. A plan is ranked when
-its exact seconds are smaller than all bounds that wait. For most plans, exact seconds are never computed. Among plans whose seconds are
-equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less memory comes first, then the one
-with fewer kinds of parallelism.
+micro-batches of the same plan with the same recompute do not fit either. The exception is a plan with one micro-batch a step: it may need
+less, because it has no gradients of earlier micro-batches.
+
+The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds gets its next, tighter bound, and at
+last its exact seconds. It is ranked when these are smaller than the bounds of all other plans, whose exact seconds need not be computed.
+Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less
+memory comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ class Refusals(dict[str, Refused]):
     """Maps each reason to the plans that were refused for it."""
 
     def add(self, more: Refused) -> None:
-        """Add refused plans to the entry of their reason."""
         before = self.get(more.reason, more)
         nearest = min(before, more, key=lambda of: of.over_bytes)
         self[more.reason] = more if before is more else replace(nearest, count=before.count + more.count)
@@ -131,7 +131,7 @@ def choose(
 
 class _Held:
     """Computes the memory of plans, and remembers plans that did not fit. too_large: (plan with microbatch=1 and microbatches=1, kind of
-    recompute) -> (size of the first micro-batch with which the plan did not fit, bytes of the plan with it)."""
+    recompute) -> (micro-batch size with which the plan did not fit, the plan's bytes with this size)."""
 
     def __init__(self, held_bytes: Callable[[Plan], float], limit_bytes: float) -> None:
         self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
@@ -140,7 +140,7 @@ class _Held:
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
         """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none, return (plan with the
-        last kind, its bytes). If the plan with a smaller micro-batch did not fit before, its bytes are returned instead, as a lower
+        last kind, its bytes). If the plan did not fit with a smaller micro-batch before, that plan's bytes are returned as a lower
         bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 

@@ -57,8 +57,8 @@ class GuideRule:
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
     """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
 
-    one_device: the plan for one device that needs the least device memory without offload, even if it does not fit. offloaded: the same
-    with model states in the host's memory; None if the model is not to be offloaded.
+    one_device: the plan for one device that needs the least device memory without offload, even if it does not fit. offloaded: the plan for
+    one device with model states in the host's memory; None: without this plan.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit

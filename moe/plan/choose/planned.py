@@ -38,7 +38,7 @@ NUM_DEGREES = 24  # number of sets of degrees (pp, tp, sp, dp, ep) that round 2 
 SMALL = 32  # for at most this number of devices, round 1 also tries micro-batches above FIRST.largest_microbatch
 _GIB = 2**30
 Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput
-FIRST = Space(
+FIRST = Space(  # values that round 1 tries
     engines=("zero1", "fsdp"),
     tensors=("sliced", "1d", "2d", "3d"),
     sequences=("ring",),
@@ -98,9 +98,10 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. A quick first round ranks the sets of degrees (dp, tp, ...). A second
-    round tries all other settings for the best `num_degrees` sets (None: for all). Raises BadInput if no plan can run, fits into memory and
-    passes the recipe's checks; its message proposes a change of the recipe or of the cluster with which a plan does."""
+    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of degrees that are tried with every
+    other option, after all had a first, short round (None: all).
+    Raises BadInput if there is no plan that can run, fits into memory and passes the recipe's checks. The message proposes a change of the
+    recipe or of the cluster with which a plan exists."""
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):
@@ -154,7 +155,7 @@ def planned(
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Yield plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
     base, stored = plan_of(run), _storages(run)
-    if not run.is_flat:  # leave out engines that another engine of `space` would replace in this run
+    if not run.is_flat:  # leave out engines instead of which this run would use another engine (FSDP)
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
         like = stored[plan.carrier.name]
@@ -169,8 +170,7 @@ def _offloading(space: Space, run: Run) -> Space:
 
 
 class _Accepted:
-    """Collects the `top` best plans that the recipe's checks accept. Also collects the plans that the checks refuse, each with their error
-    message as the reason."""
+    """Collects the `top` best plans that the recipe's checks accept, and the refused plans with the checks' error messages as reasons."""
 
     def __init__(self, run: Run, world: int, top: int, checked: Check, own: Plan | None, own_run: Run | None) -> None:
         """own: the recipe's own plan; None if the checks refused it. own_run: the recipe after the checks."""
@@ -203,7 +203,7 @@ class _Accepted:
 
 
 def _storages(run: Run) -> dict[str, Plan]:
-    """Return, for each engine, the recipe's plan with this engine and without pipeline stages. It contains the bytes per element that this
+    """Return for each engine the recipe's plan with this engine and without pipeline stages. Each plan has the bytes per element that the
     engine stores with the recipe's precision."""
     return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
@@ -240,7 +240,7 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
     chunks: Values = {"recompute.loss_chunks": 8}
     optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
     changes = [chunks]
-    if not cluster.cores:  # on a CPU, states are in the host's memory anyway
+    if not cluster.cores:  # on a CPU, states are in the host's memory anyway, so offload saves nothing
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
     for values in changes:
@@ -260,7 +260,7 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
 
 
 def _that_fits(run: Run, cluster: Cluster, checked: Check) -> Plan | None:
-    """Return a plan that fits with full recomputation and that the recipe's checks accept; None if no plan of the space FIRST does."""
+    """Return a plan of the space FIRST that fits with full recomputation and that the recipe's checks accept; None if there is none."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
     again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
@@ -310,7 +310,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
-GUIDED = Space(
+GUIDED = Space(  # values that are tried for the rules of thumb
     engines=("ddp", "zero1", "zero3", "fsdp"),
     tensors=("sliced", "1d"),
     sequences=("ring",),

@@ -87,15 +87,15 @@ class Prediction:
 
     @property
     def least_bytes(self) -> float:
-        """Lower bound of `needed_bytes` without the allocator's reserve and CUDA's context, if experts' rows were divided equally: bytes of
-        the rank that needs most; on a CPU the mean of all ranks."""
+        """Lower bound of `needed_bytes`: bytes of the rank that needs most, on a CPU the mean over ranks. It leaves out the allocator's
+        reserve and CUDA's context, and assumes that experts' rows are divided equally among the ep ranks."""
         sizes = list(map(_held(self.place), self.even))
         return sum(sizes) / len(sizes) if self.place.kind == "cpu" else max(sizes)
 
     @property
     def tightest(self) -> Bound | None:
-        """The memory limit that the run exceeds by the most bytes. If it exceeds none: the limit with the fewest bytes left. None if no
-        limit is known."""
+        """The memory limit that the run exceeds by the most bytes. If the run exceeds no limit: the limit with the fewest bytes left. None
+        if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
             of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"

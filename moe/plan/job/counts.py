@@ -2,7 +2,7 @@
 
     attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; q x q grids 1 / q^2, a cube (3d) 1 / q^3
     norms, router, down-projections of latent attention     whole on every tp rank
-    experts                                                 1 / (ep etp)
+    experts                                                 1 / (ep etp): ep ranks divide the experts, etp ranks each expert's matrices
 
 The first stage has the embedding, the last stage the head. If they are tied and on the same rank, they are one matrix.
 """
@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan, attention_shapes
 
 @dataclass(frozen=True)
 class Elements(Summed):
-    """Numbers of parameters. dense: outside of experts, with copies on Plan.copies ranks. expert: in experts, with copies on Plan.edp
-    ranks. frozen_dense, frozen_expert: how many of these are frozen, and so have no gradients and optimizer states."""
+    """Numbers of parameters on a rank. dense: outside of experts; Plan.copies ranks hold the same ones. expert: in experts; Plan.edp ranks
+    hold the same ones. frozen_dense, frozen_expert: the frozen ones among them, which have no gradients and optimizer states."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -102,9 +102,9 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 
 
 def attention(network: Network, t: int, *, over: int) -> float:
-    """Number of parameters of one layer's attention on a rank, without norms. t: number of ranks that divide its matrices. over: number of
-    ranks among which its heads are divided (on grids, over < t). If there are fewer key-value heads than `over`, several ranks hold copies
-    of a head."""
+    """Number of parameters of one layer's attention on a rank, without norms. t: number of ranks among which its matrices are divided.
+    over: number of ranks among which its heads are divided (on grids, over < t). If there are fewer key-value heads than `over`, several
+    ranks hold the same head."""
     n, inner = network, network.heads * network.channels
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
@@ -123,8 +123,8 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def inner_gains(network: Network) -> int:
-    """Number of parameters in the norms of a layer's queries, keys and latents. Every tp rank is assumed to hold all of them, although tp
-    cuts the norms of qk_norm `whole`."""
+    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. They are counted as whole on every tp rank. With
+    model.qk_norm `whole` this is too many, because the tp ranks then divide them."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels + latents

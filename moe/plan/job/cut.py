@@ -27,7 +27,7 @@ from parallel.fixes import Set
 from parallel.mesh.grids import LINES
 
 _EPSILON = 1e-12  # costs that differ by less than this fraction count as equal
-EMPTIER = 0.95  # the cut by parameters is tried if its largest stage has at most this fraction of the largest stage of the cut by work
+EMPTIER = 0.95  # the cut by parameters is tried if its largest stage is at most this fraction of the largest stage in the cut by work
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def _least_largest(ends: Sequence[float], stages: int) -> float:
 
 
 def _needed(ends: Sequence[float], most: float) -> int:
-    """Return the least number of stages such that none costs more than `most`; the number of layers + 1 if a single layer costs more."""
+    """Return the least number of stages that each cost at most `most`. If a single layer costs more, return the number of layers + 1."""
     at, found, count = 0, 0, len(ends) - 1
     while at < count:
         further = bisect_right(ends, ends[at] + most, lo=at) - 1
@@ -106,7 +106,7 @@ def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: 
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
     kinds = [(index < network.before, index in network.with_experts) for index in range(network.depth)]
-    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (in encoder, with experts) -> a layer
+    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (in encoder, with experts) -> one such layer
     total = {kind: counts.layer(run, plan, number).total for kind, (run, number) in of_kind.items()}
     held = [total[kind] for kind in kinds]
     sizes = cut([first, *held, last], stages)

@@ -32,7 +32,8 @@ class Size:
 
 
 def size(run: sections.Run) -> Size:
-    """Return the size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    """Return the size of the whole model: its blocks, the embedding table, last norms, the projection to the vocabulary and multi-token
+    prediction. `forward` is without multi-token prediction, which runs only in training."""
     model = run.model
     blocks = [block_size(run, layer=layer) for layer in range(model.num_layers)]
     last_norms = 1 if model.kind == "decoder" else 2
@@ -87,8 +88,8 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
 
 
 def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
-    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of both halves. own: FLOPs of the matrices that a token
-    of this half passes, cross-attention's not included."""
+    """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of encoder and decoder. own: FLOPs of the matrices that a
+    token of the block's half (encoder or decoder) passes, cross-attention's not included."""
     read, written = model.max_length, model.target_length
     width = 4.0 * core_width(model)
     if layer < model.decoder_begins:

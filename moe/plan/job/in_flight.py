@@ -4,8 +4,8 @@
     gpipe             all micro-batches on every rank
 
 The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
-(parallel/pipeline/simulator/held.py). The counted numbers are equal in all steps with at least a few micro-batches per rank, so a step with
-few micro-batches is counted.
+(parallel/pipeline/simulator/held.py). Beyond a few micro-batches per rank, more micro-batches do not change the numbers, so a short step is
+counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def steady(schedule: str, ranks: int, microbatches: int) -> int:
 
 
 def possible(schedule: str, ranks: int, microbatches: int) -> bool:
-    """Return whether the schedule allows these sizes."""
     return kind_of(schedule).refusal(Size(ranks, microbatches)) is None
 
 
@@ -64,9 +63,10 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank needs at least as much memory: that is
-    so if the earlier rank has the same layers, at least as many micro-batches in flight, and the embedding or the head if the later rank
-    has it. sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
+    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much: it has the
+    same layers, at least as many micro-batches in flight and weight versions, and the embedding and the head if the later rank has them.
+
+    sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]

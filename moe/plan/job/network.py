@@ -1,8 +1,8 @@
 """Inputs of the planner. A Network describes the model that is trained, a Plan how ranks train it. Both are dataclasses of numbers, without
 tensors.
 
-    Network + Plan            -> memory.py        bytes on each rank
-    Network + Plan + Cluster  -> cost.py          seconds of one step
+    Network + Plan            -> moe/plan/memory/memory.py        bytes on each rank
+    Network + Plan + Cluster  -> moe/plan/time/cost.py            seconds of one step
 
 Both are made from a recipe (moe/plan/job/of_recipe.py), or from a row of a table of published runs. There are pp x dp x sp x tp ranks. The
 dp x sp x tp ranks of a stage hold the experts as edp x ep x etp ranks (parallel/mesh/mesh.py).
@@ -32,8 +32,8 @@ Recomputed = Literal["none", "selective", "full"]
 
 
 def repeats(index: int, every: int) -> bool:
-    """True if layer `index` is among the recomputed layers, which are every `every`-th layer. The layers of multi-token prediction have the
-    highest indices."""
+    """True if layer `index` is recomputed: layers 0, every, 2 * every and so on are. Layers of multi-token prediction are counted after
+    all others."""
     return index % every == 0
 
 
@@ -46,11 +46,11 @@ class Router:
     norm: bool = False  # the input is normalized
     jitter: bool = False  # the input is multiplied by noise
     capped: bool = False  # the logits are bounded
-    kept: int = 0  # bytes per token that the routing method keeps for the backward pass
+    kept: int = 0  # bytes per token that routing keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
-    decides: int = 0  # bytes per token that ranks with parts of one group exchange for the routing decision
+    decides: int = 0  # bytes per token that the ranks which share a group exchange to decide its routing
     counts: int = 0  # bytes per group that these ranks exchange for the balance loss
-    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in the forward and in the backward pass
+    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in each of the two passes
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Experts:
     hidden: int  # hidden units of one expert
     gated: bool = False
     shared_hidden: int = 0  # hidden units of the shared experts, which compute all tokens
-    rows: float | None = None  # computed rows / choices of all tokens, below 1 if choices are dropped; None: no choice is dropped
-    slots: float | None = None  # capacity of all experts / choices of all tokens; None: no capacity
-    exchange: Dispatcher | None = None  # None: an all-to-all
+    rows: float | None = None  # rows that experts compute, as a fraction of all tokens' choices; None: all, because no choice is dropped
+    slots: float | None = None  # capacity of all experts, as a multiple of all tokens' choices; None: no capacity
+    exchange: Dispatcher | None = None  # how rows are sent over ep; None: by one all-to-all
     biases: bool = False
     router: Router = Router()
     gates: int = 0  # number of gates that weigh shared experts
@@ -74,12 +74,12 @@ class Experts:
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
     apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
-    busiest: float | None = None  # rows of the busiest ep rank / mean over ranks, before capacities limit it; None: computed from `excess`
-    excess: float = 0.0  # increase of `busiest` for each ep rank after the first
+    busiest: float | None = None  # rows of the busiest ep rank, as a multiple of the ranks' mean, without capacities; None: see `excess`
+    excess: float = 0.0  # if `busiest` is None, it is 1 plus this number for each ep rank after the first
 
     @property
     def mean_rows(self) -> float:
-        """Computed rows / choices of all tokens, as a mean over ranks."""
+        """Rows that experts compute, as a fraction of all tokens' choices (mean over ranks)."""
         return 1.0 if self.rows is None else self.rows
 
     def reached(self, targets: int) -> float:
@@ -92,13 +92,13 @@ class Experts:
         return used * distinct(rows / used, targets / groups) if targets >= groups else distinct(used, targets)
 
     def unlimited(self, ep: int) -> float:
-        """Rows of the busiest of `ep` ranks / mean over ranks, before capacities limit it: `busiest`, or else computed from `excess`.
-        Beyond LARGEST_EP ranks, no growth is assumed."""
+        """Rows of the busiest of `ep` ranks, as a multiple of the ranks' mean, without capacities: `busiest`, or else computed from
+        `excess`. Beyond LARGEST_EP ranks, no growth is assumed."""
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Computed rows of the busiest of `ep` ranks / mean over ranks. Limited by the experts' capacity, or else by the number of
-        tokens."""
+        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean. Limited by the experts' capacity, or else by the
+        number of tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 
@@ -209,7 +209,6 @@ class Network:
 
     @cached_property
     def all_frozen(self) -> Network:
-        """Copy of the network in which every part is frozen."""
         return replace(self, frozen=tuple(PARTS))
 
     def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
@@ -229,8 +228,8 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """Return whether a weight is frozen that belongs to all of these parts: one frozen part is enough. (For example, the norms of
-        queries belong to both attention and norms.) With LoRA, all weights are frozen."""
+        """Return whether a weight is frozen that belongs to each of these parts: one frozen part is enough. For example, the norms of
+        queries belong to both `attention` and `norms`. With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property

@@ -140,9 +140,11 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes that ranks exchange in moe/router/slices.py, as arguments of Router. decides: logits, position and id of a token, or
-    its chosen experts, their priority, and whether they are used. counts: choices of each expert. balances:
-    gates, and probabilities of being chosen."""
+    """Return the bytes that ranks exchange in moe/router/slices.py, as arguments of Router.
+
+    decides: if the routing method needs whole groups, a token's fp32 logits, position and id; otherwise with a capacity, for each of its
+    choices the expert, the priority, and whether a random second choice is used. counts: the choices of each expert. balances: the gates
+    (importance loss) and the probabilities of being chosen (load loss)."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
         decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)

@@ -42,9 +42,9 @@ def _of_program(key: str) -> str:
 class Inside:
     """Links within a node.
 
-    bus_gb_s: number of ranks -> bus bandwidth, GB/s that each rank sends in a ring collective. sum_bus_gb_s: the same for all-reduces that
-    switches compute (NVLink SHARP). latency_us: latency of a collective. hop_us: latency of a message between two devices. pair_gb_s: GB/s
-    from one device to another. times: name of a collective -> measured times.
+    bus_gb_s: number of ranks -> bus bandwidth, GB/s that each rank sends in a ring collective. sum_bus_gb_s: bus bandwidth of all-reduces
+    that switches compute (NVLink SHARP); None: `bus_gb_s`. latency_us: latency of a collective. hop_us: latency of a message between two
+    devices. pair_gb_s: GB/s from one device to another. times: name of a collective -> measured times.
     """
 
     __pydantic_config__ = FILE
@@ -128,7 +128,6 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def of(self, nodes: int) -> Cluster:
-        """Return this cluster with `nodes` nodes."""
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:

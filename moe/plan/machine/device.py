@@ -67,7 +67,7 @@ FILE = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 # Tiles of a product's output: (rows, columns, fraction of a processor's rate). Small tiles need more memory traffic per operation. NVIDIA's
 # guide measures tiles of 128 x 128 at about nine tenths of the rate of 256 x 128, the standard size.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
-RAMP = 96  # the start and end of a tile take as long as this number of further steps along k
+RAMP = 96  # the start and end of a tile take as long as this number of further steps along k (assumed)
 SPLITS = (1, 2, 4, 8)  # split-k: if tiles leave processors idle, k may be cut into this number of parts, which are summed in fp32
 
 
@@ -164,7 +164,8 @@ def _measured(rates: dict[float, float], flops: float) -> float:
 
 
 def alignment(num_bytes: int) -> float:
-    """Fraction of the full rate that a product reaches if its rows have `num_bytes` bytes: 1 for multiples of 128 bytes, otherwise less."""
+    """Fraction of the full rate that a product reaches if its rows have `num_bytes` bytes: 1 for multiples of 128 bytes, otherwise less.
+    The values are fitted to BLOOM's published speeds."""
     for multiple, share in ((128, 1.0), (64, 0.85), (32, 0.8), (16, 0.7), (4, 0.5)):
         if num_bytes % multiple == 0:
             return share

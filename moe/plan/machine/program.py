@@ -11,7 +11,8 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-ALONE = 0.3  # default of Program.alone, fitted to the steps with small layers that vTrain's authors measured
+# part of the shorter of host's and device's time that a pass takes besides the longer; fitted to vTrain's steps with small layers
+ALONE = 0.3
 
 
 @hashed_once
@@ -22,10 +23,10 @@ class Program:
     name: str
     attention: Literal["fused", "scores"] = "fused"  # one kernel that keeps scores on the chip, or kernels that write and read them
     launch_us: float = 12.0  # host's time to launch a kernel in the forward pass
-    backward_launch: float = 1.0  # host's time to launch a kernel in the backward pass / in the forward pass
+    backward_launch: float = 1.0  # host's time to launch a kernel in the backward pass, as a multiple of launch_us
     checkpoint_us: float = 100.0  # host's time to begin a recomputed layer: random number states, a nested backward pass
     step_ms: float = 1.0  # host's time once per step: data, gradient norm, loss scale, logging
-    pointwise: float = 1.0  # bytes that norms, activations and residual additions move / bytes that fully fused kernels would move
+    pointwise: float = 1.0  # bytes that norms, activations and residual additions move, as a multiple of fully fused kernels' bytes
     streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
     gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the last backward pass of a step, or during it
     staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
@@ -44,12 +45,12 @@ class Program:
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
-    engine: float = 0.0  # time that the engine adds / time of a micro-batch
+    engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time
     sent_gradients: Literal["stored", "computed"] = "stored"  # dtype of sent gradients: of stored gradients, or of computed activations
-    accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by a separate kernel, or by the product's
+    accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by separate kernels, or by the products'
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
-    selective: Literal["core", "second", "half"] = "core"  # recomputes attention's core, a layer's second half, or half the forward time
-    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (the fields above include it) or once a step
+    selective: Literal["core", "second", "half"] = "core"  # recomputed: attention's core, a layer's second half, or half of its time
+    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 

@@ -98,7 +98,7 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
-    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # in the queries' dtype
+    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # masks in the queries' dtype
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
 
@@ -221,12 +221,12 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
     hidden = tensors * e.hidden / plan.etp
-    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # x A of LoRA
+    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # LoRA keeps x A
     moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
     here = plan.microbatch * n.length / plan.sp
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # returned rows belong to the rank that sent them
+    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # a returned row is kept by the rank that sent it
     more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
@@ -283,8 +283,8 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
     """Bytes that a micro-batch keeps between I and W outside of layers: the head's input and the gradient of the logits, from which W
-    computes the head's gradient. Each depth of multi-token prediction keeps the same, and the inputs and output gradients of its layer's
-    products and of the product that merges its inputs."""
+    computes the head's gradient. Each depth of multi-token prediction keeps these too. It also keeps the inputs and output gradients of its
+    layer's products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
@@ -300,7 +300,8 @@ def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, fir
     kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
     if casts and last and network.ahead:
         kept += network.ahead * cast_ahead(network, plan)
-    if network.encoder is not None and layers and not first:  # the first layer counts its half's input; the other half's is received too
+    # the stage receives the tensors of encoder and decoder; its first layer has counted that of its own half
+    if network.encoder is not None and layers and not first:
         kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
     for index in layers:
         kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
@@ -327,7 +328,6 @@ def keeps_scores(plan: Plan) -> bool:
 
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:
-    """Return the kind of recompute of layer `index`."""
     return plan.recompute if repeats(index, plan.recompute_every) else "none"
 
 

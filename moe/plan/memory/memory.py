@@ -31,8 +31,8 @@ from moe.plan.memory.temporary import Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
 from parallel.pipeline.schedules.catalog import placed
 
-RESERVED = 1.10
-CONTEXT_BYTES = 1.5e9
+RESERVED = 1.10  # bytes that the allocator reserves, as a multiple of the allocated bytes
+CONTEXT_BYTES = 1.5e9  # of CUDA's context
 MOST_STARTED = 8  # at most this number of DDP's buckets are all-reduced at the same time (parallel/data/buckets.py)
 EMPTY = Moment("forward")  # no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits

@@ -1,4 +1,4 @@
-"""Lists the moments of a step at which the memory of a pipeline rank may be at its peak, with the bytes at each, except for model states.
+"""Lists the moments of a step at which a pipeline rank's memory may be at its peak, with the bytes at each. Model states are left out.
 
     loss        logits in two dtypes and their gradients
     work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
@@ -90,7 +90,7 @@ class RankMoments:
 
 
 class _Layers(NamedTuple):
-    """The first sizes of a _Stage, which stages with equal layers share."""
+    """Sizes of a stage's layers: fields of `_Stage` that are computed once for all stages with equal layers."""
 
     kinds: Sequence[tuple[LayerBytes, int]]
     elements: Elements
@@ -102,9 +102,9 @@ class _Stage(NamedTuple):
     """Sizes of a pipeline stage on a rank. number: index of the stage. kinds: (sizes of a layer, number of such layers) for each
     kind of layer. elements: parameters of its layers.
 
-    kept, ends_kept: bytes that a micro-batch keeps from its forward pass (F) until its backward pass (B, or I if it is split), in the
-    stage's layers and outside of them. pending, ends_pending: such bytes from I (gradients of inputs) until W (gradients of weights).
-    of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
+    kept, ends_kept: bytes in the stage's layers, and outside of them, that a micro-batch keeps from its forward pass (F) until its backward
+    pass (B, or I if the backward pass is split). pending, ends_pending: bytes that it keeps from I (gradients of inputs) until W (gradients
+    of weights). of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
     """
 
     number: int
@@ -138,8 +138,8 @@ class _Now(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass has ended yet) -> the moment with the most kept bytes among moments
-    with these properties."""
+    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet) -> among the moments with these two
+    properties, the one with the most kept bytes."""
 
     number: int
     versions: int
@@ -190,8 +190,8 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 @lru_cache(maxsize=5_000)
 def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[tuple[tuple[InFlight, bool], ...], ...]:
-    """Return for each rank (micro-batches in flight, no backward pass has ended yet) at the moments that may be its peak. Gradients exist
-    after the step's first backward pass, so the moment after it is one of them."""
+    """Return for each rank (micro-batches in flight, no backward pass has ended yet) at the moments that may be its peak. The moment after
+    the step's first backward pass is included, because gradients exist from then on."""
     found = []
     for rank in in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks):
         moments = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
@@ -219,7 +219,7 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
-    """Return the candidates of a rank with these stages, as in `_Rank`. moments: (micro-batches in flight, no backward pass has ended)."""
+    """Return `_Rank.candidates` of a rank with these stages. moments: (micro-batches in flight, no backward pass has ended)."""
     found = dict[tuple[bool, bool], _Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:

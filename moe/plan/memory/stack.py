@@ -16,7 +16,8 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     masks           2 D                          dropout after attention and network; `always`: even if dropout is 0
     cross           cross-attention: norm, its output, q, attention's output and a mask per token; k and v per token of the encoder; with
                     `scores` also the scores of all pairs
-    experts         c (rows D + n F) + maps      for each choice of a token, and 8 bytes per token and expert for the router
+    experts         c (r D + n F) + maps         for each choice of a token: r = expert_rows, n = `expert_plain` or `expert_gated`; and for
+                                                 the router, 8 bytes per token and expert
 
 Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; autograd for this project (tests/moe/plan/job/
 test_activations.py).
@@ -71,7 +72,8 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    pending: float = 1.0  # bytes of a product's input and its output's gradient from I to W (see kept.py) / bytes in the compute dtype
+    # bytes of a product's input and of its output's gradient while its weight gradient is deferred / the same in the compute dtype
+    pending: float = 1.0
 
 
 # This project computes losses in fp32 and keeps the output of each product; experts' kernels recompute the activation.

@@ -70,8 +70,9 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the kept tensors that the layer's second half has already freed. The gradient needs the
-    larger of two sizes: a tensor for each sequence and their sum, or the fp32 sum before and after masking."""
+    """Bytes of the gradient of T5's bias, minus the kept tensors of the layer's network, whose backward pass has freed them before. The
+    gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two fp32 tensors, the sum before and after
+    masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone
@@ -79,9 +80,9 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
     """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
-    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists next to the activation's gradients (two
-    with a gate). In this project, the last product has freed its gradient and its input before the activation's gradients are allocated;
-    with relu, the input stays, because relu's gradient needs relu's output."""
+    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists at the same time as the activation's
+    gradients (two with a gate). In this project, the last product frees its gradient and its input before the activation's gradients are
+    allocated. With relu the input stays, because relu's gradient needs relu's output."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)

@@ -8,11 +8,11 @@ An annotation has one word for each dim: `_` allows any sharding, `.` means not 
 axes, and `rows?` means at least these axes. `| columns` at the end keeps the axis `columns` out of all dims. `1:` at the start is a
 priority: annotations with priority 0 are propagated first. Propagation never changes the annotated axes.
 
-Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter it takes the longest list of axes on
-which its tensors agree, and proposes to shard every dim with this letter over them. At first only element-wise operators propose, then all
-operators. Only in the last rounds may they propose an axis that shards two different letters of the operator. If proposals for a tensor
-exclude each other, the one that needs fewer bytes of communication is kept, and the conflict is recorded. The result therefore does not
-depend on the order of operators. Propagation ends, because each round except the last extends the sharding of a dim.
+Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter, an operator finds the longest list of
+axes on which its tensors agree. It proposes to shard every dim with this letter over these axes. At first only element-wise operators
+propose, then all operators. Only in the last rounds may they propose an axis that shards two different letters of the operator. If
+proposals for a tensor exclude each other, the one that needs fewer bytes of communication is kept, and the conflict is recorded. The result
+therefore does not depend on the order of operators. Propagation ends, because each round except the last extends the sharding of a dim.
 
 Sources: GSPMD (arXiv 2105.04663), section 3.5; the priorities of Shardy's propagation (openxla/shardy).
 """
@@ -175,7 +175,7 @@ class _State:
 
 
 def agreement(found: Sequence[Axes]) -> Axes:
-    """Return the longest list of axes that agrees with each list in `found`. Two lists agree if one is a prefix of the other."""
+    """Return the longest list of axes that agrees with each list in `found`. Two lists agree if one of them begins with the other."""
     longest = max(found, key=len, default=())
     prefixes = (longest[:n] for n in range(len(longest), 0, -1))
     return next((prefix for prefix in prefixes if all(prefix[: len(axes)] == axes[: len(prefix)] for axes in found)), ())
@@ -187,7 +187,7 @@ def _terms(op: Operator) -> Iterator[tuple[str, str]]:
 
 
 def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
-    """Return `agreed`, with each letter's list cut off before the first axis that shards a dim with another letter in any of
+    """Return `agreed` without contended axes: each letter's list ends before the first axis that shards another letter in one of
     `shardings`."""
     letters = _letters_of_axes(shardings)
     return {a: next((axes[:n] for n, axis in enumerate(axes) if letters.get(axis, set()) - {a}), axes) for a, axes in agreed.items()}

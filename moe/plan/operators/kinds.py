@@ -1,6 +1,6 @@
 """Finds the Plan of this project with the same shardings as a program. If there is none, the error says which sharding differs.
 
-A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py).
+A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py). `rows` and `columns` are mesh axes:
 
     batch over rows, dense weights unsharded                          dp, ddp     (if weights are over rows too: fsdp)
     heads, hidden and vocab over columns, length unsharded            tp, 1d      (if length is over columns between layers: sliced)

@@ -106,8 +106,8 @@ class Machine:
 
 
 def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
-    """Return the Machine of a cluster (cluster.py). Of a device's memory, tensors get 1 / 1.1, and the allocator keeps the rest as reserve.
-    kind: dtype of matrix products."""
+    """Return the Machine of a cluster (cluster.py). Its memory is a device's memory / 1.1, because the allocator keeps a reserve
+    (RESERVED in memory.py). kind: dtype of matrix products."""
     device, inside, between = cluster.device, cluster.inside, cluster.between
     share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node
     return Machine(

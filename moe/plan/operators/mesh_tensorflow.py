@@ -6,16 +6,16 @@
     legal    each name is on at most one axis; no two names of a tensor or operator are on the same axis; the axis divides the size
     costs    partition.py: FLOPs of a rank, all-reduces over split sums, resharding of a tensor that is read under other names, bytes
 
-The names of a tensor's dims decide its sharding. To change its sharding, it gets other names (Mesh-TensorFlow's reshape). In MoE
-layers, tensors between dispatch and combine have the names `experts` and `expert_batch`, and all other tensors have `experts_whole` and
-`batch`. If batch and experts are both on the axis `rows`, this renaming is the all-to-all.
+The names of a tensor's dims decide its sharding. To reshard a tensor, its dims are renamed (Mesh-TensorFlow's reshape). In MoE layers,
+tensors between dispatch and combine have dims named `experts` and `expert_batch`, and all other tensors have `experts_whole` and `batch`.
+If batch and experts are both on the axis `rows`, this renaming is the all-to-all.
 
 `best_layout` finds the best of all legal layouts by branch and bound. A step's cost is a sum of terms: FLOPs and all-reduces of each
 operator, resharding of each tensor. A term depends on a few dim names with few legal axes, so a table holds all its costs. Equal layers
 share their tables. The search chooses the axis of one name after another. It starts with the names whose axis changes the costs most. The
 sum of the least costs in all tables, given the axes chosen so far, is a lower bound. A branch is dropped if its bound is not below the cost
-of the best layout so far. Bytes are bounded in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer program) minimises only the
-memory of a forward pass.
+of the best layout so far. A lower bound of a rank's bytes is computed in the same way. Mesh-TensorFlow's own search (auto_mtf, an integer
+program) minimises only the memory of a forward pass.
 
 Sources: Mesh-TensorFlow (arXiv 1811.02084), sections 3 and 4, and its moe.py; Land and Doig 1960 for the search.
 """
@@ -126,7 +126,7 @@ def by_letter(graph: Graph, layout: Layout) -> Cuts:
 
 
 def cuts(layout: Cuts, op: Operator) -> Cuts:
-    """Return a dict: letter -> axes that cut an operator's work: `layout`, as returned by `by_letter`, without dims that may not be cut."""
+    """Return a dict: letter -> axes that cut an operator's work. It is `layout` (see `by_letter`) without the dims that must stay whole."""
     return {letter: layout[letter] for letter in op.factors if letter in layout and letter not in op.whole}
 
 

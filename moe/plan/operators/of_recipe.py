@@ -56,7 +56,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
-            setattr(module, "forward", lambda x_BLD, context: (x_BLD, None))  # noqa: B010 (on this one alone)
+            setattr(module, "forward", lambda x_BLD, context: (x_BLD, None))  # noqa: B010 (only this instance)
             hooks.append(module.register_forward_hook(lambda m, *_, name=name: trace.experts(name, m)))
         elif (rule := rules.get(type(module))) is not None:
             hooks.append(module.register_forward_hook(lambda m, *_, name=name, rule=rule: rule(name, m)))
@@ -205,11 +205,11 @@ class _Trace:
             gates = gates if r == e else self.add(f"{name}.of_experts", "dispatch", f"bl{r}->bl{e}", gates)
             biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, self.weight(f"{name}.output_bias", f"{e}d"))
             y = self.add(f"{name}.biased", "pointwise", "bld,bld->bld", y, biases)
-        self._join(f"{name}.add", self._beside(name, module, y))
+        self._join(f"{name}.add", self._with_shared(name, module, y))
 
-    def _beside(self, name: str, module: Any, y: str) -> str:
-        """Add the outputs of the networks that compute every token (the residual network, the shared experts) to the experts' output
-        `y`."""
+    def _with_shared(self, name: str, module: Any, y: str) -> str:
+        """Add the networks that compute every token, which are the residual network or the shared experts. Returns the name of their sum
+        with the routed experts' output `y`."""
         if module.residual is not None:
             n, parts = self.letter("shared_hidden", module.residual.w1.weight.shape[0]), self.letter("parts", 2)
             other = self._network(f"{name}.residual", n, self.x, gated=module.residual.w3 is not None)

@@ -7,8 +7,8 @@ part's device. If the input is the sum of t partial sums, 2/t of the bytes of ea
 have copies of a region, it comes from the part's own device if possible, otherwise equally from all. A device and its port each handle one
 task at a time, in the order in which the tasks become ready. Of tasks that become ready together, the one with the smallest key is first.
 
-Delta simulation: after a change of placement, tasks that became ready before the first changed task keep their times, and only the others
-are simulated again. The paper instead recomputes the times that depend on a change. Both give the result of a full simulation.
+Delta simulation: after a change of placement, only some tasks are simulated again. Tasks that became ready before the first changed task
+keep their times. The paper instead recomputes the times that depend on a change. Both give the result of a full simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); a JOIN's is merely unique
+Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); a JOIN's numbers mean nothing
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 
@@ -215,8 +215,8 @@ class Simulator:
         return self._all_reduce(size, placed.parts, count) if count > 1 else 0.0
 
     def _all_reduce(self, size_bytes: float, span: int, count: int) -> float:
-        """Return the seconds of an all-reduce over `count` devices, evenly spaced among `span` adjacent devices. It sums within nodes
-        first."""
+        """Return the seconds of an all-reduce over `count` devices, evenly spaced among `span` adjacent devices: first within each node,
+        then between nodes."""
         within = min(count, max(1, self.machine.node_size * count // max(span, self.machine.node_size)))
         inside, between, nodes = self.machine.inside, self.machine.between, max(1, count // within)
         seconds = inside.alpha_s + 2 * (within - 1) / within * size_bytes * inside.beta_s if within > 1 else 0.0

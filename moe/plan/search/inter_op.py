@@ -6,10 +6,10 @@ For every possible time t_max of the slowest stage, in ascending order:
 
     F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     for stages with t <= t_max
 
-t(l..k, n, later) is the time of a stage with the layers l to k - 1 on n devices. It is inf if the stage does not fit into memory. `later`
-is the number of later stages: for each of them, 1F1B keeps the activations of one more micro-batch. F(s, l, d) is the least sum of the
-times of s stages with the layers from l to the last, on d devices. The result is the smallest F(s, 0, D) + (B - 1) t_max over all s and
-t_max, for D devices. The search ends when B t_max exceeds the best result.
+t(l..k, n, later) is the time of a stage with the layers l to k - 1 on n devices; inf if the stage does not fit into memory. `later` is the
+number of later stages: for each of them, 1F1B keeps the activations of one more micro-batch. F(s, l, d) is the least sum of the times of s
+stages with the layers from l to the last, on d devices. The result is the smallest F(s, 0, D) + (B - 1) t_max over all s and t_max, for D
+devices. The search ends when B t_max exceeds the best result.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@
     such that   each row of e_ij (a sharding of i's output) adds up to the sum of s_i over the strategies with this sharding, and each
                 column likewise for s_j; and the live tensors fit into memory at every time
 
-A layer that is recomputed pays the forward third of its cost once more, and only its last output stays live. R_ij has one row for each
+A recomputed layer runs its forward pass, a third of its cost, twice, and only its last output stays live. R_ij has one row for each
 sharding (type State), not for each strategy, because several strategies give the same sharding. Therefore e has few variables, which need
 not be integers, and the linear relaxation is tight. First the relaxation is solved (HiGHS, by scipy.optimize.milp). If its solution takes
 exactly one strategy for each operator, as it usually does, this is the optimum. Otherwise the integer program is solved. With more than
-`LARGE` variables, the relaxation is rounded instead: each operator in turn gets the cheapest strategy among those with a large value in the
-relaxation, given the choices for earlier operators.
+`LARGE` variables that would be slow, so the relaxation is rounded instead. Each operator in turn gets the cheapest strategy among the
+strategies with a large value in the relaxation, given the choices for earlier operators.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def intra_op(
 
 
 class _Program:
-    """The linear program. A column (variable) is a strategy of an operator, or a pair of a tensor's shardings: (as its operator gives it,
-    as another reads it). options: operator -> strategies. weight, again: as in intra_op."""
+    """The linear program. A column (variable) is a strategy of an operator, or a pair of a tensor's shardings: (as the writing operator
+    gives it, as a reading operator needs it). options: operator -> strategies. weight: layer -> number of layers that it represents.
+    again: recomputed layer -> operator whose output is kept."""
 
     def __init__(
         self, graph: Graph, mesh: Mesh, settings: Settings, options: Options, weight: Mapping[int, float], again: Mapping[int, str]
@@ -186,8 +187,8 @@ class _Program:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """Round the relaxation. Returns operator -> the cheapest strategy with a large value in it, given the earlier operators'
-        choices."""
+        """Round the relaxation. Returns operator -> the cheapest of its strategies with large values in the relaxation, given the earlier
+        operators' choices."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]

@@ -6,9 +6,9 @@
     accept    faster placements; slower ones with probability exp(-alpha (new - old) / best)
     restart   from the best placement, after each hundredth of the budget, and at least every 1000 proposals
 
-Times come from the execution simulator (execution.py). This differs from the paper in two ways. The dim that a matrix product sums over may
-be cut too, as in Unity, so that Megatron's row-parallel layers are among the placements. And time differences are relative to the best
-time.
+Times come from the execution simulator (execution.py). The walk differs from the paper in two ways. The dim that a matrix product sums over
+may be cut too, as in Unity, so that Megatron's row-parallel layers are among the placements. And `accept` divides time differences by the
+best time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe.plan.search.execution import Placed, Simulator, run
 from parallel.annotations.graph import Graph, Operator
 from parallel.mesh.mesh import divisors
 
-NEIGHBOURS, ONWARDS = 0.25, 0.75
+NEIGHBOURS, ONWARDS = 0.25, 0.75  # probabilities that a first, and a further, neighbour gets the same cut
 
 
 @dataclass(frozen=True)

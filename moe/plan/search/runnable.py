@@ -30,7 +30,7 @@ from parallel.mesh.mesh import divisors
 
 RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
 _CUT_1D = ("vocab", "heads", "hidden")
-_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # ZeRO stage of the plan (index) -> of strategies.py, which has no stage 2
+_STAGES: tuple[Sharded, ...] = (0, 1, 1, 3)  # for each ZeRO stage of a plan, the stage in strategies.py, which has no stage 2
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return a dict: operator of the folded graph -> (cut, scatter) of its strategy: letters of dims for each mesh axis (see
-        Strategy)."""
+        """Return a dict: operator of `joined` -> (cut, scatter) of its strategy. Both have a letter for each mesh axis, the dim that
+        the axis cuts, or "" (see Strategy)."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:

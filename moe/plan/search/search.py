@@ -5,8 +5,8 @@
                 \\__ then the fastest plan that the trainer can run, by the cost model of the same search
 
 The `seconds` of a result are the step time of its plan by the cost model of strategies.py. The `free_seconds` are the step time of the
-optimum among all strategies (alpa) or placements (flexflow, by its simulator), even if the trainer cannot run it. Equal layers are searched
-once (Folded): they get equal cuts, and the tensors between them have equal shardings.
+optimum among all strategies (alpa), or among all placements by flexflow's simulator. The trainer may be unable to run the optimum. Equal
+layers are searched once (Folded): they get equal cuts, and the tensors between them have equal shardings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SearchResult:
 @dataclass(frozen=True)
 class _Solution:
     """Strategies of all layers on one submesh. sums: cumulative sums over the first 0, 1, ... layers, in three rows: seconds, bytes of
-    model states (see Strategy), bytes of outputs. assignment: as in SearchResult."""
+    model states, bytes of outputs. assignment: operator -> letters of its cut dims with the numbers of parts."""
 
     sums: tuple[tuple[float, ...], ...]
     assignment: Mapping[str, str]
@@ -102,10 +102,14 @@ def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) ->
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """Return the solutions for a submesh with `devices` devices, each without and with recomputation. Solves without a memory limit first.
-    If the result does not fit, solves again with a device's memory as the limit. If no strategies fit into it, and the first result does
-    not fit with recomputation either, solves with recomputation. The strategies of the trainer's own plans are added, so that none of these
-    plans is faster than the result."""
+    """Return the solutions for a submesh with `devices` devices, each without and with recomputation, from up to three searches:
+
+    1. without a memory limit
+    2. if result 1 does not fit: with a device's memory as the limit
+    3. if search 2 finds nothing, and result 1 does not fit even with recomputation: the same limit, all layers recomputed
+
+    The strategies of the trainer's own plans are added, so that none of
+    these plans is faster than the best solution."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
@@ -204,8 +208,8 @@ def flexflow(
     seconds: float = 20.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Find the best placement by a random walk (FlexFlow) over cuts that use all devices, without stages, and the fastest plan that the
-    trainer can run. Micro-batches run in sequence."""
+    """Find the best placement by a random walk (FlexFlow), and the fastest plan that the trainer can run. The walk's cuts use all devices,
+    and it has no stages: micro-batches run one after another."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded

@@ -9,8 +9,8 @@
 
 Costs are for one micro-batch, forward and backward. If an axis cuts a dim that an input does not have, each rank has a partial sum of this
 input's gradient. Gradients of parameters are summed once a step, gradients of activations whenever the sharding changes (`change`). The
-strategies are Alpa's (arXiv 2201.12023, section 4.2), except that they are derived from the operator's rule, and that reduce-scatters and
-sharded optimizer states are added.
+strategies are Alpa's (arXiv 2201.12023, section 4.2), with reduce-scatters and sharded optimizer states added. Here they are derived from
+the operator's rule instead of listed by hand.
 """
 
 from __future__ import annotations

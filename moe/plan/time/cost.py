@@ -1,7 +1,7 @@
 """Predicts the seconds of one training step of a plan on a cluster, by purpose. Needs no device.
 
     step_time(network, plan, cluster)
-        stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (stage_time.py)
+        stage i, one micro-batch    t_i = forward + backward + recompute, from the times of device and host (stage_time.py)
         pipeline                    time of all micro-batches from all t_i: the schedule's closed form, or the simulator (pipeline_time.py)
         + gradients, parameters     seconds of data parallelism's collectives that computation does not hide
         + optimizer                 bytes of model states that the update reads and writes / bandwidth of the memory (or of the host)
@@ -67,7 +67,8 @@ PARTS = tuple(f.name for f in fields(Time) if f.name != "hidden")
 
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, pipeline: How = "simulated") -> Time:
-    """Predict the time of one step. program: None: this project's trainer. The cluster's number of nodes is not checked.
+    """Predict the time of one step. program: the training program; None: this project's trainer. Whether the cluster has enough nodes is
+    not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
     gradient reductions and parameter gathers, and builds no schedule.
@@ -204,8 +205,9 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, each
-    earlier rank computes one more input gradient, and then its remaining weight gradients. If two ranks hold each stage, `others` is 0."""
+    """Return the spare time of a rank, computed from its last actions as if it never waited. `others`: after this rank's last input
+    gradient, each earlier rank computes one more input gradient, and then its remaining weight gradients. 0 if two ranks hold each
+    stage."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
@@ -240,8 +242,8 @@ def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) 
 
 
 def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -> float:
-    """Seconds to subtract if the program's times include casts of weights at each use, but DDP casts them only once a step. Each
-    micro-batch after the first then saves reading 4 bytes and writing 2 for each parameter."""
+    """Seconds to subtract if the program's times include casts of weights at each use, but the engine casts them only once a step. Each
+    micro-batch after the first then saves, for each parameter, reading 4 bytes and writing 2."""
     held = program.casts == "use" and plan.stage == 0 and plan.storage.parameters == plan.compute_bytes < plan.storage.gradients
     return (plan.microbatches - 1) * 6 * (stage.dense + stage.expert) / cluster.device.bandwidth if held else 0.0
 

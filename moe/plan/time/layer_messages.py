@@ -74,12 +74,12 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
-_AROUND = {"all_gather": 5}  # kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
+_AROUND = {"all_gather": 5}  # number of kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
 
 
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass by which ranks of sp and tp exchange what routers and losses need, if
-    a router group has tokens on several of them (moe/router/slices.py)."""
+    """Return the messages of one MoE layer's (forward, backward) pass for router groups with tokens on several ranks of sp and tp. These
+    ranks exchange the data that routers and losses need (moe/router/slices.py)."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -97,7 +97,7 @@ def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[M
 
 
 def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> Passes:
-    """Passes with the times of a layer's collectives over tp. sparse: the layer has experts."""
+    """Times of a layer's collectives over tp, in both passes. sparse: the layer has experts."""
     if plan.tp == 1 or plan.tensor == "copied":
         return Passes()
     group, left, n, late = _tp_group(plan, cluster), 1 - program.tensor_overlap, tokens_of(network, plan), network.latent
@@ -122,7 +122,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> Passes:
-    """Passes of the collectives of 2D, 2.5D and 3D tensor parallelism. left: fraction of their time that products do not hide."""
+    """Times of the collectives of 2D, 2.5D and 3D tensor parallelism, in both passes. left: fraction that products do not hide."""
     of = tensor_parallel.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),
@@ -139,8 +139,8 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention's all-reduces in 1D: one of its output forward, and two backward, of the gradients of the decoder's and of
-    the encoder's tokens. Grids have none."""
+    """Times of cross-attention's all-reduces in 1D. Forward: one, of its output. Backward: two, of the gradients of the decoder's and of
+    the encoder's tokens. Grids have no such all-reduces."""
     if plan.grid.units == 1 or plan.tensor in GRIDS:
         return Passes()
     sizes = (tokens_of(half, plan) * network.width * plan.compute_bytes for half in (network, encoder))
@@ -150,7 +150,7 @@ def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster,
 
 
 def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Return the passes of attention (`core`) with the collectives over sp added. A ring sends keys and values while attention computes; if
+    """Return the times of attention (`core`) with the collectives over sp added. A ring sends keys and values while attention computes; if
     links are fast enough, only the first message adds time. Ulysses' all-to-alls are not hidden by computation."""
     if plan.sp == 1:
         return core
@@ -171,9 +171,9 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, shared: Passes) -> Passes:
-    """Passes with the times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back, and of the
-    messages in `grouping`. shared: passes of the shared experts' network, which may run while rows travel. Of its backward pass only the
-    gradients of inputs count, because a schedule may put the gradients of weights off."""
+    """Times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back. The messages of `grouping`
+    are included. shared: times of the shared experts' network, which may run while rows are sent. Of its backward pass only the gradients
+    of inputs can hide messages, because a schedule may postpone the gradients of weights."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 

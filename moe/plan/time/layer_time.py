@@ -7,7 +7,7 @@
     pointwise kernels   bytes per token in 16 bits: norm 4 D, residual addition 6 D (7 D with dropout), activation 4 F/t (6 F/t with a gate)
     cross-attention     keys and values of the encoder's tokens, one norm, one residual addition
 
-Seconds of a kernel come from device.py, seconds of a layer's collectives from layer_messages.py.
+Seconds of a kernel come from moe/plan/machine/device.py, seconds of a layer's collectives from layer_messages.py.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def _products(
     cast: bool = True,
     by_product: bool = True,
 ) -> Passes:
-    """Passes of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
+    """Times of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
     that compute each product.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
-    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. It changes only the
-    last digits, so that results stay equal to the published tables.
+    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. The order changes only
+    the last digits; both orders exist so that predictions stay equal to the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -122,7 +122,7 @@ def _products(
 
 
 def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of attention's projections, and of the layer's norms and residual additions."""
+    """Times of attention's projections, and of the layer's norms and residual additions."""
     parts, n = plan.grid.units, tokens_of(network, plan) / plan.grid.sequences
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     if network.latent is None:
@@ -156,15 +156,16 @@ def _around(network: Network, plan: Plan, program: Program) -> float:
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
-    """Return the fraction of a layer's tp collectives that belongs to its second half, the dense network or the experts. Experts need only
-    an all-gather of their tokens, which takes half the time of an all-reduce; `exchange` has the other messages."""
+    """Return the fraction of the time of a layer's tp collectives that belongs to its second half, the dense network or the experts.
+    Experts need only an all-gather of their tokens, which takes half the time of attention's all-reduce. `exchange` has their other
+    messages."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3
 
 
 def _ffn(network: Network, plan: Plan, cluster: Cluster, program: Program, hidden: float, gated: bool) -> Passes:
-    """Passes of a dense feed-forward network on the rank's tokens."""
+    """Times of a dense feed-forward network on the rank's tokens."""
     rows = tokens_of(network, plan) / plan.grid.sequences
     return _ffns(network, plan, cluster, program, hidden / plan.grid.units, gated, rows=rows)
 
@@ -172,7 +173,7 @@ def _ffn(network: Network, plan: Plan, cluster: Cluster, program: Program, hidde
 def _ffns(
     network: Network, plan: Plan, cluster: Cluster, program: Program, f: float, gated: bool, *, rows: float, count: float = 1
 ) -> Passes:
-    """Passes of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
+    """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
     n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
     products = [(n, f * (2 if gated else 1), d), (n, d, f)]
@@ -180,7 +181,7 @@ def _ffns(
 
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of softmax(q k) v, with its collectives over sp."""
+    """Times of softmax(q k) v, with its collectives over sp."""
     heads, batch = network.heads / plan.grid.units, plan.microbatch / plan.grid.sequences
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
@@ -195,7 +196,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> P
 
 
 def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passes:
-    """Passes of fused attention for `pairs` (query, key) pairs. channels: size of a key plus size of a value."""
+    """Times of fused attention for `pairs` (query, key) pairs. channels: size of a key plus size of a value."""
     device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
     forward = device.fused_attention(flops, pairs, kind=kind)
     backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
@@ -203,7 +204,7 @@ def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> Passe
 
 
 def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> Passes:
-    """Passes of attention that writes its scores to memory. count: heads x sequences. keys: length of the sequence with the keys."""
+    """Times of attention that writes its scores to memory. count: heads x sequences. keys: length of the sequence with the keys."""
     device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
     product = device.product(length, keys, network.channels, count=count, kind=kind)
     value_time = device.product(length, network.channels, keys, count=count, kind=kind)
@@ -214,7 +215,7 @@ def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, key
 
 
 def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of cross-attention, with its norm, residual addition and all-reduces."""
+    """Times of cross-attention, with its norm, residual addition and all-reduces."""
     n, read = (tokens_of(half, plan) / plan.grid.sequences for half in (network, encoder))
     d, t = network.width, plan.grid.units
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
@@ -231,7 +232,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
 
 
 def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of router, dispatch and experts on the busiest rank. Each tp rank routes its own part of the tokens."""
+    """Times of router, dispatch and experts on the busiest rank. Each tp rank routes its own part of the tokens."""
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
@@ -252,7 +253,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
 
 @lru_cache(maxsize=20_000)
 def head_time(network: Network, plan: Plan, cluster: Cluster) -> Passes:
-    """Passes of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes the logits and
+    """Times of the last norm, the projection to the vocabulary and the loss. With `loss_chunks`, the backward pass computes the logits and
     their exponentials again."""
     rows, chunks, device = plan.grid.sequences, plan.loss_chunks, cluster.device
     n, step = tokens_of(network, plan) / rows, 64 if plan.tp > 1 or network.vocab > 1000 else 1
@@ -271,7 +272,7 @@ def head_time(network: Network, plan: Plan, cluster: Cluster) -> Passes:
 
 @lru_cache(maxsize=20_000)
 def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
-    """Passes of one depth of multi-token prediction outside of its layer and head: three norms, and the product that merges its two
+    """Times of one depth of multi-token prediction outside of its layer and head: three norms, and the product that merges its two
     inputs."""
     n, d = tokens_of(network, plan), network.width
     moved = 3 * 4 * _pointwise_bytes(plan, program) / 2 * d * n * program.pointwise

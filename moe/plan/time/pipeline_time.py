@@ -23,7 +23,7 @@ from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 from parallel.pipeline.schedules.kind import PassTimes, Placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 
-MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take
+MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take, so that input gradients take some time
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward)
 Rounded = tuple[float, ...]

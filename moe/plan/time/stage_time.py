@@ -73,8 +73,7 @@ class Stage:
 
 @lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
-    """Return the Program of this project's trainer: the properties that the predicted times depend on. Values that were measured on this
-    cluster replace the defaults."""
+    """Return the Program of this project's trainer. Values that were measured on this cluster replace the defaults."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 

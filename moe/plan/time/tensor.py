@@ -7,19 +7,22 @@
              weights   elements sent forward                     elements sent backward
     1d       P / t     2 all-reduces: 4 (t-1)/t N D              the same
     sliced   P / t     2 all-gathers, 2 reduce-scatters: as 1d   the same; reduce-scatters are wide
-    2d       P / q^2   (q-1)/q^2 of N I + I O for each product   (q-1)/q^2 of 2 N I + I O, and I O wide
+    2d       P / q^2   (q-1)/q^2 (N I + I O) for each product    (q-1)/q^2 (2 N I + I O), and (q-1)/q^2 I O wide
     2.5d     P / q^2   as 2d with N / d                          as 2d with N / d
-    3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
+    3d       P / q^3   (q-1)/q^3 (N I + I O + N O)               (q-1)/q^3 (N O + I O + 2 N I), and (q-1)/q^3 I O wide
 
     Cross attention over S tokens of an encoder is like attention, but one product gives q, and another gives k and v of the S tokens.
-    1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. It also keeps the S tokens.
+    1d: one more all-reduce forward, N D, and two backward, N D and S D. sliced: gathers x and the S tokens. All kinds keep the S tokens.
 
     On a grid, q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms on a grid gather 2 wide
     numbers per token forward and sum 2 backward.
 
-    kept activations: 4 N D, inputs of the norms (wide in 1d and sliced) and of the products after them; 2 N (A + K), q, keys, values,
-    attention's output, and a statistic of its softmax; 4 N F, input and output of the activation, the gate, their product (2 N F without a
-    gate); 4 statistics of norms. 1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
+    kept activations, in elements:
+    4 N D        inputs of the two norms (wide in 1d and sliced), and of the products after them
+    2 N (A + K)  q, keys, values, attention's output; besides a statistic of its softmax
+    4 N F        input and output of the activation, the gate, their product (2 N F without a gate)
+    4 N          statistics of norms
+    1d divides tensors inside attention and network among ranks, grids divide all tensors, sliced all except
     gathered inputs of products. In 16 bits, 1d and sliced also keep P / t weights in the compute dtype.
 
     tensor.overlap_chunks = n makes n times as many collectives with the same bytes in all. The output projection and w2 then do not keep
@@ -92,7 +95,7 @@ class Cost:
     calls: int | None = None
 
 
-WIDE = 4
+WIDE = 4  # bytes of an fp32 element
 
 
 def cost(grid: Grid, of: DenseLayer, *, chunks: int = 1) -> Cost:

@@ -62,8 +62,8 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: sharding.engine if it names one, else `named`. Some engines are replaced by another if pp > 1, or,
-        with sharding.engine auto, if the optimizer cannot step flat ranges of fp32 elements (`flat` False)."""
+        """Return the engine that runs: sharding.engine if it names one, else `named`. With pp > 1, some engines are replaced by another.
+        With sharding.engine auto, so is an engine that updates flat ranges of fp32 elements, if the optimizer cannot (`flat` False)."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen
@@ -124,7 +124,7 @@ class Pipeline(Section, alters="cost"):
 
 
 class Tiling(Section, alters="cost"):
-    """Cuts large matrices into tiles. Each tile is a separate parameter, which an engine gathers, updates and frees by itself."""
+    """Cuts large matrices into tiles. Each tile is a separate parameter, which FSDP and ZeRO-3 gather, update and free separately."""
 
     ffn: int = key(1, "tiles of feed-forward networks and experts, cut along the hidden units", gt=0)
     head: int = key(1, "tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)

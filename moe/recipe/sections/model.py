@@ -25,7 +25,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     trained_length: int | None = key(None, "sequence length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
     low: float = key(1.0, "frequencies with fewer rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
     high: float | None = key(None, "frequencies with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
-    whole_pairs: bool = key(True, "the channel pairs of low and high are rounded outwards to integers; GPT-OSS: false", of=_YARN)
+    whole_pairs: bool = key(True, "indices of the pairs with low and high rotations are rounded outwards; GPT-OSS: false", of=_YARN)
     mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
     mscale_all: float = key(0.0, "square of 0.1 mscale_all ln(factor) + 1 is a factor on logits (DeepSeek)", ge=0, of=_YARN)
     pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")

@@ -68,13 +68,13 @@ _GONE_OF_ADAFACTOR = {"decay_rate": 0.8, "clip": 1.0, "floor": 1e-3, "eps": 1e-3
 
 
 class Adafactor(Section, alters="training", of="optimizer.kind=adafactor", gone=_GONE_OF_ADAFACTOR):
-    """Settings of Adafactor."""
+    """Settings of Adafactor, which stores row and column means of squared gradients instead of two moments."""
 
     step: Literal["relative", "absolute"] = key("relative", "relative: the update is multiplied by the root mean square of the weights")
 
 
 class Sgd(Section, alters="training", of="optimizer.kind=sgd", gone={"nesterov": False}):
-    """Settings of SGD."""
+    """Settings of SGD with momentum."""
 
     momentum: float = key(0.9, ge=0, lt=1)
 
@@ -155,7 +155,9 @@ class Train(Section, alters="cost"):
     on_nan: Literal["skip", "stop"] = key(
         "skip", "after a step with gradients that are not finite: skip it, or stop the run", alters="training"
     )
-    max_skips: int = key(20, "skipped steps in a row after which the run stops, without a dynamic loss scale", gt=0, alters="training")
+    max_skips: int = key(
+        20, "skipped steps in a row after which the run stops; not read with a dynamic loss scale", gt=0, alters="training"
+    )
     sample_tokens: int = key(160, "number of tokens that the model generates as a sample after the last step; 0: none", ge=0, le=10_000)
     measure_speed: bool = key(True, "after the last step, time matrix products alone, to report the run's FLOP/s as a share of theirs")
     report: bool = key(True, "draw pictures and the HTML page after the last step; moe report can draw them later")

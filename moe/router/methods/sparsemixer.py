@@ -31,7 +31,7 @@ HALFWAY, LEAST = 0.25, 1 / 3  # if e_k is not the best expert: s_k is 1 with pro
 
 @dataclass(frozen=True)
 class Mixed(Chosen):
-    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: s_k; None in evaluation (1 for all)."""
+    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: factor s_k on each gate; None: 1."""
 
     open_TKE: Tensor | None = None
     share_TK: Tensor | None = None
@@ -108,7 +108,7 @@ def one_by_one(
 
 
 def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
-    """Return s_k of each choice in training, fp32 [T, K], drawn with the uniform random numbers."""
+    """Return the factor s_k on each choice's gate in training, fp32 [T, K]: 1 or LEAST, drawn with the uniform random numbers."""
     import torch
 
     return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)

@@ -178,8 +178,8 @@ Executor = Single | Pipelined
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """Return a function of token ids [B, shard.length] that returns an Output with the logits of all tokens on every rank, for any sharding
-    of model and sequences. Its calls are collective."""
+    """Return a function that maps token ids [B, shard.length] to an Output with the logits of all tokens. Every rank gets all logits, even
+    if model and sequences are sharded. Calls of the function are collective."""
     model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:

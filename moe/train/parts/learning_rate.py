@@ -21,7 +21,7 @@ from parallel.errors import BadInput, where
 
 def own_share(name: str, update: int, total: int) -> float:
     """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput if the function raises an error, or if the
-    share is not a finite number from 0."""
+    share is negative or not a finite number."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)

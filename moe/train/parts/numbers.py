@@ -14,7 +14,7 @@ from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-_MEANS = 7  # a layer's packed numbers: 7 (kept, dropped, and five means: losses and entropy), then the choices of each expert
+_MEANS = 7  # number of a layer's packed numbers before the choices of each expert: kept, dropped, and means of four losses and the entropy
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     for each layer: load of its experts in the n steps -> balanced placement -> if this lowers the largest load of any rank: move experts
 
-All ranks have each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
+All ranks know each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
 optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
-(docs/moe/dispatch.md). A checkpoint stores placement and load, so a run that is resumed with the same ep continues with equal bits.
+(docs/moe/dispatch.md). A checkpoint stores placement and load, so a run resumed with the same ep gives the same bits as without a stop.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def nothing_to_move(run: Run) -> str | None:
 
 
 class Rebalancer:
-    """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call its
-    methods alike. load: layer -> number of choices of each expert since the counts were last reset, every `rebalance_every` steps.
-    placements: layer -> ids of its experts, ep rank 0's experts first."""
+    """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
+    same methods in the same order. load: layer -> number of choices of each expert since experts could last move. placements: layer -> ids
+    of its experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh

@@ -125,7 +125,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
     _restore(run, arguments, mesh, training, data, start)
-    # checkpoints of later steps are damaged, or --from_step names an earlier one. Left in the folder, they would count for train.keep
+    # checkpoints of later steps exist if they are damaged, or if --from_step names an earlier one. In the folder they would count for
+    # train.keep, the number of checkpoints to keep
     aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
     if start.writes:
         _write_folder(run, arguments, data, start)
@@ -134,7 +135,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    # after skipped steps, older checkpoints are kept too
+    # after skipped steps, older checkpoints are kept too, because the newest may have damaged weights
     if start.found is not None and start.writes and not training.counters.in_a_row:
         keep_newest(saver.folder, training.counters.step, run.train.keep)
     record, note = records.write, progress.note

@@ -146,7 +146,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             heard.remove(signal.SIGHUP)
         before = {s: signal.signal(s, handler) for s in heard}
-    except ValueError:  # Python sets handlers in the main thread alone
+    except ValueError:  # Python can set handlers only in the main thread
         before = {}
     try:
         yield lambda: bool(seen)

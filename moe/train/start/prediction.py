@@ -1,7 +1,7 @@
 """Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary.
 
-On a GPU, memory is torch's allocations. On a CPU, for which torch counts no allocations, it is the peak of the process, so the process's
-memory other than tensors is added to the prediction. If the prediction raises an error, the run prints it in one line and starts anyway.
+On a GPU, memory is torch's allocations. On a CPU, torch counts no allocations, so memory is the peak of the process. The process's memory
+other than tensors is then added to the prediction. If the prediction raises an error, the run prints it in one line and starts anyway.
 
 Model states are counted from the engine's live tensors, each storage once. `parameters`: the weights that the model reads. `gradients`:
 between backward pass and update. `optimizer`: the optimizer's states, and the master weights if the model reads other copies.
@@ -85,8 +85,8 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
 
 
 def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
-    """Return an error if the token ids of an evaluation, 64 bits each, would take more than half of `host_bytes`, a rank's share of host
-    memory."""
+    """Return an error if the token ids of an evaluation (8 bytes each) would take more than half of `host_bytes`, a rank's share of the
+    host's memory."""
     assert isinstance(run.degrees.dp, int)
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
     if needed_bytes <= host_bytes / 2:

@@ -120,8 +120,8 @@ class Merged(Reader):
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
-    """Raise BadInput if the recipe has adapters but there is no checkpoint to start from, or if only one of the recipe and the run's own
-    checkpoint has adapters. rank: lora.rank. source: the checkpoint of --init_from. found: the run's own checkpoint."""
+    """Raise BadInput if the recipe has adapters but there is no checkpoint to start from. Also raise it if the run's own checkpoint has
+    adapters and the recipe does not, or the reverse. rank: lora.rank. source: the checkpoint of --init_from. found: the run's own."""
     if rank and source is None and found is None:
         raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):

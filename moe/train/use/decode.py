@@ -38,7 +38,8 @@ class Reads(Protocol):
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return the index of the first token in the context of a text with `length` tokens."""
+    """Return the index of the first token in the context of a text with `length` tokens. It moves by half a context at a time, so that a
+    cache is rarely filled anew."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 

@@ -6,8 +6,8 @@ moe      also four experts, two of them for each token, and a shared expert
 sigmoid  moe with sigmoid scores, two groups of experts and a selection bias
 
 ep is over the ranks of fsdp (here: data parallelism) and tp. The last word of a row with experts is the token dispatcher. With ep and tp
-alone, each expert is whole on one rank; with all axes, it is cut over tp. On a CPU, the norms and the names of CUDA devices and streams
-are replaced: torch's norm refuses sequence parallelism in megatron-core, which accepts Apex's and Transformer Engine's.
+alone, each expert is whole on one rank; with all axes, it is sharded over tp. On a CPU, stand-ins replace CUDA devices and streams, and
+`Norm` replaces megatron-core's wrapper of torch's RMSNorm, which refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
-            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:  # the latter is ep alone
+            # ep is over the ranks of fsdp, so ep with fsdp is the same layout as ep alone
+            if "ep" in chosen and model not in ROUTED or list(chosen) == ["ep", "fsdp"]:
                 continue
             world = chosen.get("tp", 1) * chosen.get("fsdp", 1) if list(chosen) != ["ep"] else chosen["ep"]
             layout = " ".join(f"{'dp' if name == 'fsdp' else name}{degree}" for name, degree in chosen.items())
@@ -76,20 +77,20 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 def _on_a_cpu() -> None:
-    """Replace the CUDA device, streams and random states that megatron-core asks for. The process ends after the recording."""
+    """Replace the CUDA device, streams and random states that megatron-core asks for, until the process ends."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe import token_dispatcher
 
     stream = mock.MagicMock()
     for name, value in {"current_device": torch.device("cpu"), "Stream": stream, "current_stream": stream, "stream": nullcontext()}.items():
         setattr(torch.cuda, name, mock.Mock(return_value=value))
-    # the original converts CUDA tensors alone
+    # the original converts only CUDA tensors
     token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: x.numpy() if as_numpy and torch.is_tensor(x) else x
     get_cuda_rng_tracker().fork = lambda *_: nullcontext()  # guards dropout's random numbers; dropout is 0
 
 
 class Norm(nn.RMSNorm):
-    """torch's RMSNorm, with megatron-core's mark of a weight whose gradient is summed over tp."""
+    """torch's RMSNorm, with the attribute that makes megatron-core sum the weight's gradient over tp."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -97,7 +98,7 @@ class Norm(nn.RMSNorm):
 
 
 def _model(model: str, heads: int, degrees: dict[str, int], sequence: bool, dispatcher: str) -> Any:
-    """Return the model's part of this rank. Parameters have the same global values in each layout."""
+    """Return this rank's part of the model, with initial values."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -106,7 +107,7 @@ def _model(model: str, heads: int, degrees: dict[str, int], sequence: bool, disp
 
     _on_a_cpu()
     tp, ep = degrees.get("tp", 1), degrees.get("ep", 1)
-    shared = 1 if tp * ep > dist.get_world_size() else tp  # ranks over which an expert is cut
+    shared = 1 if tp * ep > dist.get_world_size() else tp  # number of ranks over which an expert is sharded
     sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": shared}
     parallel_state.initialize_model_parallel(**sizes)
     keys = _SIZES | sizes | {"num_query_groups": heads, "sequence_parallel": sequence}
@@ -132,7 +133,7 @@ def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
         loss = _loss(net, batch())
         step.note("loss", loss)
         loss.backward()
-        finalize_model_grads([net])  # moves the selection bias
+        finalize_model_grads([net])  # updates the routers' selection biases
         optimizer.step()
 
 

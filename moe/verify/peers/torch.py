@@ -108,8 +108,8 @@ def _many(kind: str, folder: Path) -> None:
 
 
 def cut(model: Model, mesh: Any, *, sequence: bool) -> None:
-    """Apply torch's tensor-parallel styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes the
-    norms of its own tokens."""
+    """Apply torch's tensor-parallel styles: heads and hidden units are sharded over the ranks. With `sequence`, each rank computes
+    LayerNorm only for its own tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -138,7 +138,7 @@ def _pipeline(kind: str, folder: Path) -> None:
     tokens, made = batch(), list[Any]()
     for model, index in zip(models, own, strict=True):
         given = tokens[:1, :-1] if index == 0 else torch.zeros(1, tokens.shape[1] - 1, _WIDTH, requires_grad=True)
-        shapes = {"input_args": given, "output_args": model(given)}  # without these, torch would run the stage once more
+        shapes = {"input_args": given, "output_args": model(given)}  # without these, torch would run the stage once more to find shapes
         made.append(PipelineStage(model, index, stages, torch.device("cpu"), **shapes))
     schedule = chosen(made if len(own) > 1 else made[0], n_microbatches=len(tokens), loss_fn=loss_of)
     parts = nn.ModuleDict({name: part for m in models for name, part in m.named_children()})

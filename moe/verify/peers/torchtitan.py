@@ -5,7 +5,7 @@ A row's last word is the backend: with partial_dtensor, weights are DTensors ins
 and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch: the FSDP2 of 2.13 refuses its types.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
-pass there, and gradients are divided before their sum, because gloo has no sum with a factor.
+pass there. Gradients are divided before their sum, because gloo has no sum with a factor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEGREES = ("ep", "tp", "fsdp")
 ROUTED = ("qwen3_moe", "deepseek_v3")
 BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
 _WIDTH, _EXPERTS, _ROPE = 32, 4, {"max_seq_len": 64, "theta": 1e4}
-_SHARED = {"n_layers": 2, "dim": _WIDTH, "n_heads": 4, "attn_backend": "varlen"}  # `_config` replaces the attention
+_SHARED = {"n_layers": 2, "dim": _WIDTH, "n_heads": 4, "attn_backend": "varlen"}  # `_built` replaces the attention
 
 
 def load() -> None:
@@ -56,8 +56,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan's ranks of ep are those of tp and
-    fsdp, so ep has no pair of its own."""
+    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan spreads experts over the ranks of tp
+    and fsdp, so ep without another axis has no pair."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
@@ -94,7 +94,7 @@ def _layers(model: str, heads: int) -> tuple[Any, Any, Any]:
 
 
 def _built(model: str, heads: int, parallelism: Any) -> tuple[Any, Any]:
-    """Return the model without values and the function that parallelizes it."""
+    """Return the model on the meta device (without values), and torchtitan's function that parallelizes it."""
     from torchtitan.models.common import Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
 

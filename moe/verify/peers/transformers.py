@@ -7,6 +7,7 @@ compares them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def load() -> None:
     """Import the modules that the ranks need, and turn off transformers' log messages and warnings."""
     import transformers
 
-    if "tp_size" in _keys():
+    with contextlib.suppress(ImportError):  # earlier releases do not have it
         from transformers.distributed import mixin  # noqa: F401
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -47,10 +48,10 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Ep alone, with other axes in `degrees`, gets a pair
-    only in releases that allow it. In these releases ep alone, in others ep with one other axis, also has a pair for each implementation
-    of the experts' matrix products."""
-    alone = "ep_size" not in _keys()  # later releases spread experts over the ranks of tp or fsdp only
+    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Newer releases have no ep without another axis, so
+    this subset is left out there, unless `degrees` has no other axis. Ep alone (in newer releases: ep with one other axis) also has a pair
+    for each implementation of the experts' matrix products."""
+    alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
@@ -69,7 +70,8 @@ def config_of(model: str, heads: int = 2) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}  # grouped_mm: rows of 16 bytes
+    # 12 * heads: grouped_mm needs rows of a multiple of 16 bytes
+    sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
     known = {name: value for name, value in sizes.items() if hasattr(config, name)}
     if model == "deepseek_v3":
         known |= {"num_key_value_heads": 4, "head_dim": 4}

@@ -1,4 +1,4 @@
-"""Makes the batches on which every layout and the plain twin are trained in `moe verify`."""
+"""Makes the batches on which `moe verify` trains every layout, and the plain twin (a model without parallelism that shares no layer)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from moe.verify.cases import BATCH, LENGTH
 
 PADDING = -100  # in place of a token after the end of a sequence
-BEGIN = 2**32  # subtracted from the first token of a chat
+BEGIN = 2**32  # subtracted from the first token of each chat in a packed sequence, to mark it
 
 
 def batch(step: int, *, padded: bool = False, packed: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
     """Return the sequences of one step, int64 [size, length + 1]. Low token ids are more frequent, so that experts get unequal loads.
 
-    padded: about two of three sequences end early, by different lengths, and the last one is empty, so that ranks and micro-batches have
-    unequal numbers of tokens. Every fourth token is then an input but not a target; it is stored as -101 - id.
+    padded: ranks and micro-batches have unequal numbers of tokens, because about two of three sequences end early and the last one is
+    empty. Every fourth token is then an input but not a target; it is stored as -101 - id.
     packed: as padded, with several chats in each sequence. The first token of each chat is not a target; it is stored as -101 - id - BEGIN.
     """
     generator = torch.Generator().manual_seed(step)

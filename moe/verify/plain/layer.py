@@ -50,7 +50,8 @@ class Layer:
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, num_experts: int, cast: Cast) -> Layer:
-    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. num_experts includes skip and zero experts."""
+    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. num_experts includes skip experts, which return their
+    input, and zero experts, which return 0."""
     spec, seen = run.router, wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
@@ -142,8 +143,8 @@ def network(
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> Tensor:
     """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out]. biases: added to x w1
-    and x w3; scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant (h sigmoid(alpha h) (g + offset)) w2, with h =
-    x w1 clamped from above to `limit`, and g = x w3 clamped to [-limit, limit].
+    and x w3; scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant (h sigmoid(alpha h) (g + offset)) w2. There, h
+    is x w1, at most `limit`, and g is x w3, clamped to [-limit, limit].
     """
     assert w1 is not None and w2 is not None
     hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))

@@ -281,7 +281,7 @@ def _rotated(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     """Angle in radians by which channel pair `pair` of `half` rotates per position: base^(-pair / half), scaled by rope.scaling."""
     rate = math.pow(rope.base, -pair / half)
-    if rope.scaling in ("ntk", "dynamic"):  # pair p is divided by factor^(p / last pair)
+    if rope.scaling in ("ntk", "dynamic"):  # the rate of pair p is divided by factor^(p / last pair)
         factor = rope.factor
         if rope.scaling == "dynamic":
             assert rope.trained_length is not None

@@ -92,7 +92,7 @@ def inside(numbers: Tensor) -> Tensor:
 
 
 def _choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> Lists:
-    """For each token, the list of its chosen experts: best first; for expert choice in ascending order."""
+    """For each token, the list of its chosen experts: best first; with expert choice, by ascending index."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
@@ -190,8 +190,8 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
-    """Sinkhorn: the logits [T, E] of a group of tokens plus a constant for each expert, found by scaling rows and columns to equal sums 20
-    times."""
+    """Sinkhorn: return the logits [T, E] of a group of tokens plus a constant for each expert. The constants are found by scaling rows and
+    columns to equal sums, 20 times."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):

@@ -4,7 +4,7 @@ mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selecti
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
-    p <- p - lr wd p - lr rms(p) U                     U: g over the root of factored squares, Adafactor    arXiv 1804.04235
+    p <- p - lr wd p - lr rms(p) U                     U: g / sqrt(factored second moment), Adafactor       arXiv 1804.04235
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
 It uses nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
@@ -30,7 +30,7 @@ _GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that
 
 
 def decayed(name: str) -> bool:
-    """Return whether the parameter has weight decay. All parameters have it, except norms, biases, sinks and routers."""
+    """Return whether the parameter has weight decay. All parameters have it, except norms, biases, attention sinks and routers."""
     parts = name.split(".")
     return not (set(parts) & _NO_DECAY or parts[-2:] == ["bias", "weight"])
 

@@ -1,4 +1,5 @@
-"""Lists the cases of data parallelism, with all engines; also of tiling, uneven batches, encoder-decoders and model options."""
+"""Lists the cases of data parallelism with all engines (DDP, FSDP, ZeRO); also of tiling, uneven batches, encoder-decoders and model
+options."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def _replica_cases() -> list[Case]:
 
 
 def _casts_cases() -> list[Case]:
-    """Cases of DDP in which weights are cast once a step."""
+    """Cases of DDP in which weights are cast to 16 bits once a step, not at each use."""
     found = [Case("gshard", PLAIN, 2, ep, 3, "bf16", casts="step") for ep in (1, 2)]
     return [*found, Case("dense", PLAIN, 1, 1, 1, "fp16", casts="step")]
 

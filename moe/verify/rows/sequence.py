@@ -54,7 +54,7 @@ def sequence_cases() -> list[Case]:
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders with every method. Encoder, decoder and cross attention use it, with different lengths."""
+    """Cases of encoder-decoders with every method of sequence parallelism, which also splits the keys and values of cross attention."""
     found = [
         Case(model, kind, 2, ep, 1, "fp32", recompute, sp=2, attention=attention, length=12)
         for attention in attentions()

@@ -45,13 +45,13 @@ def _line_cases() -> list[Case]:
         options("free", tensor="1d", precision="fp32"),
         *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
     ]
-    # fewer key heads than tp ranks, with biases (gpt_oss), and with norms over all heads (olmoe)
+    # models with fewer key heads than tp ranks: both have biases of q, k and v, olmoe also norms over all heads
     return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
 
 
 def _halves_cases() -> list[Case]:
-    """Cases of encoder-decoders in all kinds of tensor parallelism. They test cross attention, whose keys come from the encoder, and the
-    position bias, which all layers of the encoder (or of the decoder) share and which is split by heads."""
+    """Cases of encoder-decoders in all kinds of tensor parallelism. They test cross attention, whose keys come from the encoder. They also
+    test the position bias, which is split by heads and shared by all layers of the encoder (or of the decoder)."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
     two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
     found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]

@@ -1,7 +1,7 @@
 """Finds the part of the single process's tensor (`one`) to which a rank's tensor (`here`) corresponds. Both are from recordings of one
 step.
 
-samples     the sequences, and the tokens in them, that a rank reads are found by searching for its first input in the single process's
+samples     the sequences and tokens that a rank reads are found by searching for its first input in the single process's first input
 parameters  a DTensor states its part. For other tensors, all possible parts are tried: the whole, or chunk j of n along a dim, or this
             chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-Maps = list[Tensor]  # for each dim: index in the single process's tensor for each index of the rank's (a DTensor: of the global one)
-_NEAREST = 4096  # largest number of rows that are paired by distance
+# one tensor for each dim: its entry i is the index in the single process's tensor that corresponds to index i in the rank's tensor (of a
+# DTensor: in the global tensor)
+Maps = list[Tensor]
+_NEAREST = 4096  # largest number of rows that are paired by distance: the matrix of distances grows with its square
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """If a rank calls a module more often than the single process, once for each micro-batch, and each call has values of the same shape as
-    in the single process (no dim of samples), reduce the calls to one: keep one of several equal outputs; add up output gradients."""
+    """Reduce a rank's calls of a module, one for each micro-batch, to one call: keep one of several equal outputs; add up output gradients.
+    Other calls are returned unchanged: if the single process calls the module as often, or if values have a dim of samples, so that their
+    shape differs from the single process's."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls
@@ -259,8 +262,8 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Return the pieces (one for each rank) with chunks of the last dim joined, if tensor parallelism has spread them over ranks with the
-    same samples. The first of these ranks gets the joined tensor, the others None. readers: groups of ranks with the same samples."""
+    """Return the pieces, one for each rank. readers: groups of ranks with the same samples. Tensor parallelism may have spread chunks of
+    the last dim over such a group. Then its first rank gets the joined tensor, and the others get None."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]
@@ -275,9 +278,9 @@ def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]])
 def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
-    """Return the rows of all ranks' pieces as [rows, width], each divided by its rank's scale; None if there are no rows, or if the pieces
-    are sampled, are terms of a sum over ranks, or have different widths. A vector has rows of one number. whole, readers: if given, chunks
-    of the width on ranks with the same samples are joined first (`_full_width`)."""
+    """Return the rows of all ranks' pieces as one tensor [rows, width], each divided by its rank's scale. A vector has rows of one number.
+    Return None if there are no rows, or if the pieces are sampled, are terms of a sum over ranks, or have different widths. whole, readers:
+    if given, chunks of the width on ranks with the same samples are joined first (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [

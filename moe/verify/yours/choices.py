@@ -43,11 +43,11 @@ class Choices(TorchFunctionMode):
         self.replayed = {"tokens"}
         self.calls: Counter[str] = Counter()
         self.tokens: Tensor | None = None  # token ids [b, l] of the current call of the model
-        self.at: Tensor | None = None  # index [b l] of each of them among the single process's tokens
+        self.at: Tensor | None = None  # [b * l]: index of each of these tokens among the single process's tokens
 
     def enter(self, module: str, tensors: list[Tensor]) -> None:
         """Note that `module` is entered with these tensors. The model's own first 2-D integer input is taken as the ids of this rank's
-        tokens. Raises BadInput for tokens that the single process did not read, and by `check_replayed`."""
+        tokens. Raises BadInput for tokens that the single process did not read, and if `check_replayed` does."""
         self.inside.append(module)
         self.entered.add(module)
         tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() == 2), None)

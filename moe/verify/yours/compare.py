@@ -52,7 +52,7 @@ def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> i
 
 
 def first_deviations(comparison: Comparison) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Return (first deviation of the forward pass, first deviation of the backward pass and update), each as cells of the table (name,
+    """Return the first deviation of the forward pass, and the first of the backward pass and update. Each is a tuple of table cells (name,
     value, deviation, bound, factor, cause), or None if nothing deviates."""
     wrong = [deviation for deviation, _ in comparison.found if not deviation.passed]
     forward, backward = (next((d for d in wrong if (d.kind in FORWARD) == way), None) for way in (True, False))

@@ -1,12 +1,13 @@
-"""Compares a recording of several ranks (`many`) with the recording of the same step in one process (`one`), value by value, in the order
-in which `one` recorded them.
+"""Compares a recording of several ranks (`many`) with the recording of the same step in one process (`one`). Values are compared in the
+order in which `one` recorded them.
 
     deviation   max |one - many| / max |one|; for gradients, the divisor is at least a thousandth of the largest element of all gradients
-    bound       2 x the effect of rounding: the largest deviation that other orders of sums cause in the single process (Recording.rounded),
-                in this value or an earlier one; plus the roundoff of the dtype. For weights before the step, only the roundoff counts. For
-                a weight after the step, the effect is taken in this weight alone, and the difference that the bound of its gradient allows
-                is subtracted first, because Adam turns the sign of a tiny gradient into a full step. For gradients of which ranks hold
-                parts, the effect is also measured relative to each part's own largest element
+    bound       2 x the effect of rounding + the roundoff of the dtype. The effect of rounding is the largest deviation that other orders
+                of sums cause in the single process (Recording.rounded), in this value or an earlier one. Exceptions:
+      weight before the step   only the roundoff counts
+      weight after the step    the effect is taken in this weight alone. The difference that the bound of its gradient allows is subtracted
+                               first, because Adam turns the sign of a tiny gradient into a full step
+      gradient in parts        if ranks hold parts of it, the effect is also measured relative to each part's own largest element
 
 A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. This multiple is
 measured at the first gradient of the backward pass. Gradients of parameters, after their reduction, must be equal without it.
@@ -29,7 +30,7 @@ from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-LOOSE = 0.25  # a larger bound could hide that one of four terms is missing from a sum
+LOOSE = 0.25  # largest bound of a relative deviation: a larger one could hide that one of four terms is missing from a sum
 TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
 
 
@@ -113,7 +114,7 @@ class Comparison:
         return most
 
     def _noise_of_parts(self, key: Key, seen: list[Seen]) -> float:
-        """Return the effect of rounding on the ranks' parts, relative to the largest element of each part."""
+        """Return the largest deviation that rounding causes in a rank's part of the value, relative to the part's largest element."""
         held = [(s, s.part, self.ranks[s.rank].pieces[key][0]) for s in seen if s.part and key in self.ranks[s.rank].pieces]
         both = [(s, common(other.pieces[key][0], piece, part.maps)) for s, part, piece in held for other in self.rounded]
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)

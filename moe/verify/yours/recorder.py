@@ -52,7 +52,9 @@ def record(
     model: the object that the body calls, wrapped (DDP, FSDP, ...) or not. others: the optimizers, and all other objects with a state_dict
     that the body changes (GradScaler, scheduler). on: False runs the body once and does nothing else. most: only a sample is recorded of a
     tensor with more elements than this. pin: folder for routing choices (choices.py). A single process runs the body once more, to write
-    its routers' choices there; all other runs replay them. Raises BadInput if a gradient is not finite with sums in other orders.
+    its routers' choices there; all other runs replay them.
+
+    A single process also repeats the step with sums in other orders, to measure rounding. Raises BadInput if a gradient is not finite then.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -241,7 +243,7 @@ class _State:
             other.load_state_dict(copy.deepcopy(state))
             groups = other.param_groups if isinstance(other, Optimizer) else []
             for number, parameter in enumerate(p for group in groups for p in group["params"]):
-                if number in state["state"]:  # load_state_dict casts moments to the dtype of their parameter
+                if number in state["state"]:  # restored once more, because load_state_dict casts moments to their parameter's dtype
                     other.state[parameter].update(copy.deepcopy(state["state"][number]))
         torch.set_rng_state(self.random[0])
         torch.cuda.set_rng_state_all(self.random[1])

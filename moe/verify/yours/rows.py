@@ -24,9 +24,9 @@ def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bou
 
 
 def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
-    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate. Equal inputs
-    exist, because a token with two choices occurs twice; outputs decide between them. In stacked experts, output gradients decide too,
-    because rows for other ranks' experts have none."""
+    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate. A token with
+    two choices has two rows with equal inputs, so outputs are compared too. In stacked experts, output gradients are also compared, because
+    a rank has none for rows of other ranks' experts."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
         weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
@@ -54,7 +54,7 @@ def of_experts(of: Comparison, module: str) -> bool:
 
 
 def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
-    """Align choices of experts if ranks with the same samples each number their own experts."""
+    """Align the indices of chosen experts, if each of the ranks with the same samples numbers its own experts from 0. None if not."""
     groups = [[s for s in seen if s.rank in ranks] for ranks in of.readers]
     if "int" not in of.one.pieces[key][0].dtype or any(len(g) < 2 or any(s.one.shape != g[0].one.shape for s in g) for g in groups):
         return None

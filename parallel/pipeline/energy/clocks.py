@@ -56,7 +56,6 @@ class PowerModel:
 
 
 def fastest(clocks: Sequence[Clock]) -> Clock:
-    """Return the Clock with the shortest time."""
     return min(clocks, key=lambda clock: (clock.time, clock.energy))
 
 

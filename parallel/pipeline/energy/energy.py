@@ -68,9 +68,9 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
-    """Return for each rank how many more forward passes than in 1F1B its warm-up has: floor(T_B (p - s - 1) / T_F) on stage s of p.
-    T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: limit of a rank's additional passes, given by its
-    memory; None: no limit. Each rank has at most one more than the previous rank, which prevents deadlock."""
+    """Return for each rank the number of forward passes that its warm-up has in addition to 1F1B's: floor(T_B (p - s - 1) / T_F) on stage s
+    of p. T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: limit of this number, given by a rank's memory;
+    None: no limit. A rank gets at most one more than the previous rank, which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -112,12 +112,12 @@ def envpipe(
 def plan_clocks(
     schedule: Schedule, profile: Profile, *, idle_power: float, limit: float | None = None, transfer_time: float = 0, rule: str = "envelope"
 ) -> EnergyPlan:
-    """Choose a clock for each action of any schedule, such that the makespan is at most `limit` seconds (default: that at full clock).
+    """Choose a clock for each action of any schedule, such that the makespan is at most `limit` seconds (None: the makespan at full clock).
     rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan. Raises
     BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S does not use the GPU
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S computes nothing
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = ClockedGraph(graph, fast).makespan
     limit = full if limit is None else limit
@@ -171,8 +171,8 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 
 def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Lower clocks in `chosen` and `at` while any action has enough slack. Each iteration lowers one action to its next lower clock: the
-    one that saves most energy. options: clocks of each node, the fastest first."""
+    """Lower clocks in `chosen` and `at` while any action has enough slack. Each iteration sets one action to its next lower clock: the
+    action that saves most energy. options: clocks of each node, the fastest first."""
     while True:
         spare = limit - at.makespan
         slack = at.slack()
@@ -221,8 +221,8 @@ class Graph:
                 self.after[j].append(i)
 
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """Record that the rank of `node`, an S, reaches it. For the last replica, add the common vertex: it needs the last action and the
-        last S of each replica's rank."""
+        """Record that the rank of `node` reaches this action, an S. When the last replica's rank does, add the common vertex, which needs
+        the last action and the last S of each replica's rank."""
         self._reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}
         replicas = schedule.replicas(node)
         if all(replica in self._reached for replica in replicas):
@@ -237,7 +237,8 @@ class Graph:
 
 class ClockedGraph:
     """Makespan and slack of a graph at given clocks: like `simulate`, but one clock can be changed without simulating everything again.
-    times: duration of each vertex. ends: its end time. tails: longest path from its end to the end of the step, in seconds."""
+    Each list has an entry for each vertex, in seconds. times: its duration. ends: its end. tails: longest path from its end to the end of
+    the step."""
 
     def __init__(self, graph: Graph, clocks: Mapping[Node, Clock]) -> None:
         self.graph, self.times, self.ends = graph, [0.0] * len(graph.before), list[float]()

@@ -62,8 +62,8 @@ class Gpus:
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs. nvml: None: `pynvml`.
-    Raises NoControl if GPUs do not exist, or if this process may not set their clocks (it tries to set the highest clock)."""
+    """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs. nvml: the module; None:
+    `pynvml`. Raises NoControl if GPUs do not exist, or if this process may not set their clocks, which it tries with the highest clock."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -106,7 +106,8 @@ class ClockSetter(Watcher):
     """Watcher that locks a rank's GPU to the planned clock before each action of training, and unlocks it before an update.
 
     gpus: the rank's one GPU. mhz: action -> its planned clock; other actions keep the previous clock. settle: waits until the GPU has
-    executed all queued kernels. lost: called with the reason if the driver refuses a clock, after which `on` is False."""
+    executed all queued kernels. on: False after the driver has refused a clock; then no clock is set. lost: called with the reason of the
+    refusal."""
 
     gpus: Gpus
     mhz: Mapping[Action, float]

@@ -1,7 +1,7 @@
 """Heuristic zero-bubble orders for unequal stages, one stage a rank [2401.10241, section 3.1]. They have four options (late, waiting,
-always, skip), each on or off; `search` tries all 16 combinations.
+always, skip), each on or off; `search` tries all 16 combinations. F: forward pass; I, W: gradients of inputs, of weights.
 
-warm-up    F passes until memory is full or the input of the first I arrives
+warm-up    F until memory is full or the input of the first I arrives
                late: one more F, even if it delays the first I
                waiting: the estimated end of an F includes its wait for the previous rank's result
 steady     one F and one I in turn. W fills a wait if it fits, and runs before F if memory is full
@@ -19,7 +19,8 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Alternating:
-    """Builds the orders of all ranks for one setting of the options late, waiting, skip and always (top of this file).
+    """Builds the orders of all ranks for one setting of the options late, waiting, skip and always. The top of this file says what
+    each option changes in warm-up or steady phase.
     times: for each rank, F, I or W -> its duration. sent: transfer time of a message. memory: largest number of micro-batches between
     their F and W on a rank; None: no limit."""
 
@@ -84,8 +85,8 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Return for each rank the estimated end times of its first F passes, up to `memory` of them. They follow each other directly, or
-        if `waiting`, each waits for its input."""
+        """Return for each rank the estimated end times of its first `memory` F. One F follows the other directly or, if `waiting`, waits
+        for its input."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]
@@ -118,8 +119,8 @@ class Alternating:
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
     def _fill(self, rank: int, arrival: float) -> None:
-        """Run pending W of a rank that end by the time `arrival`, and one more that ends later: with `always`, or if the rank's idle time
-        would otherwise become the largest."""
+        """Run the pending W of a rank that end by the time `arrival`. If time is left before `arrival`, run one more W, which ends later,
+        if `always` or if the rank's idle time would otherwise become the largest."""
         took = self.times[rank][Op.W]
         while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)

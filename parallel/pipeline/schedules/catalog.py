@@ -1,7 +1,8 @@
 """Lists the schedules by name. Example: make_schedule("interleaved", ranks=4, microbatches=8, chunks=2)
 
-Letters in this folder: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time; F, B, I and W are actions and
-their times. Bubble: idle time divided by the time of a rank's actions. A micro-batch is in flight between its forward and backward pass.
+Letters in this folder: p ranks, m micro-batches, v chunks (stages a rank), r a rank, s a stage, t a time. F, B, I and W are actions and
+their times: forward pass, backward pass, and the two halves of a split backward pass, gradients of inputs and of weights. Bubble: idle time
+divided by the time of a rank's actions. A micro-batch is in flight between its forward and backward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "gpipe": ScheduleKind(_batches(gpipe), "all forwards, then all backwards", seconds=gpipe_seconds, peaks=all_in_flight),
     "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
-        "an update a micro-batch, stashed weights",
+        "an update after each micro-batch, stashed weights",
         option="vertical_sync",
         seconds=one_f_one_b_seconds,
         rounds=2,
@@ -67,7 +68,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     ),
     "chimera": ScheduleKind(
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
-        "two directions, replicas of each stage",
+        "pipelines in two directions, replicas of each stage",
         option="pipelines",
         placed="both_ways",
         refusal=chimera_refusal,
@@ -136,13 +137,13 @@ def placed(name: str) -> Placed:
 
 
 def closed_form(name: str) -> Callable[[PassTimes], float] | None:
-    """Return the closed form of a schedule's time. None if it must be simulated, for example because it was read from a file."""
+    """Return the closed form of a schedule's time. None if the schedule must be simulated, for example because it was read from a file."""
     kind = SCHEDULES.get(name)
     return None if kind is None else kind.seconds
 
 
 def fewer_ranks(name: str, most: int) -> int:
-    """Return the largest number of ranks up to `most` for which the schedule is possible; 1 (no pipeline) if there is none."""
+    """Return the largest number of ranks, up to `most`, with which the schedule is possible; 1 (no pipeline) if there is no such number."""
     kind = SCHEDULES.get(name)
     if kind is None:
         return max(1, most)

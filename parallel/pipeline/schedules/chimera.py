@@ -1,10 +1,10 @@
-"""Chimera [2107.06925]: pipelines run through the same ranks in opposite directions, each with the same number of micro-batches.
+"""Chimera [2107.06925]: pipelines run through the same p ranks in opposite directions, each with the same number of the m micro-batches.
 
     rank 0 holds stage 0 of the pipeline down (v) and stage p - 1 of the pipeline up (^); in the drawing, p = m = 4
     rank 0   vF . vF ^F ^B ^F ^B vB . vB
     rank 1   . vF ^F vF ^F ^B vB ^B vB ^B          ranks 2 and 3 are their mirror images
 
-Each stage has two replicas, on ranks s and p - 1 - s. S, the all-reduce of their gradients, starts right after a stage's last B and runs
+Each stage s has two replicas, on ranks s and p - 1 - s. S, the all-reduce of their gradients, starts right after a stage's last B and runs
 in the bubbles that follow. A step takes m (F + B) + (p - 2) B if B is not shorter than F. For m > p, the paper repeats blocks of p
 micro-batches and changes micro-batch sizes to close the bubbles between blocks. Here a rank instead starts the next F whenever it can,
 with up to p micro-batches in flight.
@@ -85,7 +85,7 @@ class _Greedy:
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.each = ranks, microbatches // 2
-        self.free, self.in_flight = [0] * ranks, [0] * ranks  # for each rank: time at which it is free; number of micro-batches
+        self.free, self.in_flight = [0] * ranks, [0] * ranks  # for each rank: time at which it is free; micro-batches in flight
         self.next: Counter[tuple[Op, int, int]] = Counter()  # (op, direction, stage) -> next micro-batch
         self.done: list[list[Action]] = [[] for _ in range(ranks)]
         # (op, direction, stage, micro-batch) -> time at which the action's input has arrived
@@ -98,7 +98,7 @@ class _Greedy:
         while heap:
             choice = heappop(heap)
             rank = choice[4]
-            if choice != chosen[rank]:  # outdated: the rank has another choice by now
+            if choice != chosen[rank]:  # outdated: the rank has another next action by now
                 continue
             for changed in {rank, self._do(choice)}:
                 new = chosen[changed] = self._choice(changed)

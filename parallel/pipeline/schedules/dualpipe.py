@@ -1,12 +1,13 @@
-"""DualPipe and DualPipe-V [2412.19437, section 3.2.1]: F of one micro-batch and B of another run as one block (a pair), so that the
-communication of each overlaps with the compute of the other.
+"""DualPipe and DualPipe-V [2412.19437, section 3.2.1]: a forward pass F and the backward pass B of another micro-batch run as one block (a
+pair), so that the communication of each overlaps with the compute of the other. I and W: the halves of B for inputs and for weights.
 
-DualPipe-V: two chunks a rank, placed as a V. 2 p + 1 chunks are in flight. If F = I, a rank is idle for (p - 1) (F&B + B - 3 W), where F&B
-is the time of a pair. With `paired=False`, F and B run one after the other: (p - 1) (F + I - W) if I is not longer than F.
+DualPipe-V: two chunks (stages) on each of p ranks, placed as a V. A rank keeps the activations of up to 2 p + 1 micro-batches, summed over
+its chunks. If F = I, a rank is idle for (p - 1) (F&B + B - 3 W), where F&B is the time of a pair. With `paired=False`, F and B run one
+after the other: (p - 1) (F + I - W) if I is not longer than F.
 
 DualPipe: two pipelines in opposite directions, each with half of the micro-batches. Ranks r and p - 1 - r both hold stages r and p - 1 - r,
 and S all-reduces their gradients. A rank of the first half has the order of a DualPipe-V rank, with two directions instead of two chunks;
-the second half is its mirror image. p + 1 micro-batches are in flight. The idle time has p / 2 - 1 in place of p - 1.
+the second half is its mirror image. A rank keeps p + 1 of them. The idle time has p / 2 - 1 in place of p - 1.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
     for _ in range(after):
         to.backward(up)
         pair(up, down)
-    for n in range(2 * (rank + 1)):  # last backward passes: the first half as B, the second half as I, whose W fill later waits
+    for n in range(2 * (rank + 1)):  # the last backward passes: half of them whole (B), then the rest split, so that W fills later waits
         stage = up if n % 2 == 0 else down
         (to.input if n > rank else to.backward)(stage)
     for _ in range(after):

@@ -3,7 +3,7 @@
     rank 0 | F0 F1 F2 .. .. .. B0 B0 B1 B1 B2 B2
     rank 1 | .. F0 F1 F2 B0 B0 B1 B1 B2 B2 .. ..
 
-The bubble is (p - 1) / m. All m micro-batches are in flight on every rank.
+With p ranks and m micro-batches, the bubble is (p - 1) / m. All m micro-batches are in flight on every rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def gpipe_seconds(passes: PassTimes) -> float:
-    """Return the seconds of a step: sum t + (m - 1) max t, where t is a rank's time for one pass, summed over forward and backward
-    passes."""
+    """Return the seconds of a step: sum t + (m - 1) max t for the forward passes, plus the same for the backward passes. t: for each rank,
+    the time of one pass. m: number of micro-batches."""
     directions = ([x + passes.waits / 2 for x in times] for times in (passes.forward, passes.backward))
     return sum(sum(times) + (passes.microbatches - 1) * max(times) for times in directions)
 

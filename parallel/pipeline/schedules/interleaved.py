@@ -1,7 +1,7 @@
-"""Interleaved 1F1B [2104.04473, section 2.2]: each rank has v chunks of layers; rank r holds stages r, p + r, 2p + r, ...
+"""Interleaved 1F1B [2104.04473, section 2.2]: each of p ranks has v chunks of layers; rank r holds stages r, p + r, 2p + r, ...
 
-The bubble is (p - 1) / (v m), with v times the messages of 1F1B. Micro-batches run in groups of at least p. A group runs through all chunks
-before the next group starts. Sizes of groups differ by at most one, so m need not be a multiple of p:
+With m micro-batches, the bubble is (p - 1) / (v m). There are v times the messages of 1F1B. Micro-batches run in groups of at least p. A
+group runs through all chunks before the next group starts. Sizes of groups differ by at most one, so m need not be a multiple of p:
 
     p = 3, m = 7     groups of 4 and 3     chunk 0: 0 1 2 3, chunk 1: 0 1 2 3, chunk 0: 4 5 6, chunk 1: 4 5 6
 
@@ -34,15 +34,16 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def groups(ranks: int, microbatches: int) -> list[int]:
-    """Return the number of micro-batches in each group: at least `ranks`, as equal as possible, the larger first. If m < p: one group."""
+    """Return the number of micro-batches in each group: at least `ranks`, as equal as possible, larger groups first. If there are fewer
+    micro-batches than ranks: one group."""
     count = max(1, microbatches // ranks)
     each, more = divmod(microbatches, count)
     return [each + 1] * more + [each] * (count - more)
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """Return a step's seconds: m max t + (sum t - max t) / v, or if m < p: sum t + (m - 1) max t / v. t: for each rank, the time of one
-    micro-batch in all of its chunks."""
+    """Return a step's seconds: m max t + (sum t - max t) / v, or with fewer micro-batches than ranks sum t + (m - 1) max t / v. t: for each
+    rank, the time of one micro-batch in all of its chunks. m micro-batches, v chunks."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v
@@ -50,8 +51,8 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each rank. They are counted for at most 2 groups of p micro-batches or, if p does not divide m, p + 1
-    groups; more groups do not change the peaks."""
+    """Return the peak activations of each rank. They are counted for at most 2 groups of p micro-batches, with p ranks, because more groups
+    do not change them. If p does not divide the number of micro-batches, p + 1 groups are counted."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 

@@ -52,11 +52,11 @@ class ScheduleKind:
 
     make: builds the schedule of a size. about: one line for help texts.
     chunks: the only possible number of stages a rank; None if it is a choice.
-    batches: number of batches if none is given.
+    batches: number of batches (steps) if the caller gives none.
     option: name of the Size field that only this schedule uses.
     placed: `line`: stage s on rank s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
     refusal: size -> error for an impossible `stages`, `pipelines` or `microbatches`, with the nearest possible value; None if possible.
-    seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates them.
+    seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates the step.
     peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.
     rounds: with more than rounds * ranks micro-batches, peak activations stay the same. None: unknown; three rounds and the remainder
         are counted.
@@ -93,7 +93,7 @@ class ScheduleKind:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if the schedule has I and W in place of B."""
+        """True if the schedule splits the backward pass into gradients of inputs (I) and of weights (W)."""
         return any(action.op is Op.I for order in self._example.orders for action in order)
 
     @cached_property

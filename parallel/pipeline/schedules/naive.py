@@ -3,7 +3,7 @@
     rank 0 | F0 .. .. .. B0 B0 F1 .. .. .. B1 B1
     rank 1 | .. F0 B0 B0 .. .. .. F1 B1 B1 .. ..
 
-A rank waits p - 1 times as long as it works (the bubble is p - 1), for any number of micro-batches. One micro-batch is in flight.
+Each of p ranks waits p - 1 times as long as it works (the bubble is p - 1), for any number of micro-batches. One micro-batch is in flight.
 """
 
 from __future__ import annotations

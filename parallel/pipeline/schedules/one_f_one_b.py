@@ -1,7 +1,7 @@
-"""1F1B: after p - 1 - r forward passes, rank r alternates F and B, and so frees one micro-batch before it starts the next.
+"""1F1B with p ranks and m micro-batches: after p - 1 - r forward passes F, rank r runs F and a backward pass B in turn.
 
     rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
-    rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) in flight instead of m
+    rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) micro-batches in flight on rank r
 
 PipeDream-Flush [2006.09503, section 3.3], DAPPLE [2007.01045].
 """
@@ -26,7 +26,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | 
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
-    """Return a rank's order: `warmup` forward passes, then one forward and one backward pass in turn, then the other backward passes."""
+    """Return a rank's order: `warmup` forward passes, then a forward and a backward pass in turn, then the remaining backward passes."""
     ahead = min(warmup, len(forwards))
     order = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -35,6 +35,6 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
 
 
 def one_f_one_b_seconds(passes: PassTimes) -> float:
-    """Return the seconds of a step: sum t + (m - 1) max t, where t is a rank's time for one micro-batch [2104.04473]."""
+    """Return the seconds of a step [2104.04473]: sum t + (m - 1) max t. t: for each rank, the time of one of the m micro-batches."""
     total = passes.total
     return sum(total) + (passes.microbatches - 1) * max(total)

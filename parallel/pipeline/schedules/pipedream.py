@@ -2,10 +2,12 @@
 
     rank 0   0F0 0F1 ... 0B0 0U@1 0F2@1 ...
 
-A forward pass reads the newest weights of its stage, and its backward pass reads the same version (weight stashing). So rank r keeps p - r
-versions, and micro-batch b reads version max(0, b - (p - 1 - r)). The only bubble is the first warm-up, but gradients are old. With w_s the
-weights of stage s and f the loss: w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync,
-all stages read version t - p + 1, and every rank keeps p versions.
+In the drawing, 0F2@1 is stage 0's forward pass of micro-batch 2 with weight version 1, and U@1 the update that makes version 1.
+
+A forward pass reads the newest weights of its stage, and its backward pass reads the same version (weight stashing). So rank r of p keeps
+p - r versions, and its micro-batch b reads version max(0, b - (p - 1 - r)). The only bubble is the first warm-up, but gradients belong to
+old weights: w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)), with w_s the weights of stage s and f the
+loss. With vertical sync, all stages read version t - p + 1, and every rank keeps p versions.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                schedules of alternating.py. Only schedules that fit into memory are taken
     improve    move one action to another place in its rank's order; keep the change if it fits and is not slower in the simulator
 
-Placements: `line` (one stage a rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and 2 p - 1 - r, as in
-zb_v).
+Placements on p ranks: `line` (one stage a rank), `loop` (rank r holds stages r, p + r, ..., as in interleaved), `v` (stages r and
+2 p - 1 - r, as in zb_v). F: forward pass; B: backward pass, or its halves I (gradients of inputs) and W (of weights).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 class _Greedy:
     """Builds the orders of all ranks by a simulation: a free rank takes the F or I that can start first; W fills waits or frees memory.
-    first: the op (F or I) that goes first if both can start at the same time. filled: a wait is filled with W if it takes at least this
+    first: the op (F or I) that goes first if both can start at the same time. filled: a wait is filled with W if the wait is at least this
     fraction of W's time. ahead: a stage has at most `ahead` times as many micro-batches in flight as in 1F1B."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:

@@ -1,7 +1,7 @@
 """PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches per update and two weight versions.
 
-All micro-batches of batch t read version t - 1 in both passes: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). So gradients are one
-update old on every rank. The only bubble is the first warm-up.
+All micro-batches of batch t read version t - 1 of the weights W in both passes: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0), f the
+loss. So gradients are one update old on every rank. The only bubble is the first warm-up.
 """
 
 from __future__ import annotations

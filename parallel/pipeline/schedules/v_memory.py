@@ -1,16 +1,16 @@
 """V-Half and V-Min [2405.15362]: zero-bubble schedules on a V, with half or a third of 1F1B's activations.
 
-A building block gives the time slots of one micro-batch on rank r. It repeats every 6 slots, because a rank runs six actions for a
-micro-batch: F, I and W of its two stages (chunk 0 on the way down the ranks, chunk 1 on the way up).
+A building block gives the time slots of one micro-batch on rank r of p. It repeats every 6 slots, because a rank runs six actions for a
+micro-batch: forward pass F, gradients of inputs I and of weights W for its two stages (chunk 0 on the way down the ranks, chunk 1 up).
 
               F down     F up           I up                I down
     V-Half    2 r        3 p - 2 - r    3 p - 1 + g + 2 r    6 p - 2 + g - r     g = 3 for an even p, else 0
     V-Min     r          2 p - 1 - r    2 p + g + r          4 p - 1 + g - r     g = 2 if 3 divides p, else 0
 
 W takes the free slots; the gap g prevents two actions in one slot. All ranks keep the same number of micro-batches until W: (p + 2) // 2 in
-V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p, a rank is busy for 6 m slots of a step. It is
-idle for 3 p - 4 (3 p - 5 for an even p) in V-Half, and for at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min. The paper's bubbles are
-p / (2 m) and 2 p / (3 m).
+V-Half and (p + 4) // 3 in V-Min, while 1F1B's first rank keeps p. With F = I = W and m >= p micro-batches, a rank is busy for 6 m slots of
+a step. It is idle for 3 p - 4 (3 p - 5 for an even p) in V-Half, and for at most 4 p - 5 (4 p - 7 if 3 divides p) in V-Min. The paper's
+bubbles are p / (2 m) and 2 p / (3 m).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
 
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
-    """Return the shorter of two schedules: one keeps the block's order of F; in the other, a rank that would wait may run an F early."""
+    """Return the faster of two schedules: one keeps the block's order of F; in the other, a rank that would wait may run an F early."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)
@@ -66,7 +66,7 @@ class _Rank:
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
         self.next = {Op.F: [0, 0], Op.I: [0, 0]}
-        self.pending: list[Action] = []  # the W that may run: their I has run
+        self.pending: list[Action] = []  # weight gradients (W) that may run: the input gradients (I) of their micro-batches have run
         self.kept = 0
 
 
@@ -123,8 +123,8 @@ class _Builder:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Return whether this F may run. If all F of the other chunk with earlier slots have run, it only needs memory. Otherwise it may
-        only run early, with no W pending, and if the earlier F will still fit into memory."""
+        """Return whether this F may run: if memory is free for it, and all F of the other chunk with earlier slots have run. With `early`
+        it may also overtake such F, if no W is pending and the overtaken F will still fit into memory."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk

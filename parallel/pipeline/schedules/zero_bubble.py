@@ -3,14 +3,14 @@
     I (input gradient): the previous stage waits for it        W (weight gradient): only the update waits for it
     rank 2 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3     the last of three ranks in H1: W fills what would be bubbles
 
-H1 (section 2): rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p micro-batches until their W.
-The bubble is (p - 1) (F + I - W) / (m (F + I + W)). H2: rank r starts with 2 (p - r) - 1 forward passes, delays W by 2 r, and keeps 2 p - 1
-micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas count from rank 0's first action to its last. They hold
-for all ranks if these can start the next step as staggered as this one. In H2, a gradient norm over all ranks before the update prevents
-this.
+H1 (section 2), with p ranks, m micro-batches: rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p
+micro-batches until their W. The bubble is (p - 1) (F + I - W) / (m (F + I + W)). H2: rank r starts with 2 (p - r) - 1 forward passes,
+delays W by 2 r, and keeps 2 p - 1 micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas count from rank 0's
+first action to its last. They hold for rank r if it can start the next step, like this one, as much later than rank 0. In H2, a gradient
+norm over all ranks before the update prevents this.
 
-V (section 6): two chunks a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank has 2 p chunks
-in flight, the memory of 1F1B's first rank. There is no bubble if F = I = W, and twice the messages of 1F1B.
+V (section 6): two chunks (stages) a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank has 2 p
+chunks in flight, the memory of 1F1B's first rank. There is no bubble if F = I = W, and twice the messages of 1F1B.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than 2 p - 1 micro-batches, it has the order for 2 p - 1 micro-batches, without the missing ones' actions."""
+    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, it has the order for n, without actions of micro-batches that do not
+    exist."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 

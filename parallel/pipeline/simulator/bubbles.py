@@ -75,9 +75,9 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
     """Place all work in bubbles. works: the pieces of work, in order of priority.
-    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if work fits into no
-    bubble of its rank or into no step, if two pieces of work have one name, if `after` has actions of another rank, or if `needs` name
-    missing work or form a cycle."""
+    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if a piece of work fits
+    into no bubble of its rank, or if 1,000 steps are too few for all work. Also raises it if two pieces of work have one name, if `after`
+    has actions of another rank, or if `needs` name missing work or form a cycle."""
     found = _of_steps(timeline)
     _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -122,7 +122,7 @@ def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
     """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
-    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: as for `pack`."""
+    ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: factor on the work's time."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):

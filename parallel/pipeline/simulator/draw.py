@@ -58,7 +58,8 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _unit(durations: list[float]) -> float:
-    """Return the largest time that divides all durations (up to rounding); if that is at most 1/12 of the shortest duration, the latter."""
+    """Return the largest time that divides all durations (up to rounding). If it is at most 1/12 of the shortest duration, which would make
+    rows too long, return the shortest duration."""
     shortest = min(durations)
     unit = shortest
     for duration in dict.fromkeys(durations):

@@ -17,7 +17,7 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
     and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): no stage."""
+    since its last B or I, so that FSDP has freed its weights; (): False for all stages."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
@@ -30,9 +30,8 @@ class RankPeaks:
     """Moments of a step at which the memory of a rank's activations may have its peak.
 
     stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
-    left out if another one has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
-    included. with_i: if the rank has actions I and W, the same moments with kept and pending micro-batches as separate numbers, and the
-    stages that are freed; else ().
+    left out if another moment has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
+    included. with_i: if the rank has actions I and W, such moments with more detail (InFlight); else ().
     """
 
     stages: tuple[int, ...]
@@ -54,7 +53,7 @@ def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W: I frees about as much memory as W's inputs take."""
+    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W: I frees about as much memory as it allocates for W."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
@@ -102,7 +101,8 @@ def peak_activations(schedule: Schedule) -> tuple[float, ...]:
 
 
 def peak_held(schedule: Schedule, size: _Size = lambda stage: 1) -> tuple[float, ...]:
-    """Return each rank's peak memory of activations if they are kept from F to the end of B or W. size: default: counts micro-batches."""
+    """Return each rank's peak memory of activations if they are kept from F to the end of B or W. size: memory of a micro-batch; by default
+    1, so that micro-batches are counted."""
     return peak_kept(schedule, size, size)
 
 

@@ -125,8 +125,8 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """Return `period` for a schedule of one batch that drains, by simulating this batch again and again until the steady state, in which
-    each batch delays all ranks and links by the same time. Costs must not depend on the micro-batch."""
+    """Return `period` for a schedule of one batch that drains. This batch is simulated again and again until each batch delays all ranks
+    and links by the same time (steady state), at most `batches` times. Costs must not depend on the micro-batch."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
@@ -146,7 +146,7 @@ class _Run:
         actions, ranks = len(self.graph.actions), schedule.num_ranks
         self.starts: list[float] = [0] * actions
         self._ends: list[float] = [0] * actions
-        self._ready: list[float] = [0] * actions  # for each action: arrival of the message with its result, or end of its all-reduce
+        self._ready: list[float] = [0] * actions  # for each action: time at which its result has arrived, or its all-reduce has ended
         self._free: list[float] = [0] * ranks  # for each rank: end of its last action
         self._reduced: list[float] = [0] * ranks  # for each rank: end of its last all-reduce
         self._link: dict[int, float] = {}  # source * ranks + target -> end of the last transfer

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe.calibrate.own_runs import CONSTANTS, TOLD, Step, fitted, measured, off
+from moe.calibrate.own_runs import CONSTANTS, DETERMINED, Step, fitted, measured, off
 from moe.cli.main import main
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import FOLDER, Cluster, cluster_of, load_cluster
@@ -68,16 +68,16 @@ def steps(law: dict[str, float], *, noise: float = 0.0, dp: tuple[int, ...] = (1
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_constants_of_a_known_law_are_recovered_within_their_stated_deviation(noise: float) -> None:
     found = fitted(GIVEN, steps(LAW, noise=noise))
-    assert set(found.told) == set(LAW) and max(found.told.values()) < TOLD
+    assert set(found.determined) == set(LAW) and max(found.determined.values()) < DETERMINED
     for name, factor in LAW.items():
         x = math.log(CONSTANTS[name].value(found.cluster) / CONSTANTS[name].value(GIVEN))
-        assert x == pytest.approx(math.log(factor), abs=found.told[name])
+        assert x == pytest.approx(math.log(factor), abs=found.determined[name])
 
 
 def test_constants_that_the_steps_do_not_tell_stay() -> None:
     """Ranks without others say nothing about links."""
     found = fitted(GIVEN, steps(LAW, dp=(1,)))
-    assert {"inside.bus_gb_s", "between.share"} <= set(found.untold) and not set(found.told) & set(found.untold)
+    assert {"inside.bus_gb_s", "between.share"} <= set(found.undetermined) and not set(found.determined) & set(found.undetermined)
     assert (found.cluster.inside, found.cluster.between) == (GIVEN.inside, GIVEN.between)
     assert fitted(GIVEN, []).cluster == GIVEN
 
@@ -86,7 +86,7 @@ def test_steps_that_no_constants_explain_tell_nothing() -> None:
     """Steps of other devices, 200 times as slow: every factor is at most 4."""
     others = [replace(step, seconds=200 * step.seconds) for step in steps({}, dp=(1,))]
     found = fitted(GIVEN, others)
-    assert found.cluster == GIVEN and not found.told and set(found.untold) == set(CONSTANTS)
+    assert found.cluster == GIVEN and not found.determined and set(found.undetermined) == set(CONSTANTS)
 
 
 def test_steps_that_were_left_out_are_predicted_better() -> None:

@@ -228,6 +228,7 @@ def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everythin
     monkeypatch.setattr(ready.subprocess, "Popen", Fork)
     monkeypatch.setattr(ready, "_load", lambda words: loaded.write_text(loaded.read_text() + "x" if loaded.exists() else "x"))
     monkeypatch.setattr(launch, "main", live)
+    monkeypatch.setattr(ready, "_FORK_S", 45.0)  # a fork of this large process takes over 10 s if eight others compute on two cores
     saved: list[bool] = []
     kept = ready.Ready(["recipe"], {"OLD": "1"}, 2, wanted=lambda: bool(saved))
     told = {"WORLD_SIZE": "2", "MOE_RESTART": "1 0 why"}

@@ -243,7 +243,7 @@ class Broken(list[list[int]]):
     [
         (Broken([[1, 2]] * 15), "data, sample 7 of train: got OSError: the disk is gone"),
         ({"train": [[1, 2]] * 9, "validation": Broken([[1, 2]] * 8)}, "data, sample 7 of validation: got OSError: the disk is gone"),
-        ([[1, 2], [3, 300]] * 8, "got the id 300, needed ids from 0 to 255; fix: set data.vocab_size to at least 301"),
+        ([[1, 2], [3, 300]] * 8, "needed ids from 0 to 255; fix: set data.tokenizer to ids and data.vocab_size to at least 301"),
         ([[1] * 14] * 8, "got 14 ids, needed 2 to model.max_length + 1 = 13; fix: cut it, or set model.max_length to 13"),
         ([[[1, 2], [3, 4]]] * 8, "fix: give one sequence of token ids for each sample, not a batch of them"),
         ([["a", "b"]] * 8, "needed whole numbers in one dimension"),
