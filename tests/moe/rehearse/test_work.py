@@ -146,11 +146,8 @@ LAYERS = [
     ({}, None, {}, False, 0),
     ({}, 1.25, {}, False, 0),
     ({"kind": "all_to_all"}, None, {"ep": 4}, False, 1),
-    ({"kind": "all_to_all"}, 1.25, {"ep": 4}, False, 1),
-    ({"kind": "all_to_all"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
     ({"kind": "all_to_all", "overlap_chunks": 4}, None, {"ep": 2}, False, 1),
     ({"kind": "all_to_all", "overlap_chunks": 2}, 1.25, {"ep": 2, "etp": 2}, True, 1),
-    ({"kind": "hierarchical", "node_size": 2}, None, {"ep": 4}, False, 1),
     ({"kind": "hierarchical", "node_size": 2}, 1.25, {"ep": 4, "etp": 2}, False, 1),
     ({"kind": "padded"}, 1.25, {"ep": 4}, False, 0),
     ({"kind": "padded"}, 1.25, {"ep": 2, "etp": 2}, True, 0),
@@ -217,14 +214,12 @@ ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which ha
 # dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks. With
 # sp, two ranks have copies of each expert: one kernel of the backward pass copies their gradients into a bucket of the sum
 LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
-    ({}, {}, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
     ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
     ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
     ({}, {}, {"preset": "mixtral"}, 14, 16),
     ({}, {}, GROUPS, 16, 16),
     (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
     (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    (ALL, {"ep": 4}, GROUPS, 24, 20),
     (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
     (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
     (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 24, 21),
