@@ -71,7 +71,7 @@ class Verify:
     many: str | None = _word_or_none("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks")
     compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
     peer: str | None = _flag("compare a project's parallelism with one process: transformers, deepspeed, torch, torchtitan, megatron_core")
-    model: str | None = _flag("with --peer: comma-separated names of its models, all by default")
+    model: str | None = _flag("with --peer: comma-separated names of its models; others: the other families of transformers")
     ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
     fsdp: int | None = _flag("with --peer: ranks of FSDP, each with its own samples")

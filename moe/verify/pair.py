@@ -3,6 +3,7 @@
 PACKAGES  module -> package that pip installs       load()   imports the modules, before ranks are forked
 MODELS    names for --model                         pairs(models, degrees, pin)   yields a Pair for each comparison
 ROUTED    the MODELS with routers                   DEGREES  the axes ep, tp, fsdp that it supports
+others()  optional: returns further names for --model, which depend on the installed release; `--model others` is all of them
 """
 
 from __future__ import annotations

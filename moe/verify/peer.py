@@ -52,9 +52,9 @@ def main(
 ) -> int:
     """Run `moe verify --peer`: print a row for each pair. Returns 0 if all are equal, 1 if a pair deviates or could not be compared.
 
-    model: comma-separated names, all by default. degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports.
-    only: run only pairs whose row contains this text in model or layout. pin: ranks replay the choices of experts that the single process
-    made. timeout_s: time limit for one recording."""
+    model: comma-separated names, by default the adapter's MODELS; "others": those that its `others` returns. degrees: ep, tp, fsdp ->
+    number of ranks; None: 2 for each axis that the peer supports. only: run only pairs whose row contains this text in model or layout.
+    pin: ranks replay the choices of experts that the single process made. timeout_s: time limit for one recording."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
     for name, degree in known.items():
@@ -155,6 +155,9 @@ def _models(model: str | None, adapter: Any, peer: str, pin: bool) -> tuple[str,
     if not known:
         raise BadInput("--pin_routing", got=f"--pin_routing with {peer}", needed="a peer with routers", fix="remove --pin_routing")
     chosen = known if model is None else tuple(model.split(","))
+    if hasattr(adapter, "others") and not set(chosen) <= set(known):
+        others = adapter.others()
+        chosen, known = others if model == "others" else chosen, known + others
     for name in (name for name in chosen if name not in known):
         meant = did_you_mean(name, known)
         raise BadInput("--model", got=name, needed=f"some of {','.join(known)}", fix=f"--model {meant or known[0]}")

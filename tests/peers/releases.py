@@ -29,8 +29,12 @@ AXES = {  # two ranks each. ep needs the ranks of tp or fsdp, but for earlier re
     "ep-fsdp": "--ep 2 --fsdp 2 --only ep2_fsdp2",
     "tp": "--tp 2",
     "fsdp": "--fsdp 2",
+    "others-ep": "--model others --ep 2",  # the families of a release of transformers that are not in FAMILIES
+    "others-ep-tp": "--model others --ep 2 --tp 2 --only ep2_tp2",
+    "others-ep-fsdp": "--model others --ep 2 --fsdp 2 --only ep2_fsdp2",
 }
-NONE = {"torchtitan": "ep", "megatron_core": "ep-fsdp"}  # peer -> an axis without a row of its own
+_OTHERS = ("others-ep", "others-ep-tp", "others-ep-fsdp")
+NONE = {"torchtitan": ("ep", *_OTHERS), "megatron_core": ("ep-fsdp", *_OTHERS)}  # peer -> axes without a row of its own
 FAMILIES = {"transformers": ["--model", "mixtral,qwen3_moe,olmoe,gpt_oss,deepseek_v3"]}
 _OF_HUB = ("httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi")  # huggingface_hub 1.x needs them
 
@@ -38,16 +42,17 @@ _OF_HUB = ("httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi")  #
 def main(home: Path, peer: str, axes: list[str], releases: list[str]) -> int:
     """Run what is missing of these axes and releases, and write all rows that HOME has. Returns 1 if a run ended without rows."""
     lost = 0
-    for axis, release in product((axis for axis in axes if axis != NONE.get(peer)), releases):
+    for axis, release in product((axis for axis in axes if axis not in NONE.get(peer, ())), releases):
         folder, file = home / f"{peer}-{release}", home / "rows" / peer / f"{release} {axis}.json"
         if not file.exists():
             install(peer, release, folder)
             file.parent.mkdir(parents=True, exist_ok=True)
             layout = [word.replace("_", " ") for word in AXES[axis].split()]
-            words = ["-m", "moe", "verify", "--peer", peer, *FAMILIES.get(peer, []), *layout, "--json", str(file)]
+            families = [] if "--model" in layout else FAMILIES.get(peer, [])
+            words = ["-m", "moe", "verify", "--peer", peer, *families, *layout, "--json", str(file)]
             subprocess.run([sys.executable, *words], env={**os.environ, "PYTHONPATH": str(folder)})
             lost += not file.exists()
-            write(peer, file.parent)
+        write(peer, file.parent)
     return int(lost > 0)
 
 

@@ -25,11 +25,18 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
+_MOST = 2_000_000  # parameters of a tiny model; more: a size that `_SIZES` does not name
 _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
     "num_experts": _EXPERTS, "n_routed_experts": _EXPERTS, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "moe_num_experts": _EXPERTS, "moe_topk": 2, "num_dense_layers": 1, "mlp_only_layers": [], "dense_intermediate_size": 48,
+    "shared_intermediate_size": 24, "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    "linear_num_heads": 4, "linear_head_dim": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 8, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_d_state": 8,
+    "ssm_state_size": 8, "n_groups": 2, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8, "rel_extent": 16,
+    "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "o_groups": 2, "o_lora_rank": 8, "unpadded_vocab_size": VOCABULARY,
     "sliding_window": 4, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 
@@ -47,10 +54,18 @@ def load() -> None:
     warnings.simplefilter("ignore")
 
 
+def others() -> tuple[str, ...]:
+    """Return the other families of the installed release that have a plan of expert parallelism. Their names are those of `model_type`."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+
+    return tuple(name for name in known if name not in MODELS and getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None))
+
+
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
     """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Newer releases have no ep without another axis, so
     this subset is left out there, unless `degrees` has no other axis. Ep alone (in newer releases: ep with one other axis) also has a pair
-    for each implementation of the experts' matrix products."""
+    for each implementation of the experts' matrix products, if the model is one of MODELS."""
     alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:
@@ -59,7 +74,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
                 continue
             shared = chosen.get("tp", chosen.get("ep", 1) if alone else 1) * chosen.get("fsdp", 1)
             layout = " ".join(f"{name}{degree}" for name, degree in chosen.items())
-            for products in (None, *(_PRODUCTS if "ep" in chosen and len(chosen) == 2 - alone else ())):
+            for products in (None, *(_PRODUCTS if model in MODELS and "ep" in chosen and len(chosen) == 2 - alone else ())):
                 many = partial(_many, model, chosen, pin, products)
                 title = layout if products is None else f"{layout} {products}"
                 yield Pair(model, title, shared if shared > 1 else chosen["ep"], partial(_one, model, heads, pin), many)
@@ -73,7 +88,7 @@ def config_of(model: str, heads: int = 2) -> Any:
     # 12 * heads: grouped_mm needs rows of a multiple of 16 bytes
     sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
     known = {name: value for name, value in sizes.items() if hasattr(config, name)}
-    if model == "deepseek_v3":
+    if "kv_lora_rank" in known:  # latent attention has a key head for each query head, and rotates 4 elements of each
         known |= {"num_key_value_heads": 4, "head_dim": 4}
     return transformers.CONFIG_MAPPING[model](**known)
 
@@ -81,8 +96,15 @@ def config_of(model: str, heads: int = 2) -> Any:
 def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
     import transformers
 
+    config = config_of(model, heads)
+    with torch.device("meta"):
+        shapes = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
+    if (count := sum(p.numel() for p in shapes.values())) > _MOST:
+        raise ValueError(f"{model} has {count:,} parameters with the tiny sizes, needed {_MOST:,} at most")
+    if not any(".experts." in name for name in shapes):
+        raise ValueError(f"{model} has no experts with the tiny sizes")
     torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_config(config_of(model, heads), dtype=torch.float32)
+    net = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in net.parameters():  # initial values of 0 or 1 would hide faults
             if parameter.dim() == 1 or not bool(parameter.any()):
@@ -140,4 +162,5 @@ def _keys() -> set[str]:
 
 def _train(net: torch.nn.Module, folder: Path, pin: bool, tokens: torch.Tensor) -> None:
     net.train()
+    torch.manual_seed(0)  # Phi-MoE draws its choices; with fsdp a rank has other numbers than the single process
     train(folder, net, lambda inputs: net(inputs, use_cache=False).logits, tokens, pin=pin)

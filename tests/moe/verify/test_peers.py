@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe.cli.main import main as moe
-from moe.verify.peer import _reason, main, names
+from moe.verify.peer import _models, _reason, main, names
 from moe.verify.yours.choices import read
 from moe.verify.yours.compare import first_deviations, judged
 from moe.verify.yours.recorder import Step, record
@@ -128,6 +128,15 @@ def test_a_missing_package_is_one_line(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(transformers, "PACKAGES", {name: "moe-parallel[hf]"})
     assert moe(["verify", "--peer", "transformers"]) == 2
     assert f"got transformers without {name}" in (said := capsys.readouterr().err) and "pip install moe-parallel[hf]" in said
+
+
+def test_other_families_are_those_of_the_release_which_is_not_read_for_a_default() -> None:
+    others = mock.Mock(return_value=("b", "c"))
+    adapter = mock.Mock(MODELS=("a",), ROUTED=("a",), others=others)
+    assert _models("a", adapter, "peer", False) == _models(None, adapter, "peer", False) == ("a",) and not others.called
+    assert _models("others", adapter, "peer", True) == ("b", "c") and _models("c,a", adapter, "peer", False) == ("c", "a")
+    with pytest.raises(BadInput, match="got d, needed some of a,b,c"):
+        _models("d", adapter, "peer", False)
 
 
 class _Routed(nn.Module):
