@@ -123,7 +123,7 @@ def gradients_of_trained(
     trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
     late = [i for i in trained if wide is None or i < wide]
     now = trained[len(late) :]
-    found = dict(zip(now, compute(now) if now else (), strict=True))
+    found: dict[int, Tensor | None] = dict(zip(now, compute(now) if now else (), strict=True))
     if late:
         found |= dict(zip(late, gradients_or_later(tuple(weights[i] for i in late), lambda: compute(late)), strict=True))
     return [found.get(i) for i in range(len(weights))]

@@ -215,7 +215,7 @@ class Network:
         """True if matrices of this kind are trained, or if they have LoRA adapters."""
         return target not in self.frozen and (self.adapters is None or target in self.adapters.targets)
 
-    def learning(self, target: Literal["attention", "dense", "experts"]) -> dict[str, int]:
+    def learning(self, target: Literal["attention", "dense", "experts"]) -> dict[str, Any]:
         """Return {"trained": whether gradients of matrices of this kind are computed, "rank": of their LoRA adapters, 0 for none}."""
         rank = self.adapters.rank if self.adapters is not None and self.trains(target) else 0
         return {"trained": not self.freezes(target), "rank": rank}

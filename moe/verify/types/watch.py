@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,7 @@ def _local(tensor: Any) -> Tensor:
 
 def _adds(args: Any) -> bool:
     """Return whether a collective with these arguments adds tensors: its operation is a sum, not a maximum or a mean."""
-    operations = [arg.op() for arg in args if isinstance(arg, torch.ScriptObject) and "ReduceOp" in str(arg._type())]
+    operations: list[Any] = [cast(Any, arg).op() for arg in args if isinstance(arg, torch.ScriptObject) and "ReduceOp" in str(arg._type())]
     operations += [arg for arg in args if isinstance(arg, str) and arg in ("sum", "avg", "max", "min", "product")]
     return all(operation in ("sum", int(dist.ReduceOp.SUM)) for operation in operations)  # type: ignore[call-overload]
 
