@@ -25,6 +25,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from tests.support.memory import return_freed_memory, use_large_pages  # noqa: E402
+
 # Without a GPU Triton's kernels run in its interpreter. Triton decides so as it is first imported, its own library included, by
 # whichever test comes first; so for the whole process, and here. Nothing else runs Triton on a CPU. With a GPU they are compiled.
 if not torch.cuda.is_available():
@@ -51,7 +53,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts `pytest 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared machine makes any single example slow, and no suite should fail by the luck of a draw: `MOE_SEARCH=1 pytest` draws anew.
-settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "here", max_examples=50, deadline=None, derandomize="MOE_SEARCH" not in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("here")
 # Hypothesis would also draw the constants of all loaded modules: each process would parse 500 files, and examples would change with them.
 # These names are private (Hypothesis 6.170). A version without them draws constants, which only takes longer.
@@ -115,10 +119,15 @@ def process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects_to_visit() -> Iterator[None]:
-    """Exclude all objects that a module's tests leave from later garbage collections and from `gc.get_objects`, which visit each."""
+def few_objects_to_visit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Exclude all objects that a module's tests leave from later garbage collections and from `gc.get_objects`, which visit each. Return
+    memory to the system, also that of results in the module's caches."""
     yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
     gc.collect()
+    return_freed_memory()
     gc.freeze()
 
 
@@ -151,3 +160,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    if len(session.items) > 500:
+        use_large_pages()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from moe.checks.clash import check_others, clash
 from moe.kernels.products import PRODUCTS
+from moe.plan.job.cut import empty_rank
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.fixes import Fix, Set
+from parallel.fixes import Fix, Set, written
 
 
 def check_lora(run: Run) -> None:
@@ -15,16 +17,12 @@ def check_lora(run: Run) -> None:
         return
     _check_targets(run)
     works: dict[str, tuple[object, str]] = {
-        "degrees.tp": (1, "ranks must hold whole matrices (ep and etp share experts)"),
-        "degrees.pp": (1, "adapters need all layers in one stage"),
-        "tiling.ffn": (1, "adapters need whole matrices"),
-        "experts.rebalance_every": (0, "adapters need experts that stay on their ranks"),
-        "sharding.offload.optimizer": ("none", "optimizer states on the device: an adapter's states are small"),
-        "sharding.offload.parameters": ("none", "adapters need the frozen weights on the device"),
+        "tiling.ffn": (1, "tiles of a matrix would need one A or B together, which no tile can gather and free for itself"),
         "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
     }
     no_adapters = Set("lora.rank", 0)
     check_others(run, "lora.rank", works, no_adapters)
+    _check_stages(run)
     if run.optimizer.kind == "kfac":
         needed = "another kind: K-FAC preconditions whole matrices"
         raise clash(run, "optimizer.kind", "lora.rank", "adamw", "", no_adapters, needed=needed)
@@ -43,6 +41,26 @@ def _check_targets(run: Run) -> None:
     if "dense" in targets and not run.has_dense_networks:
         needed = "layers without experts, shared experts or a residual network"
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix=_without("dense", targets))
+
+
+def _check_stages(run: Run) -> None:
+    """Raise BadInput if a rank of the pipeline could have no adapter: its optimizer would have nothing to update."""
+    if run.degrees.pp == 1:
+        return
+    targets, sparse, besides = run.lora.targets, run.model.layers_with_experts(), run.experts.shared or run.experts.residual
+    layers = range(run.model.num_layers)
+    held = [bool({"attention", *(("experts", *["dense"] * bool(besides)) if n in sparse else ("dense",))} & {*targets}) for n in layers]
+    if not all(held):
+        got, needed = (
+            f"{written(list(targets))} with degrees.pp={run.degrees.pp}",
+            "adapters in every layer: a stage without them trains nothing",
+        )
+        raise BadInput("lora.targets", got=got, needed=needed, fix=Set("it", ["attention", *targets]) | Set("degrees.pp", 1))
+    schedule = schedule_of(run)
+    bare = empty_rank([len(part) for part in layers_of(run, schedule)], schedule.homes, ends=False)
+    if bare is not None:
+        got = f"{written(list(run.pipeline.layers or ()))}, which leaves rank {bare} of the pipeline without adapters"
+        raise BadInput("pipeline.layers", got=got, needed="a layer on every rank", fix=Set("it", None, said="null, for a cut by FLOPs"))
 
 
 def _without(target: str, targets: tuple[str, ...]) -> Fix:

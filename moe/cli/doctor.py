@@ -1,6 +1,7 @@
 """`moe doctor`: checks whether this machine can train. Prints one table; the exit code is 1 if training could not work.
 
-`moe doctor --trace FOLDER` instead finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
+`moe doctor RUN` instead says what is wrong with a run's router or loss, from its records (moe/records/rules.py). `moe doctor --trace
+FOLDER` finds the ranks that a hung run waited for, from the traces of torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moe.cli.run import write_rows
+from moe.cli.run import refuse, run_dir, write_rows
 from moe.cli.verbs import Doctor
 from moe.launch import exit_codes
 from moe.launch.environment import free_port
-from parallel.errors import plain
+from parallel.errors import counted, plain
 from parallel.machine import MATRIX_INSTRUCTIONS, matrix_instructions, processor, usable_cores
 from parallel.process.extensions import extensions_dir, missing_for_nvme
 from parallel.store.files import user_path
@@ -52,7 +53,10 @@ class Row:
 
 
 def main(flags: Doctor, _: dict[str, str]) -> int:
-    """Print the table, and write it to --json. Return exit code 1 if a check failed."""
+    """Print the table, and write it to --json. Return exit code 1 if a check failed, or a rule fired."""
+    if flags.run_dir is not None:
+        refuse({"trace": flags.trace}, got="with a run", needed="a run, or --trace")
+        return _run(Path(run_dir(flags.run_dir, "metrics.jsonl")), flags.json)
     if flags.trace is not None:
         return _trace(flags.trace, flags.json)
     rows: list[Row] = []
@@ -64,6 +68,23 @@ def main(flags: Doctor, _: dict[str, str]) -> int:
     _print(rows)
     write_rows(flags.json, "doctor", [asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
     return exit_codes.of(all(row.state != "FAIL" for row in rows))
+
+
+def _run(folder: Path, json: Path | None) -> int:
+    """Print a line for each rule that fires on the run in `folder`."""
+    from moe.recipe.load import load
+    from moe.records.metrics import read
+    from moe.records.rules import RULES, diagnose
+
+    lines = read(folder)
+    found = diagnose(lines, load(str(folder / "recipe.yaml"))[0])
+    for finding in found:
+        print(finding.line)
+    if not found:
+        steps = sum(line.get("kind", "train") == "train" for line in lines)
+        print(f"nothing found: {len(RULES)} rules, {counted(steps, 'step')}")
+    write_rows(json, "doctor", [finding.row() | {"passed": False} for finding in found])
+    return exit_codes.of(not found)
 
 
 def _print(rows: list[Row]) -> None:

@@ -10,7 +10,10 @@ from moe.cli.plan import shares
 from moe.launch import exit_codes
 from moe.plan.choose.choose import described
 from moe.plan.choose.predicted import Place, Prediction, predict, settled
+from moe.plan.job.counts import held
 from moe.plan.job.flops import size as flops_of
+from moe.plan.job.network import Plan
+from moe.plan.job.of_recipe import network_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import CONTEXT_BYTES
 from moe.recipe.sections import Run
@@ -55,16 +58,19 @@ def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
     carried = "" if run.carrier is run.sharding.named else f"; {run.engine_text}"
     yield f"{world} rank{'s' if world > 1 else ''}{where}: {described(found.plan)}; {run.precision.compute} compute{carried}"
     active = "" if sizes.active == sizes.total else f", {count(sizes.active)} active for a token"
+    if run.lora.rank:
+        network = network_of(run)
+        active += f", {count(held(network, Plan(), (range(network.depth),), (0,)).trained.total)} of adapters are trained"
     yield f"{'parameters':<16}{count(sizes.total)}{active}"
     flops = sizes.training * tokens
     yield f"{'FLOPs a step':<16}{count(flops)} ({tokens:,} tokens), {count(flops / world)} a rank"
     yield f"{'memory a rank':<16}{_memory(found)}"
     fullest = found.fullest
-    for name, held in sorted(fullest.parts.items(), key=lambda part: -part[1]):
-        if held:
-            yield f"  {name:<22}{size(held):>10}"
-    for name, held in fullest.host.items():
-        yield f"  {name + ' on the host':<22}{size(held):>10}"
+    for name, of_part in sorted(fullest.parts.items(), key=lambda part: -part[1]):
+        if of_part:
+            yield f"  {name:<22}{size(of_part):>10}"
+    for name, of_part in fullest.host.items():
+        yield f"  {name + ' on the host':<22}{size(of_part):>10}"
     yield f"{'time of a step':<16}{_time(found)}"
 
 

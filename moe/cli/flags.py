@@ -3,7 +3,7 @@
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: a dotted key of the recipe, in any position
 
-A dataclass's fields without a default, and fields made by `_word_or_none`, are positional words; the others are flags.
+A dataclass's fields without a default, and fields made by `_word_or_none` or `_further_words`, are positional words; the others are flags.
 """
 
 from __future__ import annotations
@@ -70,13 +70,16 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
         missing = needed[len(given)]
         needed_words = " ".join(["moe", verb, *(word.upper() if word in needed else f"[{word.upper()}]" for word in wanted)])
         raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=needed_words, fix=_hint(missing, verb))
-    if len(given) > len(wanted):
+    several = [name for name in wanted if hints[name] == tuple[str, ...]]  # at most one, the last word
+    if len(given) > len(wanted) and not several:
         extra, needed_words = given[len(wanted)], " ".join(map(str.upper, wanted)) or "flags only"
         fix = f"remove it; a value needs its flag before it, see: moe {verb} --help"
         if "." in extra and "=" in extra:
             fix = f"did you mean --{extra}?"
         raise BadInput(f"moe {verb}", got=f"{extra!r} as one word too many", needed=needed_words, fix=fix)
-    return kind(**{name: types_of[name](word) for name, word in zip(wanted, given, strict=False)}, **values)
+    one = [name for name in wanted if name not in several]
+    values |= dict.fromkeys(several, tuple(given[len(one) :]))
+    return kind(**{name: types_of[name](word) for name, word in zip(one, given, strict=False)}, **values)
 
 
 def _plain(hint: Any) -> Any:

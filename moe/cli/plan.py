@@ -152,7 +152,7 @@ def _draw(made: Planned, folder: Path) -> tuple[Path, Path]:
     best, network, cluster = made.found.ranked[0], made.network, made.cluster
     plan, shown, times = best.plan, pictured(best.plan), folder / "timeline.png"
     title = f"{described(plan)}: {best.seconds:.4g} s a step" + (f"; here {shown} of them" if shown < plan.microbatches else "")
-    pipeline.draw(timeline(network, plan, cluster, microbatches=shown), times, unit="s", title=title)
+    pipeline.draw({title: timeline(network, plan, cluster, microbatches=shown)}, times, unit="s")
     ranks = memory(network, plan, stack_on(cluster))
     return times, bars.draw(ranks, folder / "memory.png", capacity=cluster.memory_bytes(), context=not cluster.cores)
 

@@ -1,4 +1,4 @@
-"""`moe simulate`: simulates and draws a pipeline schedule, compares all schedules in a table, or (`moe simulate search`) searches for an
+"""`moe simulate`: simulates and draws pipeline schedules, compares all schedules in a table, or (`moe simulate search`) searches for an
 order of actions for given times and memory. Training runs the same schedules; with pipeline.schedule FILE.csv it runs a file's order.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
 from parallel.pipeline.schedules.search import homes_of, search
-from parallel.pipeline.simulator.draw import text, write_trace
+from parallel.pipeline.simulator.draw import common_unit, text, write_trace
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
@@ -37,7 +37,7 @@ TIMES = ("forward_time", "backward_time", "weight_share", "transfer_time", "over
 
 
 def main(flags: Simulate, overrides: dict[str, str]) -> int:
-    """Draw one schedule, or print a table of all schedules. Raises BadInput for impossible input."""
+    """Draw the named schedules, or print a table of all schedules. Raises BadInput for impossible input."""
     name, out, recipe = flags.name, flags.out, flags.recipe
     if out is not None and out.suffix not in KINDS:
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.png")
@@ -56,11 +56,15 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
         refuse({flag: size[flag] for flag in ("stages", "microbatches", "chunks", *OPTIONS)}, got=f"with {name}", needed=OF_FILE)
     times = {flag: value for flag in TIMES if (value := getattr(flags, flag)) is not None}
     costs: Costs = times_of(times) if recipe is None else of_recipe(recipe, overrides, times, size, order)
+    if flags.others:
+        refuse({"out": out if out is not None and out.suffix != ".png" else None}, got="with several schedules", needed="--out FILE.png")
     size |= {"stages": size["stages"] or RANKS, "microbatches": size["microbatches"] or MICROBATCHES}
-    most = MOST_ACTIONS // (len(SCHEDULES) if name is None else SEARCHED if name == SEARCH else 1)
+    most = MOST_ACTIONS // (len(SCHEDULES) if name is None else SEARCHED if name == SEARCH else 1 + len(flags.others))
     check_size(**{flag: size[flag] for flag in ("stages", "microbatches", "chunks", "batches")}, most_actions=most)
     if name is None:
         return _all(size, costs, flags.json)
+    if flags.others:
+        return _together([name or "", *flags.others], size, costs, flags)
     if name == SEARCH:
         order = _searched(size, costs, flags)
     if order is not None:
@@ -74,6 +78,32 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
         print(f"{KINDS[out.suffix]}: {out}")
     write_rows(flags.json, "simulate", [row], refused=[])
     return exit_codes.DONE
+
+
+def _together(names: Sequence[str], size: dict[str, Any], costs: Costs, flags: Simulate) -> int:
+    """Draw several schedules of the catalog one below another, in the same unit of time."""
+    drawn = []
+    for name in names:
+        kind = kind_of(name)
+        drawn.append(_row(_from_catalog(name, _own(name, size)), flags.batches or kind.batches, costs, drains=not kind.continuous))
+    unit = common_unit([timeline for _, timeline in drawn])
+    for row, timeline in drawn:
+        print_one(row, timeline, unit=unit)
+        print()
+    if flags.out is not None:
+        from parallel.pipeline.simulator.draw import draw
+
+        titles = {summary_line(row): timeline for row, timeline in drawn}
+        draw(titles, flags.out, unit="s" if flags.recipe is not None else UNIT)
+        print(f"{KINDS[flags.out.suffix]}: {flags.out}")
+    write_rows(flags.json, "simulate", [row for row, _ in drawn], refused=[])
+    return exit_codes.DONE
+
+
+def _own(name: str, size: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes without those that the schedule does not take."""
+    kind = kind_of(name)
+    return size | {option: None for option in OPTIONS if kind.option != option} | ({} if kind.chunks is None else {"chunks": None})
 
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
@@ -141,10 +171,8 @@ def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, d
 def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
     rows, refused, of_flags = [], [], []
     for name, kind in SCHEDULES.items():
-        own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
-        own["chunks"] = size["chunks"] if kind.chunks is None else None
         try:
-            rows.append(_row(_from_catalog(name, own), own["batches"] or kind.batches, costs, drains=not kind.continuous)[0])
+            rows.append(_row(_from_catalog(name, _own(name, size)), size["batches"] or kind.batches, costs, drains=not kind.continuous)[0])
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
@@ -159,7 +187,7 @@ def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
 
-        draw(timeline, out, unit="s" if seconds else UNIT, title=title)
+        draw({title: timeline}, out, unit="s" if seconds else UNIT)
     elif out.suffix == ".csv":
         write_order(timeline.schedule, out)
     elif out.suffix == ".json":
@@ -179,9 +207,9 @@ def duration(time: float, row: dict[str, Any]) -> str:
     return f"{time / scale:.4g} {unit}"
 
 
-def print_one(row: dict[str, Any], timeline: Timeline) -> None:
-    """Print one schedule: its timeline, its summary, and a line for each rank."""
-    print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
+def print_one(row: dict[str, Any], timeline: Timeline, *, unit: float | None = None) -> None:
+    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time of a column; None: see `text`."""
+    print(text(timeline, unit=unit, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()
     for rank in range(schedule.num_ranks):

@@ -1,6 +1,7 @@
 """The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a field made by `_flag` a
+A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a last field made by
+`_further_words` takes all further ones, a field made by `_flag` a
 flag.
 """
 
@@ -21,6 +22,10 @@ def _word(help: str) -> Any:
 
 def _word_or_none(help: str) -> Any:
     return dataclasses.field(default=None, metadata={"help": help, "word": True})
+
+
+def _further_words(help: str) -> Any:
+    return dataclasses.field(default=(), metadata={"help": help, "word": True})
 
 
 def is_word(field: dataclasses.Field[Any]) -> bool:
@@ -84,6 +89,10 @@ class Verify:
     only: str | None = _flag("only layouts with this text in their name")
     recipe: str | None = _flag(
         "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
+    )
+    types: bool = _flag(
+        "check instead, without a twin, what is replicated, varying or partial over which ranks in a forward and a backward pass",
+        False,
     )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")
     seed: str | None = _flag("seed of --draws, 0 by default: the same seed gives the same recipes")
@@ -176,9 +185,10 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Simulate:
-    """Draw a pipeline schedule and count its bubbles, activations and weight versions. Without a name, print a table of all schedules."""
+    """Draw pipeline schedules and count their bubbles, activations and weight versions. Without a name, print a table of all schedules."""
 
     name: str | None = _word_or_none("a schedule, such as 1f1b or chimera; a CSV file of actions; or search, to find an order of actions")
+    others: tuple[str, ...] = _further_words("further schedules, drawn below the first in the same unit of time")
     recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
     stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
@@ -298,8 +308,10 @@ class Recipes:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or find why a run hung (--trace)."""
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or say what is wrong with a run's router or loss
+    (RUN_DIR), or why a run hung (--trace)."""
 
+    run_dir: str | None = _word_or_none("the folder of a run; its records are examined instead of this machine")
     trace: Path | None = _flag("read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for")
     json: Path | None = _flag("also write the table as JSON")
 

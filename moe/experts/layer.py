@@ -42,7 +42,6 @@ from moe.router.losses import (
 )
 from moe.router.router import Router, Routing
 from moe.router.slices import Shards
-from parallel.mesh.host import on_device
 
 if TYPE_CHECKING:  # for annotations only: the layer runs without the packages that read recipes
     from moe.recipe import sections
@@ -146,9 +145,6 @@ class MoELayer(nn.Module):
         """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
         if (fused := routing.fused) is not None:
             load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
-            if shards is not None and routing.capacity is not None:  # the kernel saw only this rank's part of a group
-                kept = routing.kept_TK.sum()
-                dropped = load_E.sum() - kept
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())
         losses = _losses(self.layer, self.router.spec, routing, context, shards)
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
@@ -229,7 +225,7 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shard
         step = step_means(expert_TK, gate_TE, num_experts=num_experts, **masks, chance_TE=chance_TE, whole=partial(whole, layer))
     counted: dict[str, Any] = masks | {"step": step}
     if s.balance_scope != "global_batch" and shards is not None:
-        counted |= {"group_T": on_device(shards.group_T(num_groups), expert_TK.device), "summed": shards.summed}
+        counted |= {"group_T": shards.group_T(num_groups, expert_TK.device), "summed": shards.summed}
         if gate_TE is not None or chance_TE is not None:
             gate_TE, chance_TE, valid_T = (None if x is None else shards.whole(x) for x in (gate_TE, chance_TE, valid_T))
     scope: dict[str, Any] = {"num_groups": num_groups, "valid_T": valid_T, "step": step}

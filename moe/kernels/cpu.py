@@ -56,6 +56,16 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
     return kept_TK if active_TK is None else active_TK & kept_TK
 
 
+def kept_of_rows(
+    expert_PK: Tensor, row_G: Tensor, *, mine: range, num_groups: int, num_experts: int, slots_each: int, counted: int
+) -> Tensor:
+    """Return kept_TK of `queues` in moe/kernels/triton/routing.py."""
+    expert_GK, kept_PK = expert_PK[row_G], torch.zeros_like(expert_PK, dtype=torch.bool)
+    sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots_each": slots_each}
+    kept_PK[row_G] = kept(expert_GK.clamp(min=0), expert_GK >= 0, **sizes)
+    return kept_PK[mine.start : mine.stop]
+
+
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
     if expert_TK.numel() <= _FEW_CHOICES and expert_TK.device.type == "cpu" and not pretended(expert_TK):

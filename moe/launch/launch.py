@@ -27,7 +27,7 @@ from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import allow_open_files, set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, die_with_parent
-from moe.launch.streams import outlive_readers
+from moe.launch.streams import log_of, logged, outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
@@ -43,9 +43,10 @@ _KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 @dataclass
 class RankRun:
-    """A rank's recipe (None until it has been read), and the folder for its status file. place: a list with the run's folder, if a parent
-    `moe train` reads status files there; empty without such a parent, and until the recipe has been read."""
+    """A rank's number, its recipe (None until it has been read), and the folder for its status file and log. place: a list with the run's
+    folder, if a parent `moe train` reads status files there; empty without such a parent, and until the recipe has been read."""
 
+    rank: int = 0
     place: list[Path] = field(default_factory=list)
     run: Run | None = None
 
@@ -70,7 +71,7 @@ def run_as_rank(work: Callable[[RankRun], int]) -> int:
     outlive_readers()
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(number) if number.isdecimal() else 0  # other values are refused when process.read_environment reads them
-    rank_run = RankRun()
+    rank_run = RankRun(rank)
     with _early_signals(rank_run.place, rank):
         return _ended(work, rank_run, rank)
 
@@ -89,7 +90,10 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
         name = out.resolve().name
     rank_run.run = run
     rank_run.place += [out] if is_held(out) else []
-    return _train(run, origins, name, out, given, rank_run.place)
+    if not rank_run.place:
+        return _train(run, origins, name, out, given, [])
+    with logged(log_of(out, rank_run.rank)):
+        return _train(run, origins, name, out, given, rank_run.place)
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:

@@ -30,7 +30,7 @@ from moe.launch.hosts import Hosts, read_hostfile
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.ready import Forked, Ready
 from moe.launch.restarts import End, Restarts
-from moe.launch.streams import outlive_readers
+from moe.launch.streams import last_line, log_of, outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput, counted
@@ -200,10 +200,12 @@ def _end(
     number = launch.caught[0][0] if launch.caught else None
     statuses = status.read(launch.out / status.NAME)
     code, lines = verdict(statuses, ranks, launch.world, launcher_code, asked=number and _sent(number), how=how, ended_here=ended_here)
+    first = first_to_fail(statuses, ranks, ended_here=ended_here)
     lines += [*(also if code == FAILED else ()), *uncertain]
+    if code == FAILED and first is not None and (last := last_line(log := log_of(launch.out, first))):
+        lines.append(f"output of rank {first}: {log}" + ("" if any(last in line for line in lines) else f", which ends with: {last}"))
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    first = first_to_fail(statuses, ranks, ended_here=ended_here)
     return End(code, lines, statuses, began=bool(ranks or statuses), stuck=bool(uncertain), first=first)
 
 

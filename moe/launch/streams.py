@@ -1,11 +1,27 @@
-"""Discards output that cannot be written, so that the run continues, for example after Ctrl-C has ended tee in `moe train ... | tee log`,
-or a terminal was closed."""
+"""A rank's output: it is copied to the rank's log, and discarded where it cannot be written, so that the run continues, for example after
+Ctrl-C has ended tee in `moe train ... | tee log`, or a terminal was closed.
+
+    <run folder>/logs/rank-<n>.log     what rank n printed, attempts one after another, and the stack of a crash (faulthandler)
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import platform
 import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from parallel.errors import BadInput
+
+_BEGIN = "--- process "  # first words of an attempt's first line
+FOLDER = "logs"  # in the run's folder
+_END_BYTES, _END_LETTERS = 64 << 10, 300  # end of a log in which `last_line` looks, and most letters that it returns
 
 
 class Lasting:
@@ -13,8 +29,12 @@ class Lasting:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
+        self.log: int | None = None  # file descriptor of the log to which the text is copied
 
     def write(self, text: str) -> int:
+        if self.log is not None:
+            with contextlib.suppress(OSError):  # the disk is full: the run continues without a log
+                os.write(self.log, text.encode(errors="backslashreplace"))
         try:
             return int(self._stream.write(text))
         except OSError:
@@ -46,3 +66,64 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Lasting):
             setattr(sys, name, Lasting(stream))
+
+
+def log_of(out: Path, rank: int) -> Path:
+    """Return the path of a rank's log. out: the run's folder."""
+    return out / FOLDER / f"rank-{rank}.log"
+
+
+@contextlib.contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Within the context, append to the file `path` a line that names this process, its output, an exception that ends it, and Python's
+    stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be opened, nothing is
+    logged. BadInput is left out, and what was appended is removed, because the run has not begun."""
+    outlive_readers()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError:
+        yield
+        return
+    streams: list[Any] = [sys.stderr] if sys.stdout.isatty() else [sys.stdout, sys.stderr]
+    crashes, before = not faulthandler.is_enabled(), os.fstat(file).st_size
+    with contextlib.suppress(OSError):
+        os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+    for stream in streams:
+        stream.log = file
+    if crashes:
+        faulthandler.enable(file)
+    try:
+        yield
+    except BadInput:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, before)
+            if not before:
+                path.unlink()
+                path.parent.rmdir()
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(file, traceback.format_exc().encode(errors="backslashreplace"))
+        raise
+    finally:
+        for stream in streams:
+            stream.log = None
+        if crashes:
+            faulthandler.disable()
+        os.close(file)
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log that is not empty, at most _END_LETTERS letters of it, without control characters; "" if the last
+    attempt has none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _END_BYTES))
+            lines = file.read(_END_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    last = next(("".join(filter(str.isprintable, line)).strip() for line in reversed(lines) if line.strip()), "")
+    if last.startswith(_BEGIN):
+        return ""
+    return last if len(last) <= _END_LETTERS else last[:_END_LETTERS] + " ..."

@@ -13,10 +13,10 @@ from moe.kernels import cpu
 from moe.kernels.activation import GATED, activate
 from moe.kernels.auto import kernels_of
 from moe.nn.context import Context
-from moe.nn.lora import adapted
+from moe.nn.lora import adapted, widened
 from moe.nn.lora import product as adapted_product
 from moe.recipe.shapes import NORM_EPS
-from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
+from parallel.data.tiling import Multiply, Products, Slot, Tiled, as_it_is, by, one_by_one, take
 from parallel.mesh.layout import Tile
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype
@@ -33,19 +33,20 @@ WIDEST = 8192  # largest number of channels for Triton's norm: more do not fit i
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
-    weight)`: computes x W^T if ranks hold blocks of x and W; None: a local product.
+    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
         self.recast = recast
-        self.product: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.product: Multiply | None = None
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
         self.lora_a: nn.Parameter | None = None  # LoRA's A [rank, in] and B [out, rank], made by `adapt`
         self.lora_b: nn.Parameter | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
         out_size, in_size = self.weight.shape
+        self.recast = True  # no copy of the frozen weight in another dtype is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def read(self, dtype: torch.dtype) -> Tensor:
@@ -54,9 +55,14 @@ class Linear(nn.Module):
             return self.weight
         return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
 
+    def widened(self, y: Tensor, narrow: Tensor) -> Tensor:
+        """Return y + s narrow B^T, given y = x W^T and narrow = x A^T."""
+        assert self.lora_b is not None
+        return widened(y, narrow, self.lora_b, scale=self.scale)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
-            return self.product(x, self.weight)
+            return by(self.product, x, [self])[0]
         if self.lora_a is not None and self.lora_b is not None:
             return adapted_product(x, self.weight, self.lora_b, self.lora_a, scale=self.scale)
         return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))

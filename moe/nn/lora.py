@@ -90,8 +90,28 @@ class _Product(torch.autograd.Function):
         grad_x, grad_narrow = None, (grad @ left.to(grad.dtype)).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
             grad_x = _added(grad @ weight.to(grad.dtype), grad_narrow, right.to(grad.dtype), 1.0)
-        grad_left = (grad.flatten(0, -2).t() @ narrow.flatten(0, -2)).to(ctx.dtypes[0]).mul_(ctx.scale)
-        return grad_x, None, grad_left, (grad_narrow.flatten(0, -2).t() @ x.flatten(0, -2)).to(ctx.dtypes[1]), None
+        grad_left = _transposed(grad, narrow, ctx.dtypes[0]).mul_(ctx.scale)
+        return grad_x, None, grad_left, _transposed(grad_narrow, x, ctx.dtypes[1]), None
+
+
+def widened(y: Tensor, narrow: Tensor, left: Tensor, *, scale: float) -> Tensor:
+    """Return y + s narrow left^T in y's dtype, given y = x W^T and narrow = x right^T."""
+    out: Tensor = _Widened.apply(y, narrow, left, scale)
+    return out
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, narrow: Tensor, left: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(narrow, left)
+        ctx.scale, ctx.dtype = scale, gradient_dtype(left)
+        rows = torch.addmm(y.flatten(0, -2), narrow.flatten(0, -2), left.to(y.dtype).t(), alpha=scale)
+        return rows.view(y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, left = ctx.saved_tensors
+        return grad, (grad @ left.to(grad.dtype)).mul_(ctx.scale), _transposed(grad, narrow, ctx.dtype).mul_(ctx.scale), None
 
 
 def grouped_product(
@@ -120,6 +140,11 @@ class _GroupedProduct(torch.autograd.Function):
             grad_rows = _times(grad_narrow, first.mT, counts, onto=_times(grad, weight.mT, counts))
         grad_first, grad_second = _outer(rows, grad_narrow, counts, ctx.dtypes[0]), _outer(narrow, grad, counts, ctx.dtypes[1])
         return grad_rows, None, grad_first, grad_second.mul_(ctx.scale), None, None
+
+
+def _transposed(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return grad^T x, summed over tokens, in `dtype`."""
+    return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype)
 
 
 def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:

@@ -48,7 +48,7 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 
 @dataclass(frozen=True)
-class SpreadExperts:
+class SpreadExperts(Style):
     """Style of the experts: stacked tensors, sharded over ep and etp, and an exchange that sends rows to the ranks of their experts.
     `held`: how tp ranks hold tokens outside of MoE layers (a key of SHARED). Each tp rank routes a part of the tokens.
     """

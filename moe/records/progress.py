@@ -24,7 +24,7 @@ from rich.text import Text
 
 from moe.records.heat import ASCII
 from moe.records.panel import LABEL, State, panel, plain_evaluation, plain_step, title, unicode_ramp
-from moe.records.summary import LOSS, printable, size, summary_rows
+from moe.records.summary import printable, size, summary_rows
 
 FAILURES = (Exception, SystemExit)  # rich raises SystemExit when the pipe is closed
 PLAIN_EVERY_S = 5.0
@@ -162,11 +162,9 @@ def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(style="bold", overflow="fold")
     for label, value in summary_rows(summary):
-        if label != LOSS:  # the warning is a sentence, printed below the table
-            table.add_row(label, Text(value))
+        table.add_row(label, Text(value))
     parts: list[RenderableType] = [table]
-    if warning := summary.get("loss_warning"):
-        parts.append(Text(str(warning), style="bold yellow"))
+    parts += [Text(str(alarm), style="bold yellow") for alarm in summary.get("alarms") or ()]
     if summary.get("sample"):
         shown, heading = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that it generates")
         parts.append(Panel(shown, title=heading, title_align="left", box=box.ROUNDED, border_style=LABEL))

@@ -1,9 +1,8 @@
-"""Formats a run's summary with units, for the table at its end and its report, and warns about a loss that did not fall."""
+"""Formats a run's summary with units, for the table at its end and its report."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -11,7 +10,6 @@ from moe.records.redone import NOTHING
 from parallel.errors import plain
 
 MISSING = "–"
-LOSS = "course of the loss"  # label of the row with the result of `loss_warning`
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -39,7 +37,6 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("processes", fixed(summary.get("world"), ".0f")),
         ("hardware", _text(summary.get("hardware"))),
         ("commit", _text(summary.get("commit"))),
-        (LOSS, _text(summary.get("loss_warning"))),
     ]
     return [(label, value) for label, value in rows if value != MISSING]
 
@@ -176,40 +173,3 @@ def clock(seconds: Any) -> str:
 def printable(text: str) -> str:
     """Replace control characters in generated text by U+FFFD, because a model of bytes may generate escape sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-WINDOWS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
-LEAST_STEPS = 20  # a run with fewer steps gets no warning
-LONG = 0.05  # a warning is given if the loss is above its first value in at least this share of the steps, and once by 10 %
-ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts for a warning; it must also rise by 2 %
-_FIX = "lower optimizer.lr, or lengthen optimizer.warmup_steps"
-
-
-def loss_warning(lines: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a one-line warning if the training loss in lines of metrics.jsonl did not fall as it should; else None. It warns if the loss
-    ended above its first value, was above that value for long, or fell and then rose by more than noise explains. Steps without a finite
-    loss are left out, because they are reported as skipped."""
-    train = [line for line in lines if line.get("kind", "train") == "train" and known(line.get("loss"))]
-    if len(train) < LEAST_STEPS:
-        return None
-    steps, losses = [int(line["step"]) for line in train], [float(line["loss"]) for line in train]
-    rates = [line["lr"] for line in train if known(line.get("lr"))]
-    fix = f"{_FIX} (the highest rate was {max(rates):.3g})" if rates else _FIX
-    first, size = losses[0], len(losses) // WINDOWS
-    begins = range(len(losses) % size, len(losses), size)
-    windows = [losses[begin : begin + size] for begin in begins]
-    means = [statistics.fmean(window) for window in windows]
-    noise = statistics.stdev(windows[-1]) * math.sqrt(1 + 1 / size)  # standard deviation of (one step's loss - mean loss of `size` steps)
-    if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
-        return f"the loss ended at {means[-1]:.4g}, above the {first:.4g} that it began with: {fix}"
-    above = sum(loss > first for loss in losses)
-    if above >= max(3, LONG * len(losses)) and max(losses) > 1.1 * first:
-        top = max(range(len(losses)), key=losses.__getitem__)
-        where = f"in {above} of {len(losses)} steps, up to {losses[top]:.4g} at step {steps[top]}"
-        return f"the loss was above its first value, {first:.4g}, {where}: {fix}"
-    best = min(range(len(means) - 1), key=means.__getitem__)
-    noise = math.sqrt(sum(statistics.variance(window) / size for window in (windows[best], windows[-1])))
-    if means[-1] - means[best] <= max(ERRORS * noise, 0.02 * abs(means[best])):
-        return None
-    where = f"steps {steps[begins[best]]} to {steps[begins[best] + size - 1]}"
-    return f"the loss rose from {means[best]:.4g} in {where} to {means[-1]:.4g} in the last {size}: {fix}"

@@ -106,8 +106,11 @@ def _ids(out: Path) -> dict[str, str]:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of the numbers in a line of metrics.jsonl. Experts' loads are divided by the mean load."""
+    """Yield (tag, value) of the numbers in a line of metrics.jsonl. Experts' loads are divided by the mean load. An alarm's value is the
+    number that its rule measured."""
     if line.get("kind") == "event":
+        if line.get("event") == "alarm":
+            yield f"alarm/{line['rule']}", float(line["value"])
         return
     found: list[tuple[str, Any]] = []
     for key, value in line.items():

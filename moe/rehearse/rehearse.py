@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +120,11 @@ def row_of(walked: Walked) -> dict[str, Any]:
     row |= {"built_bytes": walked.built_bytes, "peak_bytes": walked.peak_bytes, "saved_bytes": walked.saved_bytes}
     row |= {f"peak_{kind}": size for kind, size in walked.held.items()}
     counts = [{"axis": axis, "collective": name, **vars(count)} for (axis, name), count in walked.counts.items()]
-    work = [{"module": module, "pass": passing, **asdict(w)} for (module, passing), w in walked.work.items()]
+    names = {"waits": "host_synchronisations", "kernels": "launches", "moved_bytes": "bytes", "copies": "copies"}
+    work = [
+        {"module": module, "pass": passing, **{names[name]: value for name, value in vars(w).items()}}
+        for (module, passing), w in walked.work.items()
+    ]
     return row | {"collectives": counts, "work": work, "parameters": {name: list(shape) for name, shape in walked.parameters.items()}}
 
 

@@ -24,6 +24,7 @@ from parallel.errors import BadInput, counted
 from parallel.store.files import replace_file, write_text
 
 if TYPE_CHECKING:
+    from moe.records.rules import Finding
     from moe.report.plots import Plot
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
@@ -66,6 +67,7 @@ def write_report(run_dir: Path | str) -> Path:
             summary=summary,
             recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
             pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(recipe)),
+            findings=_findings(lines, recipe),
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
@@ -79,6 +81,16 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
     last = max((line["step"] for line in lines if line.get("kind", "train") == "train"), default=None)
     stale = summary is not None and last is not None and summary.get("steps", last) != last
     return None if stale else summary
+
+
+def _findings(lines: Sequence[Mapping[str, Any]], recipe: Path) -> list[Finding]:
+    """Return what the rules of `moe doctor` find; [] if the recipe cannot be read."""
+    from moe.records.rules import diagnose
+
+    try:
+        return diagnose(lines, load(str(recipe))[0]) if recipe.is_file() else []
+    except BadInput:
+        return []
 
 
 def _weights(recipe: Path) -> dict[str, float]:
@@ -114,9 +126,15 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[s
 
 
 def page_text(
-    *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Pictures
+    *,
+    name: str,
+    lines: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any] | None,
+    recipe: str | None,
+    pictures: Pictures,
+    findings: Sequence[Finding] = (),
 ) -> str:
-    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None."""
+    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None. findings: of `moe doctor`."""
     found = [line for line in lines if line.get("kind") == "eval"]
     evals = [(f"{one['step']:,}", *(fixed(one.get(key), ".4f") for key in ("validation_loss", "bits_per_byte"))) for one in found]
     events = _events(lines)
@@ -124,6 +142,7 @@ def page_text(
     figures = "".join(starmap(_figure, pictures.items()))
     sections = [
         _cards(summary, lines),
+        _section("What is wrong", "".join(f"<p>{escape(found.line)}</p>" for found in findings)) if findings else "",
         f'<div class="plots">{figures}</div>' if figures else '<p class="note">No step has been recorded yet.</p>',
         _section("What it writes", f"<pre>{escape(printable(str(sample)))}</pre>") if sample else "",
         _section("Summary", _table(("", ""), summary_rows(summary))) if summary else "",

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.kernels import choose
+from moe.kernels.cpu import kept_of_rows
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
@@ -31,10 +32,10 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype
-from parallel.numerics.supposed import supposed
+from parallel.numerics.supposed import supposed, supposed_as
 
 if TYPE_CHECKING:
-    from moe.kernels.triton.router import Fused
+    from moe.kernels.triton.router import Fused, Together
     from moe.recipe.router_spec import RouterSpec
 
 # T tokens, D model, E experts, K choices
@@ -47,6 +48,7 @@ class Decision:
     """The router's choices, without gradient. `chosen`: the experts. `kept_TK` bool: True if the choice got a slot.
     `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, which
     have equal sizes. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
+    `counted_GE`: how often all ranks' tokens of a group chose each expert; None: not known.
     """
 
     chosen: Chosen
@@ -54,6 +56,7 @@ class Decision:
     capacity: int | None
     num_groups: int
     load_TK: Tensor | None = None
+    counted_GE: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -159,36 +162,71 @@ class Router(nn.Module):
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
         """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
-        there is a capacity and router.drop is not position. Collective if ranks share groups of tokens (`shards`)."""
-        from moe.kernels.triton.router import Given
+        there is a capacity and router.drop is not position, or ranks share queues that are not choices_first. Collective if ranks share
+        groups of tokens (`shards`)."""
+        from moe.kernels.triton.router import Given, Together
 
-        spec, route, made_now = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"]()
+        spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
         assert route is not None
         num_groups, slots = self._groups(len(logits_TE) if shards is None else shards.total, sequence_tokens)
         groups = num_groups if spec.balance_scope == "sequence" else 1
-        summed = None if shards is None or spec.balance_scope == "global_batch" else shards.summed
-        chooses = context.replay_routing is None and (slots is None or spec.drop == "position")
+        balances = shards is not None and spec.balance_scope != "global_batch"
+        sorts = shards is None or spec.queue == "choices_first" or spec.num_choices == 1
+        chooses = context.replay_routing is None and (slots is None or (spec.drop == "position" and sorts))
 
-        def run(expert_TK: Tensor | None = None, load_TK: Tensor | None = None) -> Fused:
-            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK, summed)
+        def run(made: Decision | None = None) -> Fused:
+            def exchange(expert_TK: Tensor, counted_GBE: Tensor) -> Together:
+                assert shards is not None
+                kept_TK, counted_GE = (None, None) if made is None else (made.kept_TK, made.counted_GE)
+                if made is None and slots is not None:
+                    expert_TK = supposed(expert_TK, choices)
+                    kept_TK, counted_GE = self._kept_together(expert_TK, shards, context, num_groups=num_groups, slots=slots)
+                if balances and counted_GE is None:
+                    counted_GE = shards.summed(counted_GBE.sum(1))
+                known.append(Together(counted_GE if balances else None, None if slots is None else kept_TK))
+                return known[-1]
+
+            expert_TK, load_TK = (None, None) if made is None else (made.chosen.expert_TK, made.load_TK)
+            asks = exchange if balances or (shards is not None and slots is not None) else None
+            given = Given(groups, slots, self.bias_E, context.valid_T, self.method.open_groups(spec), expert_TK, load_TK, asks)
             fused: Fused = route(logits_TE, given, spec)
             return fused
+
+        def choices() -> Tensor:
+            return self._balanced(logits_TE)().topk(spec.num_choices).indices
 
         def decide() -> Decision:
             if not chooses:
                 detached_TE = logits_TE.detach()
                 return self._decide(scores_of(detached_TE, spec), detached_TE, shards, sequence_tokens=sequence_tokens, context=context)
             made_now.append(run())
-            expert_TK = supposed(made_now[0].expert_TK, lambda: self._balanced(logits_TE)().topk(spec.num_choices).indices)
-            active_TK = self._active(logits_TE, expert_TK, context)
-            kept_TK = self._keep(expert_TK, active_TK, context, shards, num_groups=num_groups, slots=slots)
-            return Decision(Chosen(expert_TK), kept_TK, slots, num_groups, made_now[0].load_TK)
+            expert_TK, together = supposed(made_now[0].expert_TK, choices), known[0] if known else Together()
+            _record(context, self.name, expert_TK)
+            kept_TK = together.kept_TK
+            if kept_TK is None:
+                kept_TK = self._keep(expert_TK, self._active(logits_TE, expert_TK, context), None, num_groups=num_groups, slots=slots)
+            return Decision(Chosen(expert_TK), kept_TK, slots, num_groups, made_now[0].load_TK, together.counted_GE)
 
         made = context.once(f"{self.name}.decision", decide)
-        fused = made_now[0] if made_now else run(made.chosen.expert_TK, made.load_TK)
+        fused = made_now[0] if made_now else run(made)
         gate_TK = self._scaled(fused.gate_TK, fused.expert_TK)
         of_groups = (made.capacity, made.num_groups, context.valid_T)
         return Routing(fused.expert_TK, gate_TK, made.kept_TK, fused.probs_TE, logits_TE, *of_groups, fused=fused)
+
+    def _kept_together(
+        self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (the choices of this rank that get a slot, counted_GE of Together; None: the balance loss counts other choices).
+        Collective."""
+        from moe.kernels.triton import queues
+
+        if context.valid_T is not None:
+            expert_TK = torch.where(context.valid_T.unsqueeze(1), expert_TK, -1)
+        given, counts = (shards.gathered(expert_TK), shards.row_G(expert_TK.device)), self.spec.balance_counts
+        sizes: dict[str, Any] = {"mine": shards.own_rows, "num_groups": num_groups, "num_experts": self.num_experts, "slots_each": slots}
+        sizes["counted"] = 1 if counts == "first" else expert_TK.shape[1]
+        kept_TK, counted_GE = queues(*given, **sizes)
+        return supposed_as(kept_TK, kept_of_rows, *given, **sizes), None if counts == "unbiased" else counted_GE
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (logits, logits with noisy_top_k's noise, each expert's probability of being chosen), each [T, E].
@@ -252,7 +290,8 @@ class Router(nn.Module):
         expert_TK = chosen.expert_TK
         priority_TK = None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context)
         active_TK = self._active(scores_TE, expert_TK, context)
-        kept_TK = self._keep(expert_TK, active_TK, context, shards, num_groups=num_groups, slots=slots, priority_TK=priority_TK)
+        _record(context, self.name, expert_TK)
+        kept_TK = self._keep(expert_TK, active_TK, shards, num_groups=num_groups, slots=slots, priority_TK=priority_TK)
         load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
         return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
@@ -260,16 +299,13 @@ class Router(nn.Module):
         self,
         expert_TK: Tensor,
         active_TK: Tensor | None,
-        context: Context,
         shards: Shards | None,
         *,
         num_groups: int,
         slots: int | None,
         priority_TK: Tensor | None = None,
     ) -> Tensor:
-        """Return the active choices that get a slot: bool [T, K]. Record the experts if the context asks for it."""
-        if context.record_routing is not None:
-            context.record_routing.add(self.name, context.position_T, expert_TK)
+        """Return the active choices that get a slot: bool [T, K]."""
         if shards is not None and slots is not None:
             whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
             expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]
@@ -355,6 +391,12 @@ def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | N
     """Return the function `name` of the kernels for x's device; None if they lack it, or if x is float64."""
     of = getattr(kernels, "kernels_of", None)  # exists if the kernels differ by device
     return None if x.dtype == torch.float64 else getattr(of(x) if of else kernels, name, None)
+
+
+def _record(context: Context, name: str, expert_TK: Tensor) -> None:
+    """Record the experts if the context asks for it."""
+    if context.record_routing is not None:
+        context.record_routing.add(name, context.position_T, expert_TK)
 
 
 def balanced_logits(tokens: int, *, num_experts: int, num_choices: int) -> Tensor:

@@ -10,7 +10,7 @@ or, with tensor.sequence_parallel, by columns (contiguous chunks of each sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -42,19 +42,33 @@ class Shards:
     def whole(self, x_T: Tensor) -> Tensor:
         """Gather all ranks' tokens [G, ...], in the order of sequences. The backward pass sums the gradients of this rank's tokens over the
         ranks."""
-        return all_gather(lengthened(x_T, self._longest), self.axis)[self._on("row_G", x_T.device)]
+        return self.gathered(x_T)[self.row_G(x_T.device)]
+
+    def gathered(self, x_T: Tensor) -> Tensor:
+        """Gather all ranks' tokens, rank after rank, each rank's followed by padding. The backward pass is that of `whole`."""
+        return all_gather(lengthened(x_T, self._longest), self.axis)
+
+    def row_G(self, device: torch.device) -> Tensor:
+        """Return the row of each of all G tokens in the result of `gathered`: int64, on the device."""
+        return self._on(device, "row", lambda: self._row_G)
+
+    @property
+    def own_rows(self) -> range:
+        """The rows of this rank's tokens in the result of `gathered`."""
+        first = self.axis.index * self._longest
+        return range(first, first + len(self.held[self.axis.index]))
 
     def mine(self, x_G: Tensor) -> Tensor:
         """Return this rank's tokens [T, ...] among all ranks' [G, ...]: the inverse of `whole`, without a collective."""
-        return x_G[self._on("held", x_G.device)]
+        return x_G[self._on(x_G.device, "held", lambda: self.held[self.axis.index])]
 
     def summed(self, counts: Tensor) -> Tensor:
         """Sum counts in place over the ranks, and return them. Collective."""
         return sum_over(counts, self.axis)
 
-    def group_T(self, num_groups: int) -> Tensor:
-        """Return the group of each of this rank's tokens: int64 [T], on the CPU."""
-        return self.held[self.axis.index] // max(1, self.total // num_groups)
+    def group_T(self, num_groups: int, device: torch.device) -> Tensor:
+        """Return the group of each of this rank's tokens: int64 [T], on the device."""
+        return self._on(device, f"group of {num_groups}", lambda: self.held[self.axis.index] // max(1, self.total // num_groups))
 
     def in_runs(self, num_groups: int) -> bool:
         """Return whether every rank has equally many tokens of each group, and the tokens of a group are consecutive."""
@@ -87,10 +101,10 @@ class Shards:
         """Number of all ranks' tokens (G)."""
         return sum(map(len, self.held))
 
-    def _on(self, name: str, device: torch.device) -> Tensor:
-        """Return the indices of this rank's tokens (name "held") or `_row_G` (name "row_G") on the device, as a copy that is kept."""
+    def _on(self, device: torch.device, name: str, made: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `made` on the device. All passes get the same copy."""
         if (name, device) not in self._copies:
-            self._copies[name, device] = on_device(self.held[self.axis.index] if name == "held" else self._row_G, device)
+            self._copies[name, device] = on_device(made(), device)
         return self._copies[name, device]
 
     @cached_property

@@ -149,6 +149,21 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
+    # B begins at 0: Adam's first step needs a large eps, and A has a gradient only once B has moved, so the rate is high
+    "lora": {
+        "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
+        "optimizer": LINEAR | {"lr": 0.05},
+        "router": {"preset": "glam", "min_capacity": 1},
+        "experts": {"shared": 1},
+    },
+    "lora_t5": {
+        "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "dense"]},
+        "optimizer": LINEAR | {"lr": 0.05},
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+        "experts": {"shared": 1},
+        "data": {"objective": "span_corruption"},
+    },
     "t5_packed": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},

@@ -13,7 +13,7 @@ In the backward pass, gradients are summed in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -86,9 +86,13 @@ def in_blocks(model: Transformer, side: int) -> None:
     not in MoE layers."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and any(fits(f"layers.*.{part}.*", name) for part in ("attention", "cross", "ffn")):
-            module.product = partial(_product, side=side)
+            module.product = partial(_products, side=side)
     if isinstance(model.head, Rows | TiledRows):
         model.head.others = _Alone(side)
+
+
+def _products(x: Tensor, weights_OI: Iterable[Tensor], narrow_rI: Iterable[Tensor], *, side: int) -> list[Tensor]:
+    return [_product(x, matrix, side=side) for matrix in (*weights_OI, *narrow_rI)]
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:

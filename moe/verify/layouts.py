@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,16 @@ LAST = "last module that ran: "  # begins the line about Tape.last in the error 
 LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take 1 to 2 s, but more on a busy machine
 
 
+class Watcher(Protocol):
+    """The interface of moe/verify/types/watch.py, which a rank calls during a run. All methods are collective."""
+
+    def built(self, engine: Engine, mesh: Mesh) -> None: ...
+
+    def summed(self, numbers: Numbers, *, kind: str = "gradient", scale: float = 1.0) -> None: ...
+
+    def updated(self, norm: GradientNorm, *, loss_scale: float = 1.0) -> None: ...
+
+
 def compute(
     case: Case,
     *,
@@ -61,11 +72,12 @@ def compute(
     tape: Tape | None = None,
     delayed_as: Case | None = None,
     device: torch.device = _CPU,
+    watch: Watcher | None = None,
 ) -> Result:
     """Run the steps of a case (ten, or case.steps) as rank `rank`. Return its Result, in which tensors are zero outside the part that this
     rank owns (see `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape:
     records the first steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older
-    weights that the stages of `delayed_as` use.
+    weights that the stages of `delayed_as` use. watch: notes what ranks sum and hold (moe/verify/types/).
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
@@ -87,12 +99,23 @@ def compute(
     executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)
+    if watch is not None:
+        watch.built(executor.engine, mesh)
     if case.delayed and case.pp > 1:
-        return _streamed(case, run, executor, mesh, tape, device)
-    return _stepped(case, run, executor, mesh, tape, _OlderWeights(executor.engine.module, delayed_as or case), device)
+        return _streamed(case, run, executor, mesh, tape, device, watch)
+    return _stepped(case, run, executor, mesh, tape, _OlderWeights(executor.engine.module, delayed_as or case), device, watch)
 
 
-def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: _OlderWeights, device: torch.device) -> Result:
+def _stepped(
+    case: Case,
+    run: Run,
+    executor: Executor,
+    mesh: Mesh,
+    tape: Tape | None,
+    older: _OlderWeights,
+    device: torch.device,
+    watch: Watcher | None,
+) -> Result:
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
@@ -108,8 +131,12 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
                 executor, tokens, shard=shard, microbatches=case.microbatches, seed=run.train.seed, step=step, loss_scale=used
             )
         losses.append(numbers.loss)
+        if watch is not None:
+            watch.summed(numbers)
         gradients = owned(engine, mesh, "gradient", used) if first is None or (taped and not spoilt) else {}
         norm = finish(engine, numbers, world=world, scale=scale, lr=lr, clip_norm=clip_norm, device=device)
+        if watch is not None:
+            watch.updated(norm, loss_scale=used)
         weights = _weights(engine, mesh) if first is None or taped else {}
         first = first or (numbers.balance_loss, norm.total, gradients, weights)
         if tape is not None and taped:
@@ -161,7 +188,9 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 
 
-def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device) -> Result:
+def _streamed(
+    case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watcher | None
+) -> Result:
     """Run one step and drain the pipeline, then the other steps without draining. The gradients of step 0 are computed from Adam's state:
     exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
@@ -170,10 +199,13 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
         _watch_updates(engine, mesh, updates)
     steps: list[tuple[Numbers, GradientNorm]] = []
     first: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-    for count in (1, (case.steps or STEPS) - 1):
+    for count in filter(None, (1, (case.steps or STEPS) - 1)):
         batches = [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)).to(device) for n in range(count)]
         how: dict[str, Any] = {"seed": run.train.seed, "step": len(steps), "rate": lambda n: run.optimizer.lr}
         steps += stream(executor, batches, schedule=schedule_of(run, batches=count), shard=shard, world=world, **how)
+        if watch is not None:
+            watch.summed(steps[0][0], kind="exp_avg", scale=1 - run.optimizer.beta1)
+            watch.updated(steps[0][1])
         first = first or (owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
     assert first is not None
     for step, (numbers, norm) in zip(updates, steps, strict=False):
@@ -239,6 +271,15 @@ def run_world(
     errors, and new processes run the other cases. taped: also record the first steps. timeout_s: limit for a case of up to four ranks;
     eight ranks have twice this time. None: LIMIT_S.
     """
+    for case, parts in on_forks(partial(_forked, taped=taped, inside=inside), chosen, world, timeout_s=timeout_s):
+        yield case, parts if isinstance(parts, str) else gathered(parts)
+
+
+def on_forks(
+    function: Callable[[int, list[Case]], Iterator[Any]], chosen: list[Case], world: int, *, timeout_s: float | None = None
+) -> Iterator[tuple[Case, list[Any] | str]]:
+    """Run function(rank, cases), which yields a result for each case, on `world` ranks. Yield (case, results of all ranks, or the text of
+    their errors)."""
     left, loaded = list(chosen), {ENGINES[PLAIN].load}
     limit = limit_of(world, timeout_s)
     while left:
@@ -246,8 +287,8 @@ def run_world(
         loaded.add(left[0].engine.load)
         ready, done = few_meshes(takewhile(lambda case: case.engine.load in loaded, left)), 0
         try:
-            for parts in each_on_ranks(_forked, world, ready, taped, inside, timeout_s=limit):
-                yield left[done], gathered(parts)
+            for parts in each_on_ranks(function, world, ready, timeout_s=limit):
+                yield left[done], parts
                 done += 1
         except RuntimeError as error:
             if done == len(ready):
@@ -258,13 +299,18 @@ def run_world(
 
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    """Yield the results of `ran_by`, with all threads of the rank bound to one core. Otherwise gloo's thread would spin on another core
-    while a thread of the rank holds a lock. On two cores, this took a third of the processor time."""
+    """Yield the results of `ran_by` on one core."""
+    on_one_core(rank)
+    yield from ran_by(rank, chosen, taped, inside)
+
+
+def on_one_core(rank: int) -> None:
+    """Bind all threads of this rank to one core. Otherwise gloo's thread would spin on another core while a thread of the rank holds a
+    lock. On two cores, this took a third of the processor time."""
     if sys.platform.startswith("linux"):
         cores = sorted(os.sched_getaffinity(0))
         for thread in os.listdir("/proc/self/task"):  # includes gloo's threads, which have already been started
             os.sched_setaffinity(int(thread), {cores[rank % len(cores)]})
-    yield from ran_by(rank, chosen, taped, inside)
 
 
 def limit_of(world: int, timeout_s: float | None) -> float:

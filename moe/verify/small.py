@@ -22,6 +22,7 @@ _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_s
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # largest sliding window of a small version; shorter than the sequences of all cases
+_RANK = 3  # of a small version's adapters
 # optimizer settings for models with parameters that begin at 0. Adam's first step makes them -lr g / (|g| + eps). With a small eps, a
 # rounding error of a tiny gradient g would flip their sign
 LINEAR = {"eps": 0.1}
@@ -59,6 +60,9 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
         optimizer |= LINEAR
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
+    if run.lora.rank:  # A has a gradient only once B, which begins at 0, has moved
+        values["lora"] = {"rank": _RANK, "alpha": _RANK * run.lora.scale, "targets": run.lora.targets}
+        optimizer |= LINEAR | {"lr": 0.05}
     freeze = [part for part in run.train.freeze if layers_of(part) is None]
     values["train"] = {"compile": run.train.compile, "loss": run.train.loss, "freeze": freeze}
     if sparse:
@@ -89,8 +93,6 @@ def not_compared(run: Run) -> list[str]:
     lines, by_definition = [], "which depends on the layout by definition; capacity is counted over a sequence instead"
     if run.router.group == "rank" and run.model.layers_with_experts():
         lines.append(f"not compared: router.group rank, {by_definition}")
-    if run.lora.rank:
-        lines.append(f"not compared: lora.rank {run.lora.rank}; all weights are trained instead, without adapters")
     if layers := [part for part in run.train.freeze if layers_of(part) is not None]:
         lines.append(f"not compared: train.freeze {', '.join(layers)}; these layers are trained")
     if run.router.hash_table is not None:

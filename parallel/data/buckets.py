@@ -13,11 +13,12 @@ Source: PyTorch Distributed (arXiv 2006.15704), section 3.2.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
+from parallel.data.engine import OfStages
 from parallel.mesh.gradients import Bucket, StartedSum, buckets_of, data_axis, start_sum
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
@@ -34,7 +35,7 @@ class Buckets:
         self.expected: set[str] = set()  # parameters whose gradients are in this step's buckets
         self.coming: deque[Bucket] = deque()  # buckets whose sums have not started
         self.complete: set[str] = set()  # parameters with a complete gradient
-        self.started: deque[StartedSum] = deque()  # started sums whose results are not stored yet, the oldest first
+        self.started: deque[Sequence[StartedSum]] = deque()  # sums of started buckets whose results are not stored yet, the oldest first
         for name, parameter in parameters.items():
             if parameter.requires_grad and data_axis(layouts[name], mesh).size > 1:
                 parameter.register_post_accumulate_grad_hook(partial(self._completed, name))
@@ -69,13 +70,41 @@ class Buckets:
         while self.coming and self.complete.issuperset(self.coming[0].names):
             self._start(self.coming.popleft())
 
+    def begin(self, bucket: Bucket, grads: Mapping[str, Tensor]) -> Sequence[StartedSum]:
+        """Start to sum these gradients of a bucket (name -> gradient) on all ranks of its axis."""
+        return [start_sum([*grads.values()], bucket.axis, first=bucket.names[0])]
+
     def _start(self, bucket: Bucket) -> None:
         self._store(most=_MOST_STARTED - 1)
-        grads = [grad for name in bucket.names if (grad := self.parameters[name].grad) is not None]
+        grads = {name: grad for name in bucket.names if (grad := self.parameters[name].grad) is not None}
         if grads:
-            self.started.append(start_sum(grads, bucket.axis, first=bucket.names[0]))
+            self.started.append(self.begin(bucket, grads))
 
     def _store(self, *, most: int) -> None:
-        """Store the results of finished sums, and wait until at most `most` sums are unfinished."""
-        while self.started and (len(self.started) > most or self.started[0].work.is_completed()):
-            self.started.popleft().finish()
+        """Store the results of finished sums, and wait until the sums of at most `most` buckets are unfinished."""
+        while self.started and (len(self.started) > most or all(one.work.is_completed() for one in self.started[0])):
+            for one in self.started.popleft():
+                one.finish()
+
+
+class SummedEarly(OfStages):
+    """Base class of engines that sum gradients in `sums` during the backward pass. apart: names of the parameters in `sums`."""
+
+    sums: Buckets
+    apart: Sequence[str]
+    layouts: Layouts
+
+    def expect_sums(self, names: Sequence[str]) -> None:
+        self.sums.expect(self._summed_here(names))
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        self.sums.start(self._summed_here(names))
+
+    def _summed_here(self, names: Sequence[str]) -> list[str]:
+        """Return `names` without the parameters that several pipeline ranks hold, because their gradients are first summed over the
+        pipeline."""
+        return [name for name in names if name in self.sums.parameters and not self.layouts[name].holders]
+
+    def reduce(self) -> None:
+        self.sums.start(self.apart)
+        self.sums.finish()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.data.buckets import Buckets
+from parallel.data.buckets import Buckets, SummedEarly
 from parallel.data.engine import Load, Rule, Working
 from parallel.data.stepped import Stepped
 from parallel.data.whole import Whole
@@ -26,7 +26,7 @@ from parallel.mesh.mesh import Axis, Mesh
 from parallel.watch.audit import Held
 
 
-class DDP(Stepped):
+class DDP(SummedEarly, Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
     `working`: parameter name -> the dtype in which the model reads it, if weights are cast once a step instead of at each use. The model
     then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
@@ -72,21 +72,6 @@ class DDP(Stepped):
             self.sums.expect(self.apart)
         super().backward(loss, last=last)
 
-    def expect_sums(self, names: Sequence[str]) -> None:
-        self.sums.expect(self._summed_here(names))
-
-    def start_sums(self, names: Sequence[str]) -> None:
-        self.sums.start(self._summed_here(names))
-
-    def _summed_here(self, names: Sequence[str]) -> list[str]:
-        """Return `names` without the parameters that several pipeline ranks hold, because their gradients are first summed over the
-        pipeline."""
-        return [name for name in names if not self.layouts[name].holders]
-
-    def reduce(self) -> None:
-        self.sums.start(self.apart)
-        self.sums.finish()
-
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, weight.grad) for name, weight in self.weights.items() if weight.grad is not None)
 
@@ -116,11 +101,11 @@ class DDP(Stepped):
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for master in self.masters.values():
             master.grad = None
-        for name, parameter in self.weights.items():
-            if name in freed:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        kept = [weight.grad for name, weight in self.weights.items() if name not in freed and weight.grad is not None]
+        for name in freed & self.weights.keys():
+            self.weights[name].grad = None
+        if kept:
+            torch._foreach_zero_(kept)
 
 
 def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[str, nn.Parameter]:

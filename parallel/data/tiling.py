@@ -22,6 +22,8 @@ from parallel.numerics.precision import sum_dtype
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer: tensor parallelism puts collectives there
 Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module
+# x, weights W, narrow matrices A -> x W^T of each W, then x A^T of each A
+Multiply = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
@@ -34,6 +36,20 @@ def as_it_is(x: Tensor) -> Tensor:
 def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
     """Return module(x) for each module: the default of Products."""
     return [module(x) for module in modules]
+
+
+def by(multiply: Multiply, x: Tensor, modules: Sequence[Any]) -> Sequence[Tensor]:
+    """Return module(x) for modules whose products `multiply` computes together, so that ranks send x once. Weights are read here, in the
+    layer's forward pass, so that engines can gather them layer by layer.
+
+    A module with an addition of low rank, y = x W^T + s (x A^T) B^T, has A as `lora_a`, and adds the rest by `widened`."""
+    narrow = [getattr(module, "lora_a", None) for module in modules]
+    found = list(multiply(x, [module.weight for module in modules], [a for a in narrow if a is not None]))
+    rest = iter(found[len(modules) :])
+    for i, (module, a) in enumerate(zip(modules, narrow, strict=True)):
+        if a is not None:
+            found[i] = module.widened(found[i], next(rest))
+    return found[: len(modules)]
 
 
 class Tiled(nn.Module):

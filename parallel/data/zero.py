@@ -1,12 +1,13 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
-    stage 1   every rank keeps all weights and gradients, and optimizer states for 1/N of them
+    stage 1   every rank keeps all weights, and optimizer states for 1/N of them; each gradient is summed on its owner, in the engine's
+              own buckets, of which several are summed at the same time (parallel/data/buckets.py)
     stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
 A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
-This project handles precision, loss scale, gradient norm, clipping, and checkpoints, which store tensors under global names. Source: ZeRO
-(arXiv 1910.02054).
+This project handles precision, loss scale, gradient norm, clipping, sums of stage 1, and checkpoints, which store tensors under global
+names. Source: ZeRO (arXiv 1910.02054).
 
 16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then each flat group of weights that the
 model reads in 16 bits is replaced by a copy in that dtype. Gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches
@@ -16,19 +17,20 @@ and ranks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from parallel.data.buckets import Buckets, SummedEarly
 from parallel.data.deepspeed import dense_axis, set_groups, start_deepspeed, with_mark
 from parallel.data.engine import MOMENTS, AdamW, Load, OfStages, Rule, Working
 from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.data.rate import at_rate
-from parallel.mesh.gradients import data_axis
+from parallel.mesh.gradients import Bucket, StartedSum, data_axis, start_sum
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
@@ -71,7 +73,25 @@ class DeepSpeed(OfStages):
             self.engine.step()
 
 
-class Zero(DeepSpeed):
+class _OnOwners(Buckets):
+    """Sums each gradient on the ranks that update its elements: half the bytes of an all-reduce. owned: parameter name -> (index of a rank
+    on the axis, elements of the flattened gradient) of each shard."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], layouts: Layouts, mesh: Mesh, owned: dict[str, list[tuple[int, slice]]]
+    ) -> None:
+        super().__init__(parameters, layouts, mesh)
+        self.owned = owned
+
+    def begin(self, bucket: Bucket, grads: Mapping[str, Tensor]) -> Sequence[StartedSum]:
+        shards: dict[int, list[Tensor]] = {}
+        for name, grad in grads.items():
+            for owner, part in self.owned[name]:
+                shards.setdefault(owner, []).append(grad.view(-1)[part])
+        return [start_sum(parts, bucket.axis, first=bucket.names[0], root=owner) for owner, parts in sorted(shards.items())]
+
+
+class Zero(SummedEarly, DeepSpeed):
     """The engine of stages 1 and 2 for a model in the master dtype. `working`: parameter name -> dtype of the copy that the model reads."""
 
     def __init__(
@@ -87,7 +107,8 @@ class Zero(DeepSpeed):
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
         mpu, more = set_groups(mesh, layouts.values()), offload.sections(None, largest=0, device=device)
-        if mesh.axis("pp").size > 1:
+        early = stage == 1 and not self.offloads
+        if early or mesh.axis("pp").size > 1:
             more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
         self.engine, _, _, _ = deepspeed.initialize(
             model=with_mark(model) if any("moe" in group for group in groups) else model,
@@ -106,9 +127,26 @@ class Zero(DeepSpeed):
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
-        if mesh.axis("pp").size > 1:
+        if early or mesh.axis("pp").size > 1:
             for hook in self.zero._grad_acc_hooks:  # these hooks would sum after each micro-batch; `reduce` sums once
                 hook.remove()
+        owned = self._owned() if early else {}
+        self.apart = [name for name in self.parameters if name in owned]
+        self.sums = _OnOwners({name: self.parameters[name] for name in self.apart}, layouts, mesh, owned)
+        if early:
+            self.zero.reduce_ipg_grads = lambda *_, **__: None  # `sums` has summed before DeepSpeed collects the shards
+
+    def _owned(self) -> dict[str, list[tuple[int, slice]]]:
+        """Return `owned` of _OnOwners, as DeepSpeed has cut the flattened parameters."""
+        zero, found = self.zero, dict[str, list[tuple[int, slice]]]()
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for number, group in enumerate(zero.bit16_groups):
+            for parameter in group:
+                key, starts = zero.get_param_id(parameter), zero.grad_start_offset[number]
+                firsts = sorted((int(starts[rank][key]), rank) for rank in zero.param_to_partition_ids[number][key])
+                ends = [first for first, _ in firsts[1:]] + [parameter.numel()]
+                found[names[id(parameter)]] = [(rank, slice(first, end)) for (first, rank), end in zip(firsts, ends, strict=True)]
+        return found
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
         """Replace flat group `number` of the weights that the model reads by a copy in this dtype. Master weights stay in fp32."""
@@ -130,17 +168,33 @@ class Zero(DeepSpeed):
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
+        if self.apart:
+            return self.module(*args)
         if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with pipeline stages, gradients accumulate on the device
             self._add_accumulators()
         return super().forward(*args, last=last)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        if self.apart:
+            if last:
+                self.sums.expect(self.apart)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if last:
+                self.reduce()
+            return
         super().backward(loss, last=last)
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
             if parts:  # a gradient's shard can be a view of the whole gradient, which it would keep in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
+
+    def reduce(self) -> None:
+        if not self.apart:
+            return DeepSpeed.reduce(self)
+        super().reduce()
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.zero.overlapping_partition_gradients_reduce_epilogue()
 
     def _add_accumulators(self) -> None:
         """Add fp32 buffers on the host for gradients of several micro-batches. DeepSpeed's would be in the weights' dtype."""

@@ -121,6 +121,7 @@ class Zero3(DeepSpeed):
         model.register_forward_hook(self._no_backward_pass)
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
         zero._get_norm_groups = lambda: [torch.zeros(())]  # unused: clip.py computes the norm
+        zero.unscale_and_clip_grads = lambda *_: None  # it would multiply all gradients by 1
         self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
             self._narrow([group.dtype for group in self.of_sub_group])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,22 +62,26 @@ class StartedSum:
             grad.copy_(part.view_as(grad))
 
 
-def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str) -> StartedSum:
+def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str, root: int | None = None) -> StartedSum:
     """Start to sum these gradients, as one flat buffer, over an axis of at least 2 ranks. A single contiguous gradient in fp32 or wider is
-    summed in place. `first`: name of the first gradient, for error messages."""
+    summed in place. `first`: name of the first gradient, for error messages. `root`: index of the only rank that gets the sums; None: all
+    do. On other ranks than `root`, the gradients keep their values or become undefined."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     if len(grads) == 1 and grads[0].is_contiguous() and grads[0].dtype == wide:
         flat = grads[0].view(-1)
-        return StartedSum(start_flat(flat, axis, first=first), flat, ())
+        return StartedSum(start_flat(flat, axis, first=first, root=root), flat, ())
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    return StartedSum(start_flat(flat, axis, first=first), flat, grads)
+    return StartedSum(start_flat(flat, axis, first=first, root=root), flat, grads if root in (None, axis.index) else ())
 
 
-def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
-    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: name of its first gradient, for error messages."""
-    replace(axis, label=f"the gradients from {first} on").count("all_reduce", flat)
-    work: dist.Work = dist.all_reduce(flat, group=axis.group, async_op=True)
+def start_flat(flat: Tensor, axis: Axis, *, first: str, root: int | None = None) -> dist.Work:
+    """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: name of its first gradient, for error messages.
+    `root`: as in `start_sum`."""
+    name = "all_reduce" if root is None else "reduce"
+    replace(axis, label=f"the gradients from {first} on").count(name, flat)
+    same: dict[str, Any] = {"group": axis.group, "async_op": True}
+    work: dist.Work = dist.all_reduce(flat, **same) if root is None else dist.reduce(flat, axis.ranks[root], **same)
     return work
 
 

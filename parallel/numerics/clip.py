@@ -43,13 +43,17 @@ def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, .
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
     """Return the sums of the squares of this rank's gradients, for each of the families: float64 [families]."""
-    found = torch.zeros(len(families), dtype=torch.float64, device=device)
+    on_host: list[tuple[int, Tensor]] = []
     on_gpu: list[tuple[str, Tensor]] = []
     for family, grad in owned:
         if grad.is_cuda:
             on_gpu.append((family, grad))
         else:
-            found[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
+            on_host.append((families.index(family), torch.linalg.vector_norm(grad, dtype=torch.float32)))
+    found = torch.zeros(len(families), dtype=torch.float64, device=device)
+    if on_host:
+        norms, index = torch.stack([norm for _, norm in on_host]).double(), torch.tensor([family for family, _ in on_host])
+        found += torch.zeros(len(families), dtype=torch.float64).index_add_(0, index, norms.square()).to(device)
     return found + squares_together(on_gpu, families) if on_gpu else found
 
 

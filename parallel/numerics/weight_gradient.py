@@ -114,6 +114,26 @@ def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Seque
     return (None,) * len(weights)
 
 
+def gradients_of_trained(
+    weights: tuple[Tensor, ...], compute: Callable[[Sequence[int]], Sequence[Tensor]], *, wide: int | None = None
+) -> list[Tensor | None]:
+    """Return the gradients of several weights, or defer those of the first `wide` (None: all). A frozen or deferred weight's is None. The
+    others are narrow matrices (low_rank in parallel/tensor/style.py): their gradients cost little, so they are never deferred.
+    compute: (indices of trained weights, all wide or all narrow) -> their gradients."""
+    trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
+    late = [i for i in trained if wide is None or i < wide]
+    now = trained[len(late) :]
+    found: dict[int, Tensor | None] = dict(zip(now, compute(now) if now else (), strict=True))
+    if late:
+        found |= dict(zip(late, gradients_or_later(tuple(weights[i] for i in late), lambda: compute(late)), strict=True))
+    return [found.get(i) for i in range(len(weights))]
+
+
+def gradient_of(weight_OI: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of W [O, I] in y = x W^T, in the gradients' dtype, from grad [..., O] and x [..., I]."""
+    return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(gradient_dtype(weight_OI))
+
+
 class _Compute(torch.autograd.Function):
     """Return a zero with an autograd node; its backward pass returns `compute()` as the gradients of the weights."""
 
@@ -143,8 +163,8 @@ def product(x: Tensor, weight_IO: Tensor) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.transposed = weight, transposed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.weight, ctx.transposed, ctx.dtype = weight, transposed, x.dtype
         x, matrix = x.to(dtype), weight.to(dtype)
         return F.linear(x, matrix) if transposed else x @ matrix
 
@@ -162,7 +182,7 @@ class _Product(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, later, None, None
         matrix = weight.to(grad.dtype)
-        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(x.dtype), later, None, None
+        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(ctx.dtype), later, None, None
 
 
 def splittable(model: nn.Module) -> None:

@@ -185,7 +185,8 @@ class _Run:
         self.runtime, self.work, self.plan, self.watchers, self.train = runtime, work, plan, watchers, train
         self.last = plan.schedule.num_stages - 1
         self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage reads it
-        self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # (stage, micro-batch) -> (input of F, edge of output)
+        # (stage, micro-batch) -> (input of F, edge of output; None if the first stage has no trained weight)
+        self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.pending: dict[tuple[int, int], PendingGradients] = {}  # (stage, micro-batch) -> weight gradients that W will compute
 
     def run(self) -> None:
@@ -232,14 +233,17 @@ class _Run:
             x.requires_grad_()
         output = self.work.forward(stage, microbatch, x)
         if self.train:
-            self.saved[stage, microbatch] = x, get_gradient_edge(output)  # the edge, not the output, so that the output's memory is freed
+            edge = get_gradient_edge(output) if output.requires_grad else None  # not the output, so that the output's memory is freed
+            self.saved[stage, microbatch] = x, edge
         if stage < self.last:
             self.results[True, stage, microbatch] = output.detach().contiguous()
 
     def _backward(self, op: Op, stage: int, microbatch: int) -> None:
         x, output = self.saved.pop((stage, microbatch))
         gradient = self.results.pop((False, stage + 1, microbatch)) if stage < self.last else None
-        if op is Op.I:
+        if output is None:
+            self.pending[stage, microbatch] = PendingGradients()
+        elif op is Op.I:
             with defer_gradients() as pending:
                 self.work.backward(output, gradient)
             self.pending[stage, microbatch] = pending

@@ -2,6 +2,7 @@
 
     host synchronisation    an operator that reads values of a CUDA tensor on the host, such as `.item()`, `nonzero` or a mask as an index,
                             and a copy between host and GPU that waits. torch.cuda.set_sync_debug_mode warns of the same synchronisations
+    copy from the host      a copy of a CPU tensor to the GPU, also one from pinned memory, for which the host does not wait
     kernel                  an operator that computes, or a Triton kernel; views and allocations do not count. Several kernels that torch
                             launches for one operator (a sort) count as one
     moved bytes             all inputs and results of each kernel; kernels of matrix products and attention are left out
@@ -45,11 +46,13 @@ _PRODUCTS = (
 
 @dataclass
 class Work:
-    """Work of one module in one pass. waits: source file, line and function of a host synchronisation -> number of times."""
+    """Work of one module in one pass. waits: source file, line and function of a host synchronisation -> number of times. copies: the same
+    for copies from the host."""
 
     kernels: int = 0
     moved_bytes: int = 0
     waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
 
 
 class Counted:
@@ -110,6 +113,8 @@ class Counted:
 
     def _copy(self, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         source, target = (tensors[1], tensors[0]) if name == "copy_" and len(tensors) == 2 else (tensors[0], made[0])
+        if _on_gpu(target) and not _on_gpu(source):
+            self.now.copies[where()] += 1
         ahead = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         # a copy from memory that is not pinned may wait in any case
         if _on_gpu(source) != _on_gpu(target) and not (ahead and (_on_gpu(source) or getattr(source, "_pinned", False))):
@@ -160,12 +165,12 @@ def launches(run: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def where() -> str:
-    """Return file, line and function of the innermost stack frame outside of torch and this folder."""
+def where(*skipped: str) -> str:
+    """Return file, line and function of the innermost stack frame outside of torch, this folder and the files `skipped`."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_OUTSIDE) and "contextlib.py" not in path:
+        if not path.startswith((*_OUTSIDE, *skipped)) and "contextlib.py" not in path:
             return f"{path.removeprefix(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "torch"

@@ -12,6 +12,7 @@ Embedding, head and loss are in vocabulary.py, norms in sliced.py. Costs: docs/p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ class DTensorColumn(Style):
         for path in layers_of(layouts):
             model.get_submodule(path).enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
         for name in layouts if self.dim == 0 else ():
-            model.get_submodule(name.rpartition(".")[0]).product = partial(column_product, ranks=ranks)  # type: ignore[assignment]
+            model.get_submodule(name.rpartition(".")[0]).product = partial(column_products, ranks=ranks)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class DTensorRow(Style):
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
-            model.get_submodule(path).leave = partial(leave, sliced=self.sliced)  # type: ignore[assignment]
+            model.get_submodule(path).leave = partial(leave, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
         for name in layouts:
-            model.get_submodule(name.rpartition(".")[0]).product = partial(row_product, ranks=ranks)  # type: ignore[assignment]
+            model.get_submodule(name.rpartition(".")[0]).product = partial(row_products, ranks=ranks)  # type: ignore[assignment]
 
 
 class Ranks:
@@ -96,26 +97,31 @@ def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
     return ranks.placed(x_BLD, Shard(1)).redistribute(placements=[Replicate()])
 
 
-def column_product(x: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
-    """Return this rank's outputs of x W^T, as a plain tensor. x is a DTensor from `enter`."""
-    from torch.distributed.tensor import DTensor, Shard
+def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
+    """Return this rank's outputs of x W^T for each W, and x A^T for each narrow A, which ranks hold whole, as plain tensors. x is a DTensor
+    from `enter`."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
 
-    y = F.linear(x, ranks.placed(weight_OI.to(x.dtype), Shard(0)))
-    assert isinstance(y, DTensor)
-    return y.to_local(grad_placements=[Shard(y.ndim - 1)])
+    assert isinstance(x, DTensor)
+    found = [F.linear(x, ranks.placed(weight_OI.to(x.dtype), Shard(0))) for weight_OI in weights_OI]
+    local = [y.to_local(grad_placements=[Shard(y.ndim - 1)]) for y in found if isinstance(y, DTensor)]
+    return local + [F.linear(x.to_local(grad_placements=[Partial()]), a.to(x.dtype)) for a in narrow_rI]
 
 
-def row_product(h: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
-    """Return the partial sums of h W^T over this rank's inputs, as a DTensor that `leave` adds over ranks."""
+def row_products(h: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
+    """Return the partial sums of h W^T over this rank's inputs, as DTensors that `leave` adds over ranks. If there are narrow matrices A,
+    return them as plain tensors, and those of h A^T too, because ranks add to partial sums before `leave`."""
     from torch.distributed.tensor import Shard
 
-    return F.linear(ranks.placed(h, Shard(h.ndim - 1)), ranks.placed(weight_OI.to(h.dtype), Shard(1)))
+    if narrow_rI:
+        return [F.linear(h, matrix.to(h.dtype)) for matrix in (*weights_OI, *narrow_rI)]
+    return [F.linear(ranks.placed(h, Shard(h.ndim - 1)), ranks.placed(weight_OI.to(h.dtype), Shard(1))) for weight_OI in weights_OI]
 
 
-def leave(y_BLD: Tensor, *, sliced: bool) -> Tensor:
+def leave(y_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
     """Return the sum over ranks of the layer's output, as a plain tensor; if `sliced`, this rank's shard. Backward: gather the gradient."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    assert isinstance(y_BLD, DTensor)
+    partial_sums = y_BLD if isinstance(y_BLD, DTensor) else ranks.placed(y_BLD, Partial())
     placement = Shard(1) if sliced else Replicate()
-    return y_BLD.redistribute(placements=[placement]).to_local(grad_placements=[placement])
+    return partial_sums.redistribute(placements=[placement]).to_local(grad_placements=[placement])

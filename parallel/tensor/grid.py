@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.data.tiling import without_tiles
+from parallel.data.tiling import Multiply, by, without_tiles
 from parallel.mesh.collectives import Messages, all_to_all, gathered, paired, sum_over
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
@@ -29,9 +29,6 @@ from parallel.tensor.style import Shape, Style
 # B sequences, L length, D channels on this rank, N tokens on this rank
 
 
-Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several W -> x W^T for each W
-
-
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
     """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has it. A slot is
     a replaceable function of a module (style.py).
@@ -39,19 +36,14 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
     `made(label)` returns the function that multiplies. `label`: path of the module or layer, which error messages show."""
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
-    model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]
+    model.get_submodule(path).product = made(without_tiles(path))  # type: ignore[assignment]
     if of_layer and hasattr(layer, "products"):
-        layer.products = partial(_of_modules, multiply=made(without_tiles(around)))  # type: ignore[assignment]
+        layer.products = partial(by, made(without_tiles(around)))  # type: ignore[assignment]
 
 
 def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function (x, weight) -> x W^T that calls `multiply` with a single weight."""
-    return lambda x, weight: multiply(x, [weight])[0]
-
-
-def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Return x W^T for each module's weight W. The weights are read in the layer's forward pass, so that ZeRO-3 gathers them."""
-    return multiply(x, [module.weight for module in modules])
+    return lambda x, weight: multiply(x, [weight], [])[0]
 
 
 def together(tensors: Sequence[Tensor], *, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,18 +16,18 @@ Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), secti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from parallel.data.tiling import without_tiles
+from parallel.data.tiling import by, without_tiles
 from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.overlapped import column_products, row_product
-from parallel.tensor.style import Shape, Style
+from parallel.tensor.style import Shape, Style, low_rank
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class Row(Style):
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {1: "tp"}, alike=())
 
+    def low_rank(self, half: str, shape: Shape) -> Layout:
+        found = low_rank(self.layout("", shape), half, shape)
+        # x A^T has then been summed over ranks, so that each rank computes the same gradient of B
+        return replace(found, alike=("tp",)) if half == "b" and self.chunks > 1 and not self.sliced else found
+
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         if self.chunks > 1:
             return self._overlap(model, layouts, mesh)
@@ -81,13 +86,16 @@ class Row(Style):
         for name in layouts:
             assert without_tiles(name) == name, f"{name} is a tile: only the sum of all tiles is summed over ranks"
             axis = mesh.axis("tp", label=name.rsplit(".", 2)[0])
-            product = partial(row_product, axis=axis, chunks=self.chunks, sliced=self.sliced)
+            product = partial(_row_products, axis=axis, chunks=self.chunks, sliced=self.sliced)
             model.get_submodule(name.rpartition(".")[0]).product = product  # type: ignore[assignment]
 
 
 def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
-    weights = [module.weight for module in modules]  # read in the layer's forward pass, when FSDP and ZeRO-3 have gathered them
-    return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
+    return by(partial(column_products, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast), x, modules)
+
+
+def _row_products(h: Tensor, weights: Sequence[Tensor], narrow: Sequence[Tensor], **how: Any) -> Sequence[Tensor]:
+    return [row_product(h, matrix, **how) for matrix in (*weights, *narrow)]
 
 
 def layers_of(layouts: Layouts) -> list[str]:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from parallel.mesh.collectives import start_broadcast, start_sum_to
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
-from parallel.numerics.precision import gradient_dtype, sum_dtype
-from parallel.numerics.weight_gradient import gradients_or_later
+from parallel.numerics.precision import sum_dtype
+from parallel.numerics.weight_gradient import gradient_of, gradients_of_trained
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape, Style
 
@@ -56,20 +56,21 @@ def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
     return partial(products, row=row, column=column)
 
 
-def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
-    """Return x W^T [..., O] for each W, in x's dtype, given this rank's blocks x [..., I] and W [O, I] of any dtype.
+def products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor] = (), *, row: Axis, column: Axis) -> Sequence[Tensor]:
+    """Return x W^T [..., O] for each W, in x's dtype, given this rank's blocks x [..., I] and W [O, I] of any dtype; then x A^T [..., r]
+    for each A [r, I] of `narrow_rI`, which is cut along its inputs alone.
 
     `row`, `column`: the ranks in this rank's row and column of the grid. Partial products are summed in fp32 or wider. Blocks of other
     ranks are not saved for the backward pass."""
-    found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
+    found: tuple[Tensor, ...] = _Summa.apply(x, row, column, len(weights_OI), *weights_OI, *narrow_rI)
     return found
 
 
 class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Axis, column: Axis, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights_OI)
-        ctx.weights, ctx.row, ctx.column = weights_OI, row, column
+    def forward(ctx: Any, x: Tensor, row: Axis, column: Axis, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *weights_OI)
+        ctx.weights, ctx.row, ctx.column, ctx.wide = weights_OI, row, column, wide
         total: Tensor | None = None
         for x_NI, matrix_OI in zip(blocks(x, row), blocks(together(weights_OI, dtype=x.dtype), column), strict=True):
             share = F.linear(x_NI, matrix_OI)
@@ -81,16 +82,17 @@ class _Summa(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
         row, column = ctx.row.backward(), ctx.column.backward()
-        dtype, grad = gradient_dtype(ctx.weights[0]), together(grads, dim=-1)
-        grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(together(weights_OI, dtype=grad.dtype), column)), row)
-        sizes = [len(weight) for weight in weights_OI]
+        weights, grad = ctx.weights, together(grads, dim=-1)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(together(weights_OI, dtype=grad.dtype), column)), row)
 
-        def of_weights() -> Sequence[Tensor]:
-            grad_ON = grad.flatten(0, -2).t()
-            found = summed(((grad_ON @ x_NI.flatten(0, -2)).to(dtype) for x_NI in blocks(x, row)), column)
-            return torch.split(found, sizes)
+        def of_weights(which: Sequence[int]) -> Sequence[Tensor]:
+            mine = grad if len(which) == len(grads) else together([grads[i] for i in which], dim=-1)
+            found = summed((gradient_of(weights[which[0]], mine, x_NI) for x_NI in blocks(x, row)), column)
+            return torch.split(found, [len(weights[i]) for i in which])
 
-        return grad_x, None, None, *gradients_or_later(ctx.weights, of_weights)
+        return grad_x, None, None, None, *gradients_of_trained(weights, of_weights, wide=ctx.wide)
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:

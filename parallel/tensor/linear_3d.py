@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from parallel.mesh.collectives import gathered, scattered_sum
 from parallel.mesh.layout import Layout, Layouts
 from parallel.mesh.mesh import Axis, Mesh, view_of
-from parallel.numerics.precision import gradient_dtype
-from parallel.numerics.weight_gradient import gradients_or_later
+from parallel.numerics.weight_gradient import gradient_of, gradients_of_trained
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape, Style
 
@@ -65,34 +64,42 @@ def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]
     return partial(products, into=into, out=out, depth=depth, deep=deep)
 
 
-def products(x: Tensor, weights_OI: Sequence[Tensor], *, into: Axis, out: Axis, depth: Axis, deep: int) -> Sequence[Tensor]:
-    """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype.
+def products(
+    x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor] = (), *, into: Axis, out: Axis, depth: Axis, deep: int
+) -> Sequence[Tensor]:
+    """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype; then x A^T for each A of
+    `narrow_rI`, which is cut along its inputs alone, and not over depth.
     `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
     so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
-    found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, *weights_OI)
+    found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, len(weights_OI), *weights_OI, *narrow_rI)
     return found
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, into: Axis, out: Axis, depth: Axis, deep: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights_OI)
-        ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
-        matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
-        y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
+    def forward(ctx: Any, x: Tensor, into: Axis, out: Axis, depth: Axis, deep: int, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[6:]) else None, *weights_OI)
+        ctx.weights, ctx.axes, ctx.deep, ctx.wide = weights_OI, (into, out, depth), deep, wide
         # only a first product has several W, and it gathers W along its inputs: the outputs of y are in the order of the weights
-        return apart(y, [len(weight) for weight in weights_OI])
+        ctx.sizes = [len(weight) * (depth.size if deep == 0 and i < wide else 1) for i, weight in enumerate(weights_OI)]
+        return apart(scattered_sum(F.linear(gathered(x, into), _matrix(ctx, weights_OI, x.dtype)), out), ctx.sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights_OI = ctx.saved_tensors
         into, out, depth = (axis.backward() for axis in ctx.axes)
-        dtype, deep, whole_grad = gradient_dtype(ctx.weights[0]), ctx.deep, gathered(together(grads, dim=-1), out)
-        grad_x = scattered_sum(whole_grad @ gathered(together(weights_OI, dtype=grads[0].dtype), depth, dim=deep), into)
-        sizes = [len(weight) for weight in weights_OI]
+        weights, deep, wide, sizes, whole_grad = ctx.weights, ctx.deep, ctx.wide, ctx.sizes, gathered(together(grads, dim=-1), out)
+        grad_x = scattered_sum(whole_grad @ _matrix(ctx, weights_OI, grads[0].dtype), into) if ctx.needs_input_grad[0] else None
 
-        def of_weights() -> Sequence[Tensor]:
-            grad_ON = whole_grad.flatten(0, -2).t()
-            return torch.split(scattered_sum((grad_ON @ gathered(x, into).flatten(0, -2)).to(dtype), depth, dim=deep), sizes)
+        def of_weights(which: Sequence[int]) -> Sequence[Tensor]:
+            mine = whole_grad if len(which) == len(sizes) else together([whole_grad.split(sizes, -1)[i] for i in which], dim=-1)
+            found = gradient_of(weights[which[0]], mine, gathered(x, into))
+            return torch.split(scattered_sum(found, depth, dim=deep) if which[0] < wide else found, [len(weights[i]) for i in which])
 
-        return grad_x, None, None, None, None, *gradients_or_later(ctx.weights, of_weights)
+        return grad_x, None, None, None, None, None, *gradients_of_trained(weights, of_weights, wide=wide)
+
+
+def _matrix(ctx: Any, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return all weights gathered over depth, with the narrow matrices below them, in `dtype`."""
+    wide, narrow = weights_OI[: ctx.wide], weights_OI[ctx.wide :]
+    return together([gathered(together(wide, dtype=dtype), ctx.axes[2], dim=ctx.deep), *narrow], dtype=dtype)

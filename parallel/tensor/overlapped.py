@@ -28,8 +28,8 @@ from torch import Tensor
 from parallel.mesh.collectives import Started, start_gather, start_scatter_sum, start_sum
 from parallel.mesh.layout import cut
 from parallel.mesh.mesh import Axis
-from parallel.numerics.precision import gradient_dtype, sum_dtype
-from parallel.numerics.weight_gradient import gradients_or_later
+from parallel.numerics.precision import sum_dtype
+from parallel.numerics.weight_gradient import gradient_of, gradients_of_trained
 
 # B sequences, L length, l length of a shard, I inputs and O outputs on this rank, T tokens, R ranks, n positions of a chunk
 
@@ -42,20 +42,28 @@ def row_product(h_BLI: Tensor, weight_OI: Tensor, *, axis: Axis, chunks: int, sl
 
 
 def column_products(
-    x: Tensor, weights_OI: Sequence[Tensor], *, axis: Axis, chunks: int = 1, sliced: bool = False, recast: bool = False
+    x: Tensor,
+    weights_OI: Sequence[Tensor],
+    narrow_rI: Sequence[Tensor] = (),
+    *,
+    axis: Axis,
+    chunks: int = 1,
+    sliced: bool = False,
+    recast: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return x W^T [B, L, O] for each W, in x's dtype. x is [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
+    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, which ranks hold whole, in x's dtype. x is
+    [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
     The gradient of x is summed over the axis. recast: cast weights are not saved (moe/nn/linear.py). chunks: largest number of chunks."""
     products = _SlicedColumns if sliced else _Columns
-    found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, *weights_OI)
+    found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
     return found
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BLI: Tensor, weight_OI: Tensor, axis: Axis, chunks: int) -> Tensor:
-        ctx.save_for_backward(h_BLI, weight_OI)
+        ctx.save_for_backward(h_BLI if ctx.needs_input_grad[1] else None, weight_OI)
         ctx.weight = weight_OI
         matrix, h_TI = weight_OI.to(h_BLI.dtype), h_BLI.flatten(0, -2)
         y_TO = h_TI.new_empty(len(h_TI), len(matrix))
@@ -73,7 +81,7 @@ class _Row(torch.autograd.Function):
 class _SlicedRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_BLI: Tensor, weight_OI: Tensor, axis: Axis, chunks: int) -> Tensor:
-        ctx.save_for_backward(h_BLI, weight_OI)
+        ctx.save_for_backward(h_BLI if ctx.needs_input_grad[1] else None, weight_OI)
         ctx.weight, ctx.axis, ctx.chunks = weight_OI, axis, chunks
         matrix, h_RBlI = weight_OI.to(h_BLI.dtype), rearrange(h_BLI, "b (r l) i -> r b l i", r=axis.size)
         cuts = cut(h_RBlI.shape[2], chunks)
@@ -93,37 +101,38 @@ class _SlicedRow(torch.autograd.Function):
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BLI: Tensor, axis: Axis, chunks: int, recast: bool, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_BLI: Tensor, axis: Axis, chunks: int, recast: bool, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         matrices = [weight.to(x_BLI.dtype) for weight in weights_OI]
-        ctx.save_for_backward(x_BLI, *(weights_OI if recast else matrices))
-        ctx.weights, ctx.axis, ctx.chunks = weights_OI, axis, chunks
+        ctx.save_for_backward(x_BLI if any(ctx.needs_input_grad[5:]) else None, *(weights_OI if recast else matrices))
+        ctx.weights, ctx.axis, ctx.chunks, ctx.wide = weights_OI, axis, chunks, wide
         return tuple(F.linear(x_BLI, matrix) for matrix in matrices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BLI, *saved = ctx.saved_tensors
         axis, matrices = ctx.axis.backward(), [weight.to(grads[0].dtype) for weight in saved]
-        grads_TO, share_TI = [grad.flatten(0, -2) for grad in grads], torch.empty_like(x_BLI).flatten(0, -2)
+        grads_TO = [grad.flatten(0, -2) for grad in grads]
+        share_TI = grads_TO[0].new_empty(len(grads_TO[0]), matrices[0].shape[1])
         sums = []
-        for chunk in cut(len(share_TI), ctx.chunks):
+        for chunk in cut(len(share_TI), ctx.chunks) if ctx.needs_input_grad[0] else ():
             sums.append(start_sum(_share([grad_TO[chunk] for grad_TO in grads_TO], matrices, out=share_TI[chunk]), axis))
-        later = _weight_gradients(ctx.weights, grads, x_BLI)
+        later = _weight_gradients(ctx.weights, grads, x_BLI, wide=ctx.wide)
         for started in sums:
             started.wait()
-        return share_TI.view(x_BLI.shape), None, None, None, *later
+        return share_TI.view(*grads[0].shape[:-1], -1) if sums else None, None, None, None, None, *later
 
 
 class _SlicedColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BlI: Tensor, axis: Axis, chunks: int, recast: bool, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_BlI: Tensor, axis: Axis, chunks: int, recast: bool, wide: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
         matrices = [weight.to(x_BlI.dtype) for weight in weights_OI]
         inputs, products = [], []
         for x_RBnI in _gathered(x_BlI, axis, chunks):
             inputs.append(x_RBnI)
             products.append([F.linear(x_RBnI, matrix) for matrix in matrices])
-        x_BLI = _joined(inputs)
+        x_BLI = _joined(inputs) if any(ctx.needs_input_grad[5:]) else None
         ctx.save_for_backward(x_BLI, *(weights_OI if recast else matrices))
-        ctx.weights, ctx.axis, ctx.chunks = weights_OI, axis, chunks
+        ctx.weights, ctx.axis, ctx.chunks, ctx.wide = weights_OI, axis, chunks, wide
         return tuple(_joined(parts) for parts in zip(*products, strict=True))
 
     @staticmethod
@@ -133,13 +142,13 @@ class _SlicedColumns(torch.autograd.Function):
         wide = sum_dtype(grads[0].dtype)
         grads_BRlO = [rearrange(grad, "b (r l) o -> b r l o", r=axis.size) for grad in grads]
         sums = []
-        for chunk in cut(grads_BRlO[0].shape[2], ctx.chunks):
+        for chunk in cut(grads_BRlO[0].shape[2], ctx.chunks) if ctx.needs_input_grad[0] else ():
             share_TI = _share([grad_BRlO[:, :, chunk].flatten(0, -2) for grad_BRlO in grads_BRlO], matrices)
             share_RBnI = rearrange(share_TI, "(b r n) i -> r b n i", b=len(grads[0]), r=axis.size)
             sums.append(start_scatter_sum(share_RBnI.to(wide), axis))
-        later = _weight_gradients(ctx.weights, grads, x_BLI)
-        grad_BlI = torch.cat([started.wait().squeeze(0) for started in sums], 1)
-        return grad_BlI.to(x_BLI.dtype), None, None, None, *later
+        later = _weight_gradients(ctx.weights, grads, x_BLI, wide=ctx.wide)
+        grad_BlI = torch.cat([started.wait().squeeze(0) for started in sums], 1).to(grads[0].dtype) if sums else None
+        return grad_BlI, None, None, None, None, *later
 
 
 def _gathered(mine_BlI: Tensor, axis: Axis, chunks: int) -> Iterator[Tensor]:
@@ -160,15 +169,14 @@ def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tenso
     """Return the gradient of x, [T, I], before it is summed over ranks: the sum of grads_TO[i] @ matrices_OI[i] over the products."""
     found = torch.mm(grads_TO[0], matrices_OI[0], out=out)
     for grad_TO, matrix_OI in zip(grads_TO[1:], matrices_OI[1:], strict=True):
-        found.addmm_(grad_TO, matrix_OI)
+        torch.addmm(found, grad_TO, matrix_OI, out=found)
     return found
 
 
-def _weight_gradients(weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor) -> Sequence[Tensor | None]:
-    dtypes = [gradient_dtype(weight) for weight in weights_OI]
-
-    def computed() -> list[Tensor]:
-        x_TI = x.flatten(0, -2)
-        return [(grad.flatten(0, -2).t() @ x_TI).to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-
-    return gradients_or_later(weights_OI, computed)
+def _weight_gradients(
+    weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor | None, *, wide: int | None = None
+) -> Sequence[Tensor | None]:
+    """Return the weights' gradients. x: None if all weights are frozen."""
+    if x is None:
+        return [None] * len(weights_OI)
+    return gradients_of_trained(weights_OI, lambda which: [gradient_of(weights_OI[i], grads[i], x) for i in which], wide=wide)

@@ -36,6 +36,23 @@ class Style(Protocol):
         """Fill the slots (replaceable functions) of the layers that hold these parameters. By default none: they compute as on one rank."""
         return None
 
+    def low_rank(self, half: str, shape: Shape) -> Layout:
+        """Return the layout of A (`half` "a") or B ("b") of a weight with this style, which has an addition of low rank."""
+        return low_rank(self.layout("", shape), half, shape)
+
+
+def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
+    """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given W's.
+
+        A is cut along `in` as W is, B along `out`: x A^T is made of shards of x, and each rank adds to its own outputs, so that neither
+        product sends more than W's does. Copies have different gradients, whose sum is the gradient (Layout.alike is empty), unless W's
+        copies have equal gradients.
+
+    In 3D, W is also cut over depth; A and B are not."""
+    dim = 0 if half == "b" else 1
+    axes = weight.cut_by(dim)[:1]
+    return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})
+
 
 @dataclass(frozen=True)
 class Copied(Style):
@@ -91,6 +108,12 @@ class Plan:
     def style_of(self, name: str) -> Style:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
+    def layout(self, name: str, shape: Shape) -> Layout:
+        """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
+        if (found := _LOW_RANK.fullmatch(name)) is not None:
+            return self.style_of(f"{found[1]}.weight").low_rank(found[2], shape)
+        return self.style_of(name).layout(name, shape)
+
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
         """Yield (style, name -> layout of the parameters with this style), each style once."""
         found: dict[int, tuple[Style, dict[str, Layout]]] = {id(style): (style, {}) for _, style in self._all()}
@@ -107,6 +130,7 @@ class Plan:
 
 
 _REST = Copied()
+_LOW_RANK = re.compile(r"(.*)\.lora_([ab])")  # path of A or B in the module of their weight
 
 
 def fits(pattern: str, name: str) -> bool:
@@ -124,7 +148,7 @@ def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) ->
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))
-        layouts[name] = replace(plan.style_of(name).layout(name, shape), tile=tile)
+        layouts[name] = replace(plan.layout(name, shape), tile=tile)
     return layouts
 
 

@@ -86,7 +86,6 @@ _FACTORS = "factors of a d x 4d matrix have 17 d² numbers, 4.25 times the matri
 _TILE = "tiles save memory that a step on whole matrices needs again"
 _GRID = "1d with `sequence_parallel` is no worse: 3d takes {grids} of its predicted step (Mixtral, GLaM, GPT-3, Llama 3 on 64 A100, tp 8)"
 _HOST = "Muon's step of 7 billion parameters takes 7e14 FLOPs, minutes on a host; Adafactor's states are under 0.1 % of AdamW's"
-_ADAPTERS = "adapters of rank 8 are 0.4 % of a 4096 x 4096 matrix, so their states need no room; `fsdp` and `zero` shard the frozen rest"
 _FROZEN = "a stage without a trained weight has no backward pass: with frozen stages, ranks do a third of the others' work"
 _FETCHED = "a stage of 7 billion parameters on four ranks would fetch 3.5 GB for each micro-batch: 0.14 s at 25 GB/s"
 _T5 = "T5 and Switch have none"
@@ -105,16 +104,13 @@ WHY: dict[str, str] = {
     "cuts latent attention": _GRID,
     "no grid cuts the blocks": _GRID,
     "the only optimizer with a step on the host": _HOST,
-    "one stage": _ADAPTERS,
-    "ranks must hold whole matrices": _ADAPTERS,
-    "an adapter's states are small": _ADAPTERS,
-    "the frozen weights on the device": _ADAPTERS,
     "has no backward pass": _FROZEN,
     "it offloads nothing else": _FETCHED,
     "FSDP offloads the optimizer to cpu alone": "FSDP's weights are at most 4 bytes a parameter over all ranks",
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have no": _T5,
     "latent attention has n": "DeepSeek's latents are normed, and have no biases or bounds",
+    "K-FAC preconditions whole matrices": "K-FAC's factor of a d-wide input has d² numbers: d / r times the adapter that it would serve",
     "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
 

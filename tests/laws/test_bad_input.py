@@ -147,6 +147,8 @@ CASES: list[tuple[str, str, str]] = [
     ("verify --draws 0", "--draws: got 0", "--draws 1"),
     ("verify --draws 1 --nproc 1", "--nproc: got 1, needed at least 2", "--nproc 2"),
     ("verify --seed 3", "--seed: got --seed without --draws", "remove --seed"),
+    ("verify --types --draws 1", "--draws: got --draws with --types", "remove --draws"),
+    ("verify --types --device cpu", "--device: got --device with --types", "remove --device"),
     ("verify --draws 1 --kinds data", "--kinds: got --kinds with --draws", "remove --kinds"),
     ("verify --draws 1 --go_on --json table.json", "--go_on: got --go_on with --draws", "remove --go_on"),
     ("verify --draws 1 --only x", "--only: got --only with --draws", "remove --only"),

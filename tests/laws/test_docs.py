@@ -18,13 +18,18 @@ from typing import get_args
 
 import pytest
 
+from moe.checks.advice import check_for_user
 from moe.cli import main as cli
+from moe.cli.flags import read_words
 from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
+from moe.cli.simulate import simulated
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.keys import flat, known_keys
+from moe.recipe.load import load
+from moe.recipe.overrides import take_overrides
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -217,6 +222,26 @@ def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pyte
     top = figure.legends[0].get_window_extent().y1
     assert all(axes.get_tightbbox().y0 > top for axes in figure.axes)
     importlib.import_module("matplotlib.pyplot").close(figure)
+
+
+def test_the_afternoons_commands_are_accepted_and_its_table_is_what_the_simulator_says() -> None:
+    """The recipes load and pass the checks for their numbers of ranks. Time, bubble and micro-batches in flight are the simulator's."""
+    page = ROOT / "docs/use/afternoon.md"
+    started = 0
+    for verb, words in commands(page):
+        rest, overrides = take_overrides(words.split())
+        flags = read_words(verb, VERBS[verb], rest)
+        if verb in ("train", "rehearse"):
+            check_for_user(load(flags.recipe, overrides)[0], flags.nproc or 1 if verb == "train" else flags.world, {})
+            started += 1
+    assert started > 8
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (\d+) \| ([\d.]+) % \| (\d+) \|$", page.read_text(encoding="utf-8"), flags=re.M)
+    names = ["gpipe", "1f1b", "zb_h1", "chimera"]
+    true = [simulated(name, stages=4, microbatches=8)[0] for name in names]
+    assert rows == [
+        (name, f"{row['makespan']:g}", f"{100 * row['bubble']:.1f}", str(row["peak_activations"][0]))
+        for name, row in zip(names, true, strict=True)
+    ]
 
 
 @pytest.mark.long

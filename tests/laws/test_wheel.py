@@ -52,12 +52,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    """These commands succeed: `moe recipes`, `moe show` for each recipe that a page names, each documented `moe plan ... --as-is`."""
+    """These commands succeed: `moe recipes`, `moe show` for each recipe that a page names, each documented `moe plan ... --as-is`, and
+    `moe simulate` with several schedules."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     published = sorted(set(re.findall(r"\bpublished/[a-z0-9]+(?:_[a-z0-9]+)+\b", text)))
     priced = re.findall(r"^(?:\$ )?moe (plan published/\S+ --cluster \S+ --as-is)(?= *(?:#.*)?$)", text, flags=re.M)
     assert len(published) > 3 and priced
-    commands = ["recipes", *(f"show {name}" for name in ["switch_tiny", *published]), *sorted(set(priced))]
+    several = re.findall(r"^moe (simulate gpipe 1f1b .*)$", text, flags=re.M)
+    assert several
+    commands = [
+        "recipes",
+        *(words.partition(" #")[0] for words in several),
+        *(f"show {name}" for name in ["switch_tiny", *published]),
+        *sorted(set(priced)),
+    ]
     wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, RUN, json.dumps(commands)).items() if code}
     assert wrong == {}
 

@@ -34,12 +34,15 @@ from moe.verify.where import Deviation, Standard, last_module
 from parallel.errors import BadInput, cut
 from tests.mutations.every import MUTATIONS, listed
 from tests.mutations.mutation import Mutation, applied
+from tests.mutations.types import main as of_types
 
 
-def main(*, json: str | None = None, only: str | None = None, list: bool = False, say: tyro.conf.Suppress[Say] = say_now) -> int:
+def main(
+    *, json: str | None = None, only: str | None = None, list: bool = False, types: bool = False, say: tyro.conf.Suppress[Say] = say_now
+) -> int:
     """Print the table. Return 1 if a fault is not found, or found without a place. only: runs only mutations with this text in their name.
-    list: prints the faults and their sources, and runs nothing. Raises AttributeError or ModuleNotFoundError if a mutation's target does
-    not exist."""
+    list: prints the faults and their sources, and runs nothing. types: asks `moe verify --types` instead (types.py). Raises AttributeError
+    or ModuleNotFoundError if a mutation's target does not exist."""
     if list:
         say(listed())
         return 0
@@ -51,6 +54,8 @@ def main(*, json: str | None = None, only: str | None = None, list: bool = False
         raise BadInput("--only", got=only, needed=f"a part of a fault's name: {cut(names)}", fix=f'--only "{MUTATIONS[0].name}"')
     for edit in (edit for m in chosen for edit in m.edits):
         edit.found()
+    if types:
+        return of_types(chosen, json=json, say=say)
     standards = Standards()
     rows = []
     for row in controls(chosen, standards):

@@ -26,7 +26,7 @@ import moe.kernels.triton as kernels
 from moe.kernels import triton_persistent
 from moe.kernels.rows import Plan
 from moe.kernels.triton import device, jitter, network, norm, router, routing, rows
-from moe.kernels.triton.router import Given
+from moe.kernels.triton.router import Given, Together
 from moe.recipe.sections import Router, Swiglu
 from tests.support.networks import network_of
 
@@ -139,7 +139,8 @@ def route(preset: str, *, tokens: int, num_experts: int) -> None:
     bias, valid = (torch.rand(num_experts), torch.rand(tokens) > 0.5) if spec.bias_rate else (None, None)
     groups = (spec.top_groups, spec.expert_groups)
     for given in (None, expert)[: 2 if valid is not None else 1]:
-        fused = kernels.route(scores, Given(2, 9, bias, valid, groups, given, given), spec)
+        exchange = None if given is None else lambda chosen, _: Together(torch.ones(2, num_experts, dtype=torch.int32), chosen > 0)
+        fused = kernels.route(scores, Given(2, 9, bias, valid, groups, given, given, exchange), spec)
         (fused.gate_TK.sum() + fused.loss).backward()
 
 
@@ -151,6 +152,7 @@ def sort(*, tokens: int, num_experts: int, k: int) -> None:
     kept = torch.ones_like(expert, dtype=torch.bool)
     kernels.kept(expert, kept, num_groups=2, num_experts=num_experts, slots_each=7)
     kernels.plan(expert, kept, num_experts=num_experts)
+    kernels.queues(expert, torch.arange(tokens), mine=range(9), num_groups=2, num_experts=num_experts, slots_each=7, counted=k)
     kernels.by_bin(torch.ones(4, num_experts // 4, dtype=torch.int64), total=num_experts)
 
 

@@ -119,10 +119,12 @@ def _networks(
 
 
 def _kernels(machine: Machine, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the values of `experts.kernels` to check. In fp32, and without TMA, `triton_persistent` has no kernel of its own."""
+    """Return the values of `experts.kernels` to check. In fp32, and without TMA, `triton_persistent` has no kernel of its own. The slow
+    interpreter checks it in one dtype."""
     from moe.kernels.triton.device import has_tma
 
-    return ("triton", "triton_persistent") if dtype != torch.float32 and has_tma(machine.device) else ("triton",)
+    twice = dtype in ((torch.bfloat16, torch.float16) if machine.gpu else (torch.bfloat16,))
+    return ("triton", "triton_persistent") if twice and has_tma(machine.device) else ("triton",)
 
 
 def _results(kernels: ModuleType, inputs: list[Tensor], ffn: str, plan: Plan) -> list[Tensor]:

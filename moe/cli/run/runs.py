@@ -37,7 +37,11 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
         from parallel.mesh.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
-    draws, seed = given.pop("draws"), given.pop("seed")
+    draws, seed, types = given.pop("draws"), given.pop("seed"), given.pop("types")
+    if types:
+        of_types = ("nproc", "json", "kinds", "only", "recipe", "timeout_s")
+        refuse_others(flags, ("types", *of_types, "debug_collectives"), got="with --types", needed="no --types")
+        return call("moe.verify.types.types", **{name: given[name] for name in of_types})
     if draws is None:
         refuse({"seed": seed}, got="without --draws", needed="--draws: only random recipes have a seed")
         return call("moe.verify.verify", **given)

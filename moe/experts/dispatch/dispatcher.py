@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -22,6 +22,7 @@ from parallel.mesh.mesh import Axis, Mesh
 from parallel.mesh.traffic import Load, Traffic
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from moe.experts.dispatch.network import Dropout
@@ -92,6 +93,7 @@ class Exchange(ABC):
     kernels: Any = None
     placement: Placement | None = None
     meanwhile: Callable[[], object] = lambda: None  # noqa: E731
+    _places: dict[tuple[tuple[int, ...] | None, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def over(cls, axes: tuple[str, ...], mesh: Mesh, sizes: Sizes, **own: Any) -> Self:
@@ -100,17 +102,26 @@ class Exchange(ABC):
     def layer(self, label: str, placement: Placement | None = None) -> Self:
         """Return the exchange of one layer. `label` names it in error messages and in the watchdog's record."""
         axes = tuple(replace(axis, label=label) for axis in self.axes)
-        return replace(self, axes=axes, etp=replace(self.etp, label=label), placement=placement)
+        return replace(self, axes=axes, etp=replace(self.etp, label=label), placement=placement, _places={})
 
     @property
     def axis(self) -> Axis:
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return the place (placement.py) of each choice's expert, int64 [T, K]. `order`: renumbers places: place order[i] becomes i."""
-        from moe.experts.dispatch.placement import place_of
+        """Return the place of each choice's expert, int64 [T, K]. `order`: as in `place_of_expert` (placement.py)."""
+        import torch
 
-        return place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement, order=order)
+        from moe.experts.dispatch.placement import place_of_expert
+        from parallel.mesh.host import on_device
+
+        expert_TK, num_experts = routing.expert_TK, routing.probs_TE.shape[1]
+        if self.placement is None and order is None:
+            return expert_TK
+        if (order, expert_TK.device) not in self._places:  # all passes get the same copy
+            place_E = torch.tensor(place_of_expert(num_experts, self.placement, order))
+            self._places[order, expert_TK.device] = on_device(place_E, expert_TK.device)
+        return self._places[order, expert_TK.device][expert_TK]
 
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:

@@ -12,16 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
 from parallel.errors import BadInput
-from parallel.mesh.host import on_device
 from parallel.mesh.mesh import divisors
 
 Placement = tuple[int, ...]
-
-# T tokens, K choices, E experts
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
@@ -47,17 +41,10 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]
 
 
-def place_of(expert_TK: Tensor, *, num_experts: int, placement: Placement | None = None, order: tuple[int, ...] | None = None) -> Tensor:
-    """Return the place of each choice's expert, [T, K]. Place p is for expert `placement[p]` (None: expert p).
-    `order`: renumbers places: place order[i] becomes i.
-    """
-    if placement is None and order is None:
-        return expert_TK
-    return on_device(torch.tensor(_place_of_expert(num_experts, placement, order)), expert_TK.device)[expert_TK]
-
-
 @lru_cache
-def _place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
+def place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
+    """Return the place of each expert. Place p is for expert `placement[p]` (None: expert p). `order`: renumbers places: place order[i]
+    becomes i."""
     expert_at, ordered = placement or range(num_experts), order or range(num_experts)
     place_E = [0] * num_experts
     for number, place in enumerate(ordered):

@@ -1,7 +1,7 @@
 """The GPU kernels, in Triton. Products gather their rows while they load them. The backward pass recomputes the activations.
 
     router.py    route: scores to gates, losses
-    routing.py   top_k, kept, plan             moves.py   the kernels that count, sort and move
+    routing.py   top_k, kept, queues, plan     moves.py   the kernels that count, sort and move
     rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
     network.py   grouped_ffn, routed_ffn       jitter.py  jittered
     device.py    tile sizes, and the device a kernel runs on
@@ -15,7 +15,7 @@ from __future__ import annotations
 from moe.kernels.triton.jitter import jittered
 from moe.kernels.triton.network import grouped_ffn, routed_ffn
 from moe.kernels.triton.router import route
-from moe.kernels.triton.routing import by_bin, kept, plan, top_k
+from moe.kernels.triton.routing import by_bin, kept, plan, queues, top_k
 from moe.kernels.triton.rows import combine, permute, reorder
 
-__all__ = ["by_bin", "combine", "grouped_ffn", "jittered", "kept", "permute", "plan", "reorder", "route", "routed_ffn", "top_k"]
+__all__ = ["by_bin", "combine", "grouped_ffn", "jittered", "kept", "permute", "plan", "queues", "reorder", "route", "routed_ffn", "top_k"]

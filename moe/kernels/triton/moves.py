@@ -4,6 +4,8 @@ Counting sort, stable:   count   number of choices of each expert in each block 
                          scan    number of the expert's choices in earlier blocks
                          rank    that number + earlier choices of the same expert in the block [+ choices of lower experts]
 
+The choices may be those of several ranks: `row` [T] then has the row of each token in the gathered choices.
+
 Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """
 
@@ -66,30 +68,38 @@ def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constex
 @triton.jit
 def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the flat choices t * K + k of a block, and a mask of the choices that exist. QUEUE: a group's choices are in the order of k,
-    so all tokens' first choices come first; otherwise in the order of t."""
-    place_N = block * BLOCK + tl.arange(0, BLOCK)
-    real_N = place_N < tokens * choices
+    so all tokens' first choices come first, and a block has choices of one k; otherwise in the order of t."""
     if QUEUE:
-        choice_N = (group * tokens + place_N % tokens).to(tl.int64) * choices + place_N // tokens
+        blocks = (tokens + BLOCK - 1) // BLOCK  # of each k
+        place_N = block % blocks * BLOCK + tl.arange(0, BLOCK)
+        return (group * tokens + place_N).to(tl.int64) * choices + block // blocks, place_N < tokens
     else:
-        choice_N = group.to(tl.int64) * tokens * choices + place_N
-    return choice_N, real_N
+        place_N = block * BLOCK + tl.arange(0, BLOCK)
+        return group.to(tl.int64) * tokens * choices + place_N, place_N < tokens * choices
+
+
+@triton.jit
+def _stored(choice_N, real_N, row, choices):
+    """Return the places of these choices in the tensor that holds them: t * K + k, or row[t] * K + k."""
+    if row is not None:
+        choice_N = tl.load(row + choice_N // choices, mask=real_N, other=0) * choices + choice_N % choices
+    return choice_N
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]. Also fill `zeros`, [T, K]
-    or None, with 0: `rank` writes only some elements of this tensor.
+def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E], but not of expert -1.
+    Also fill `zeros`, [T, K] or None, with 0: `rank` writes only some elements of this tensor.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
     active_N = real_N
     if active is not None:
         active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
-    expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
+    expert_N = tl.load(expert + _stored(choice_N, real_N, row, choices), mask=real_N, other=0).to(tl.int32)
     expert_E = tl.program_id(2) * BLOCK_E + tl.arange(0, BLOCK_E)
     equal_NE = (expert_N[:, None] == expert_E[None, :]) & active_N[:, None]
-    at = out + (group.to(tl.int64) * tl.num_programs(0) + block) * E
+    at = out + (group.to(tl.int64) * (tl.num_programs(0) + 1) + block) * E
     tl.store(at + expert_E, tl.sum(equal_NE.to(tl.int32), axis=0), mask=expert_E < E)
     if zeros is not None:
         tl.store(zeros + choice_N, tl.zeros((BLOCK,), tl.int64), mask=real_N & (tl.program_id(2) == 0))
@@ -97,25 +107,27 @@ def count(expert, active, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Replace counts [groups, blocks, E] by their sums over earlier blocks of the group. `totals`, if given [E]: sums over all blocks."""
+    """Replace counts [groups, blocks + 1, E] by their sums over earlier blocks of the group. `totals`, if given [E]: sums over all
+    blocks."""
     expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     passed_E = tl.zeros((BLOCK_E,), tl.int32)
-    for first in range(0, blocks, BLOCK_B):
+    for first in range(0, blocks + 1, BLOCK_B):
         block_B = first + tl.arange(0, BLOCK_B)
-        at_BE = counts + (tl.program_id(1).to(tl.int64) * blocks + block_B)[:, None] * E + expert_E[None, :]
-        mask_BE = (block_B < blocks)[:, None] & (expert_E < E)[None, :]
-        count_BE = tl.load(at_BE, mask=mask_BE, other=0)
+        at_BE = counts + (tl.program_id(1).to(tl.int64) * (blocks + 1) + block_B)[:, None] * E + expert_E[None, :]
+        count_BE = tl.load(at_BE, mask=(block_B < blocks)[:, None] & (expert_E < E)[None, :], other=0)
+        mask_BE = (block_B <= blocks)[:, None] & (expert_E < E)[None, :]
         tl.store(at_BE, passed_E[None, :] + tl.cumsum(count_BE, axis=0) - count_BE, mask=mask_BE)
         passed_E += tl.sum(count_BE, axis=0)
     if totals is not None:
         tl.store(totals + expert_E, passed_E.to(tl.int64), mask=expert_E < E)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots"])
-def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr,
-         BLOCK_E: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "mine"])
+def rank(expert, active, row, before, totals, out, choice_of, slots, first, mine, tokens, choices, E, QUEUE: tl.constexpr,
+         BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """Write into out [T, K] whether a choice is active and among the first `slots` active ones of its expert and group. `before` [groups,
-    blocks, E]: number of the expert's active choices in earlier blocks.
+    blocks + 1, E]: number of the expert's active choices in earlier blocks. With `row`, write only the choices of this rank, at `mine`
+    places from `first` on.
 
     `totals` [E]: number of active choices of each expert, or None. If given, write instead each active choice's position after sorting by
     expert (-1: inactive) into out, and the choice at each position into `choice_of`.
@@ -125,14 +137,19 @@ def rank(expert, active, before, totals, out, choice_of, slots, tokens, choices,
     active_N = real_N
     if active is not None:
         active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
-    expert_N = tl.load(expert + choice_N, mask=real_N, other=0).to(tl.int32)
+    stored_N = _stored(choice_N, real_N, row, choices)
+    expert_N = tl.load(expert + stored_N, mask=real_N, other=0).to(tl.int32)
+    active_N = active_N & (expert_N >= 0)
     key_N = tl.where(active_N, expert_N, -1)
     place_N = tl.arange(0, BLOCK)
     earlier_NN = (key_N[:, None] == key_N[None, :]) & (place_N[None, :] < place_N[:, None])
-    at = before + (group.to(tl.int64) * tl.num_programs(0) + block) * E
+    at = before + (group.to(tl.int64) * (tl.num_programs(0) + 1) + block) * E
     rank_N = tl.load(at + expert_N, mask=active_N, other=0).to(tl.int64) + tl.sum(earlier_NN.to(tl.int32), axis=1)
     if totals is None:
-        tl.store(out + choice_N, active_N & (rank_N < slots), mask=real_N)
+        if row is not None:
+            stored_N -= first
+            real_N = real_N & (stored_N >= 0) & (stored_N < mine)
+        tl.store(out + stored_N, active_N & (rank_N < slots), mask=real_N)
     else:
         for first in range(0, E, BLOCK_E):
             expert_E = first + tl.arange(0, BLOCK_E)

@@ -3,7 +3,7 @@ the gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
-               (between the two, ranks that share a group sum its counted choices)
+               (between the two, ranks that share a group exchange its choices, or sum how often each expert was chosen)
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
@@ -55,9 +55,9 @@ class Given(NamedTuple):
     """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`,
-    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `summed`: sums counts, fp32 [G, E], over the ranks
-    that have other tokens of these groups. The losses are then this rank's part (moe/router/losses.py), and the numbers of kept and dropped
-    choices are right only without a capacity.
+    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `exchange`: given if other ranks have tokens of
+    these groups; it makes Together from this rank's choices, int64 [T, K], and their counts in blocks, fp32 [G, B, E]. The losses are then
+    this rank's part (moe/router/losses.py).
     """
 
     num_groups: int
@@ -67,7 +67,16 @@ class Given(NamedTuple):
     open_groups: tuple[int, int] = (1, 1)
     expert_TK: Tensor | None = None
     load_TK: Tensor | None = None
-    summed: Callable[[Tensor], Tensor] | None = None
+    exchange: Callable[[Tensor, Tensor], Together] | None = None
+
+
+class Together(NamedTuple):
+    """Facts about groups of which several ranks have tokens. `counted_GE` fp32 or int32: how often the tokens of all ranks chose each
+    expert, as the balance loss counts; None: it counts this rank's tokens. `kept_TK` bool: this rank's choices that got a slot; None:
+    without a capacity."""
+
+    counted_GE: Tensor | None = None
+    kept_TK: Tensor | None = None
 
 
 @triton.jit
@@ -207,12 +216,12 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
     tl.store(at + 3 * W, last_E, mask=expert_E < W)
 
 
-@triton.jit(do_not_specialize=["G", "B", "slots"])
-def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_B: tl.constexpr,
-           BLOCK_E: tl.constexpr):  # fmt: skip
-    """Add up `parts`, the sums that `choose` wrote. `counted` [G, E] or None: choices that the balance loss counts, on all ranks. Write E
-    times each expert's share of its group's counted choices into share [G, E]. Also write Fused's loss, counts and means; after the means,
-    the number of tokens (at least 1).
+@triton.jit(do_not_specialize=["G", "B", "slots", "stride", "N"])
+def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, stride, N, BALANCE: tl.constexpr, Z: tl.constexpr,
+           BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
+    """Add up `parts`, the sums that `choose` wrote. `counted`, `kept`: counted_GE and kept_TK of Together. A group's counts begin `stride`
+    numbers after those of the group before; `kept` has N elements. Write E times each expert's share of its group's counted choices into
+    share [G, E]. Also write Fused's loss, counts and means; after the means, the number of tokens (at least 1).
     BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
@@ -229,7 +238,7 @@ def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANC
             counted_E += tl.sum(tl.load(at_BE + 2 * W, mask=mask_BE, other=0.0), axis=0)
             last_E += tl.sum(tl.load(at_BE + 3 * W, mask=mask_BE, other=0.0), axis=0)
         if counted is not None:
-            counted_E = tl.load(counted + group * E + expert_E, mask=expert_E < E, other=0.0)
+            counted_E = tl.load(counted + group * stride + expert_E, mask=expert_E < E, other=0).to(tl.float32)
         share_E = counted_E * E / tl.maximum(tl.sum(counted_E, axis=0), 1.0)
         tl.store(share + group * E + expert_E, share_E, mask=expert_E < E)
         balance_E += share_E * prob_E
@@ -238,7 +247,12 @@ def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANC
     number = tl.maximum(tl.sum(tl.where(expert_E == 2, last_E, 0.0), axis=0), 1.0)
     z = tl.sum(tl.where(expert_E == 0, last_E, 0.0), axis=0) / number
     entropy = tl.sum(tl.where(expert_E == 1, last_E, 0.0), axis=0) / number
-    balance, kept = tl.sum(balance_E, axis=0) / number, tl.sum(kept_E, axis=0)
+    balance, slotted = tl.sum(balance_E, axis=0) / number, tl.sum(kept_E, axis=0)
+    if kept is not None:
+        place_N, kept_N = tl.arange(0, 4096), tl.zeros((4096,), tl.int32)
+        for first in range(0, N, 4096):
+            kept_N += (tl.load(kept + first + place_N, mask=first + place_N < N, other=0) != 0).to(tl.int32)
+        slotted = tl.sum(kept_N, axis=0).to(tl.int64)
     tl.store(loss, BALANCE * balance + Z * z)
     tl.store(means, balance)
     tl.store(means + 1, 0.0)
@@ -247,8 +261,8 @@ def finish(parts, counted, share, loss, means, counts, G, B, E, W, slots, BALANC
     tl.store(means + 4, entropy)
     tl.store(means + 5, number)
     tl.store(counts + expert_E, load_E, mask=expert_E < E)
-    tl.store(counts + E, kept)
-    tl.store(counts + E + 1, tl.sum(load_E, axis=0) - kept)
+    tl.store(counts + E, slotted)
+    tl.store(counts + E + 1, tl.sum(load_E, axis=0) - slotted)
 
 
 @triton.jit(do_not_specialize=["T", "tokens"])
@@ -327,10 +341,13 @@ class _Route(torch.autograd.Function):
                 BLOCK_G=max(2, triton.next_power_of_2(all_groups)),
             )
             slots = tokens if given.slots is None else given.slots
-            sizes = given.num_groups, blocks, num_experts, width, slots
-            block_b = max(1, 2048 // block_e)
-            counted_GE = None if given.summed is None else given.summed(parts[:, :, 2, :num_experts].sum(1))
-            finish[(1,)](parts, counted_GE, share_GE, loss, means, counts, *sizes, **weights, BLOCK_B=block_b, BLOCK_E=block_e)
+            all_ranks = Together() if given.exchange is None else given.exchange(expert_TK, parts[:, :, 2, :num_experts])
+            sizes = [given.num_groups, blocks, num_experts, width, slots]
+            sizes += [0 if all_ranks.counted_GE is None else all_ranks.counted_GE.stride(0)]
+            sizes += [0 if all_ranks.kept_TK is None else all_ranks.kept_TK.numel()]
+            finish[(1,)](
+                *(parts, *all_ranks, share_GE, loss, means, counts, *sizes), **weights, BLOCK_B=max(1, 2048 // block_e), BLOCK_E=block_e
+            )
         ctx.save_for_backward(logits_TE, expert_TK, valid_T, share_GE, means)
         ctx.sizes, ctx.constants = (total, tokens, num_experts, choices), same | weights | {"BLOCK_T": block_t}
         means = means[:5]

@@ -1,4 +1,4 @@
-"""Computes top_k, kept and plan by the counting sort of moves.py, in integers, so results are exact."""
+"""Computes top_k, kept, queues and plan by the counting sort of moves.py, in integers, so results are exact."""
 
 from __future__ import annotations
 
@@ -26,28 +26,57 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
     return out_TK
 
 
-def _sort(expert_TK: Tensor, active_TK: Tensor | None, out: Tensor | Plan, *, num_groups: int, num_experts: int, slots: int = 0) -> None:
+def _sort(
+    expert_TK: Tensor,
+    active_TK: Tensor | None,
+    out: Tensor | Plan,
+    *,
+    num_groups: int,
+    num_experts: int,
+    slots: int = 0,
+    row_T: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
     """Sort the choices by expert, and fill `out`: a Plan, or a tensor bool [T, K] of whether a choice gets one of its expert's slots in its
-    group."""
+    group. With `row_T`, token t is row row_T[t] of expert_TK, and `out` has the rows from `first` on. Return the number of choices of each
+    expert in earlier blocks of the group: int32 [G, B + 1, E]."""
     expert_TK, active_TK = expert_TK.contiguous(), None if active_TK is None else active_TK.contiguous()
-    tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
-    blocks, block_e = triton.cdiv(tokens * choices, _BLOCK), min(64, triton.next_power_of_2(num_experts))
-    counts_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
     out_TK, choice_N, totals_E = (out.row_TK, out.choice_R, out.counts_E) if isinstance(out, Plan) else (out, None, None)
+    tokens, choices = len(expert_TK if row_T is None else row_T) // num_groups, expert_TK.shape[1]
+    blocks = triton.cdiv(tokens * choices, _BLOCK) if choice_N is not None else choices * triton.cdiv(tokens, _BLOCK)
+    block_e = min(64, triton.next_power_of_2(num_experts))
+    counts_GBE = expert_TK.new_empty(num_groups, blocks + 1, num_experts, dtype=torch.int32)
     sizes, same = (tokens, choices, num_experts), {"QUEUE": choice_N is None, "BLOCK": _BLOCK, "BLOCK_E": block_e}
     with on(expert_TK):
-        moves.count[(blocks, num_groups, triton.cdiv(num_experts, block_e))](expert_TK, active_TK, counts_GBE, choice_N, *sizes, **same)
+        moves.count[(blocks, num_groups, triton.cdiv(num_experts, block_e))](
+            expert_TK, active_TK, row_T, counts_GBE, choice_N, *sizes, **same
+        )
         narrow = min(32, block_e)
         moves.scan[(triton.cdiv(num_experts, narrow), num_groups)](
             counts_GBE, totals_E, blocks, num_experts, BLOCK_B=4096 // narrow // 2, BLOCK_E=narrow
         )
-        moves.rank[(blocks, num_groups)](expert_TK, active_TK, counts_GBE, totals_E, out_TK, choice_N, slots, *sizes, **same)
+        moves.rank[(blocks, num_groups)](
+            expert_TK, active_TK, row_T, counts_GBE, totals_E, out_TK, choice_N, slots, first * choices, out_TK.numel(), *sizes, **same
+        )
+    return counts_GBE
 
 
 def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
     out_TK = expert_TK.new_empty(expert_TK.shape, dtype=torch.bool)
     _sort(expert_TK, active_TK, out_TK, num_groups=num_groups, num_experts=num_experts, slots=slots_each)
     return out_TK
+
+
+def queues(
+    expert_PK: Tensor, row_G: Tensor, *, mine: range, num_groups: int, num_experts: int, slots_each: int, counted: int
+) -> tuple[Tensor, Tensor]:
+    """Give slots to the choices of all ranks that have tokens of the same groups. `expert_PK` int64: their choices, -1 for a choice that
+    needs no slot. `row_G` int64: the row of each token. `mine`: the rows of this rank. Return (which of this rank's choices get a slot,
+    bool [T, K]; how often the first `counted` choices of a group's tokens are each expert, int32 [groups, E])."""
+    kept_TK = expert_PK.new_empty(len(mine), expert_PK.shape[1], dtype=torch.bool)
+    sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots": slots_each}
+    counts_GBE = _sort(expert_PK, None, kept_TK, **sizes, row_T=row_G, first=mine.start)
+    return kept_TK, counts_GBE[:, counted * triton.cdiv(len(row_G) // num_groups, _BLOCK)]
 
 
 @in_region("dispatch")

@@ -106,9 +106,17 @@ def _frozen(network: Network, plan: Plan) -> Iterator[str]:
 def _adapters(network: Network, plan: Plan) -> Iterator[str]:
     if network.adapters is None:
         return
-    for key, value in (("degrees.tp", plan.tp), ("degrees.pp", plan.pp), ("tiling.ffn", plan.tiles)):
-        if value != 1:
-            yield f"{key}={value} does not go with lora.rank={network.adapters.rank}"
+    if plan.tiles != 1:
+        yield f"tiling.ffn={plan.tiles} does not go with lora.rank={network.adapters.rank}"
+    if plan.pp > 1 and not all(network.adapts(layer) for layer in range(network.depth)):
+        yield f"degrees.pp={plan.pp} needs adapters in every layer"
+    if (
+        plan.schedule in SCHEDULES
+        and plan.pp > 1
+        and plan.stage_layers
+        and empty_rank(plan.stage_layers, homes_of(plan), ends=False) is not None
+    ):
+        yield "pipeline.layers leaves a rank of the pipeline without layers, and so without adapters"
     if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
         yield f"offload does not go with lora.rank={network.adapters.rank}"
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan, attention_shapes
+from parallel.mesh.grids import GRIDS
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,24 @@ def layer(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of each matrix. Only ep and etp divide adapters."""
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the side of A
+    or B along which it cuts the matrix (parallel/tensor/style.py); networks of MoE layers are divided by ep and etp alone."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0
+    units = plan.grid.units
+    outside = units if plan.tensor in GRIDS else 1  # shards of a side of `width`
     if n.trains("attention"):
-        shapes = attention_shapes(n.width, n.heads, n.groups, n.channels, n.latent)
-        sides += (2 if n.source else 1) * sum(map(sum, shapes))
+        *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
+        of_tokens = n.latent.query_rank + n.latent.key_rank + n.latent.rotary_size if n.latent else 0  # outputs that no rank cuts
+        outputs, inputs = sum(rows for rows, _ in first) - of_tokens, sum(columns for _, columns in first)
+        of_attention = outputs / units + of_tokens + inputs / outside + last[0] / outside + last[1] / units
+        sides += (2 if n.source else 1) * of_attention
     e = n.experts if index in n.sparse_layers else None
-    if n.trains("dense") and (e is None or e.shared_hidden):
-        gated, hidden = (n.gated, n.hidden) if e is None else (e.gated, e.shared_hidden)
-        sides += (3 if gated else 2) * (n.width + hidden)
+    if n.trains("dense") and e is None:
+        sides += (3 if n.gated else 2) * (n.width / outside + n.hidden / units)
+    if n.trains("dense") and e is not None and e.shared_hidden:
+        sides += (3 if e.gated else 2) * (n.width + e.shared_hidden)
     if n.trains("experts") and e is not None:
         of_experts = e.count / plan.ep * (3 if e.gated else 2) * (n.width + e.hidden / plan.etp)
     return Elements(a.rank * sides, a.rank * of_experts)

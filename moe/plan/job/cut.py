@@ -39,12 +39,12 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return _least_squares(ends, stages, limit=_least_largest(ends, stages))
 
 
-def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | None:
-    """Return the first rank that has no layer, embedding or head; None if there is no such rank. sizes: number of layers of each stage.
-    homes: for each stage, the ranks that hold it."""
+def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]], *, ends: bool = True) -> int | None:
+    """Return the first rank that has no layer, embedding or head; with `ends` false, the first that has no layer. None if there is no such
+    rank. sizes: number of layers of each stage. homes: for each stage, the ranks that hold it."""
     if min(sizes) > 0:
         return None
-    held = {rank for stage, ranks in enumerate(homes) if sizes[stage] or stage in (0, len(sizes) - 1) for rank in ranks}
+    held = {rank for stage, ranks in enumerate(homes) if sizes[stage] or ends and stage in (0, len(sizes) - 1) for rank in ranks}
     return next((rank for rank in sorted({rank for ranks in homes for rank in ranks}) if rank not in held), None)
 
 

@@ -6,6 +6,8 @@
 With a causal mask, a token attends to (L + 1) / 2 positions on average; with a sliding window to fewer. FLOPs of an encoder-decoder are
 means over the tokens of encoder and decoder. A token passes only the layers of its half; the encoder's tokens also pass cross-attention's
 matrices of keys and values. A token's choice of an expert counts as computed even if the expert's capacity drops it.
+
+With LoRA, no gradient of a frozen matrix is computed, and none of activations before the first adapter: see `_adapted_training`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from moe.router.methods.catalog import method_of
 @dataclass(frozen=True)
 class Size:
     """Size of a model or a block. total: number of parameters. active: number of parameters that one token uses. forward, training: FLOPs
-    per token."""
+    per token. by_weights: those of `forward` that multiply weights."""
 
     total: int
     active: int
     forward: float
     training: float
+    by_weights: float
 
 
 def size(run: sections.Run) -> Size:
@@ -41,7 +44,50 @@ def size(run: sections.Run) -> Size:
     forward = sum(block.forward for block in blocks) + head_forward(run)
     ahead, ahead_forward = multi_token_size(run)
     total, active = sum(block.total for block in blocks), sum(block.active for block in blocks)
-    return Size(total + ends + ahead, active + ends + ahead, forward, 3.0 * (forward + ahead_forward))
+    by_weights = sum(block.by_weights for block in blocks) + head_forward(run)
+    training = _adapted_training(run, blocks) if run.lora.rank else 3.0 * (forward + ahead_forward)
+    return Size(total + ends + ahead, active + ends + ahead, forward, training, by_weights)
+
+
+def _adapted_training(run: sections.Run, blocks: Sequence[Size]) -> float:
+    """FLOPs per token of a step with LoRA: of the forward pass, of the gradients of activations from the first adapter on, and of the
+    adapters' narrow products, 6 r (inputs + outputs) for each adapted matrix."""
+    after = [bool(_adapter_sides(run, layer)) for layer in range(len(blocks))]
+    first = after.index(True) if any(after) else len(blocks)
+    total = sum(block.forward for block in blocks[:first]) + 2.0 * end_flops(run)
+    for layer, block in enumerate(blocks[first:], first):
+        total += 3.0 * block.forward - block.by_weights + 6.0 * run.lora.rank * _adapter_sides(run, layer)
+    return total - (_before_adapters(run, first) if first < len(blocks) else 0.0)
+
+
+def _adapter_sides(run: sections.Run, layer: int) -> float:
+    """Sum of (inputs + outputs) over the adapted matrices that a token meets in this layer. In an encoder-decoder, tokens of one half."""
+    model, experts, targets = run.model, run.experts, run.lora.targets
+    sides = sum(map(sum, attention_matrices(model))) if "attention" in targets else 0.0
+    width, hidden, sparse = model.d_model, experts.d_ff or model.d_ff, layer in model.layers_with_experts()
+    count = 3 if ((experts.ffn or model.ffn) if sparse else model.ffn) in GATED else 2
+    if "dense" in targets and not sparse:
+        sides += count * (width + model.d_ff)
+    if "dense" in targets and sparse and experts.shared:
+        sides += count * (width + (experts.shared_d_ff or hidden) * experts.shared)
+    if "dense" in targets and sparse and experts.residual:
+        sides += count * (width + hidden)
+    if "experts" in targets and sparse:
+        sides += min(run.router.num_choices, experts.of_layer(model.layers_with_experts().index(layer))) * count * (width + hidden)
+    if model.kind == "encoder_decoder":
+        decodes = layer >= model.decoder_begins
+        sides += sum(map(sum, attention_matrices(model))) * decodes * ("attention" in targets)
+        sides *= (model.target_length if decodes else model.max_length) / model.read_length
+    return sides
+
+
+def _before_adapters(run: sections.Run, layer: int) -> float:
+    """FLOPs per token of the gradients of attention's activations that are not computed in `layer`, the first layer with an adapter: of its
+    input, or without adapters in attention all."""
+    model = run.model
+    if "attention" in run.lora.targets:
+        return 2.0 * sum((rows + run.lora.rank) * columns for rows, columns in attention_matrices(model)[:-1] if columns == model.d_model)
+    return 2.0 * attention_products(model) + 2.0 * core_forward(model, layer=layer)
 
 
 def multi_token_size(run: sections.Run) -> tuple[int, float]:
@@ -79,19 +125,19 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
     has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and has_bias else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
-    forward = 2.0 * products + core_forward(model, layer=layer)
+    by_weights, forward = 2.0 * products, 2.0 * products + core_forward(model, layer=layer)
     if model.kind == "encoder_decoder":
-        forward = _half_forward(model, 2.0 * products, layer=layer)
+        by_weights, forward = (_half_forward(model, 2.0 * products, layer=layer, width=w) for w in (0.0, 4.0 * core_width(model)))
         if layer >= model.decoder_begins:
             active += attention_products(model) + attention_vectors(model) + model.d_model
-    return Size(active + idle, active, forward, 3.0 * forward)
+    return Size(active + idle, active, forward, 3.0 * forward, by_weights)
 
 
-def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
+def _half_forward(model: sections.Model, own: float, *, layer: int, width: float) -> float:
     """Forward FLOPs of one block of an encoder-decoder, as a mean over the tokens of encoder and decoder. own: FLOPs of the matrices that a
-    token of the block's half (encoder or decoder) passes, cross-attention's not included."""
+    token of the block's half (encoder or decoder) passes, cross-attention's not included. width: FLOPs of a (query, key) pair in all
+    heads."""
     read, written = model.max_length, model.target_length
-    width = 4.0 * core_width(model)
     if layer < model.decoder_begins:
         return (own + width * read) * read / model.read_length
     # with latents, `key` is the down-projection and `value` the up-projection of keys and values

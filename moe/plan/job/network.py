@@ -215,6 +215,18 @@ class Network:
         """True if matrices of this kind are trained, or if they have LoRA adapters."""
         return target not in self.frozen and (self.adapters is None or target in self.adapters.targets)
 
+    def learning(self, target: Literal["attention", "dense", "experts"]) -> dict[str, Any]:
+        """Return {"trained": whether gradients of matrices of this kind are computed, "rank": of their LoRA adapters, 0 for none}."""
+        rank = self.adapters.rank if self.adapters is not None and self.trains(target) else 0
+        return {"trained": not self.freezes(target), "rank": rank}
+
+    def adapts(self, index: int) -> bool:
+        """Return whether layer `index` of the model has LoRA adapters."""
+        stack, number = self.at(index)
+        if stack.experts is None or number not in stack.sparse_layers:
+            return stack.trains("attention") or stack.trains("dense")
+        return stack.trains("attention") or stack.trains("experts") or stack.trains("dense") and stack.experts.shared_hidden > 0
+
     @cached_property
     def unreached(self) -> int:
         """Number of leading layers that the backward pass does not reach, because they and everything before them are frozen."""

@@ -262,7 +262,10 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     """Bytes that one layer keeps between I and W. W computes the gradient of each trained matrix from its product's input and from the
-    gradient of its product's output, so both are kept. Products with the same input share it."""
+    gradient of its product's output, so both are kept. Products with the same input share it. Gradients of LoRA's adapters are computed in
+    I."""
+    if network.adapters is not None:
+        return 0.0
     n, at, late, e = network, tokens_of(network, plan, stack), network.latent, network.experts
     trains_attention, reads_norm = _norm_outputs(n, index)
     *into, _ = attention_shapes(n.width, n.heads, n.groups, n.channels, late)  # all matrices but the last, as (outputs, inputs)

@@ -74,7 +74,7 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
-_AROUND = {"all_gather": 5}  # number of kernels around a message of `grouping`: sort the gathered choices, select own slots, count them
+_AROUND = {"all_gather": 0}  # number of kernels around a message of `grouping`; the router's kernels read the gathered choices themselves
 
 
 def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
@@ -91,9 +92,12 @@ def _products(
     count: float = 1,
     cast: bool = True,
     by_product: bool = True,
+    trained: bool = True,
+    rank: int = 0,
 ) -> Passes:
     """Times of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
-    that compute each product.
+    that compute each product. trained: whether the gradients of the matrices are computed. rank: of LoRA's adapters; 0: none. Their
+    products belong to the forward pass and I.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
     that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. The order changes only
@@ -104,19 +108,23 @@ def _products(
     forward = inputs = weights = casts_forward = casts_backward = 0.0
     for m, n, k in products:
         forward += device.product(m, n, k, count=together, kind=kind)
-        gradient = device.product(k, n, m, count=together, kind=kind, of_weights=True)
+        gradient = device.product(k, n, m, count=together, kind=kind, of_weights=True) if trained else 0.0
         of_input = device.product(m, k, n, count=together, kind=kind)
         inputs = inputs + (of_input + gradient) if by_product else inputs + of_input + gradient
         weights += gradient
+        if rank:
+            narrow = device.product(m, rank, k, count=together, kind=kind) + device.product(m, n, rank, count=together, kind=kind)
+            forward, inputs = forward + narrow, inputs + 2 * narrow
         if (
             cast and program.products != "compute"
         ):  # a cast reads an operand twice (once for its maximum) and writes it twice (once transposed)
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
     casts = [device.stream(count * of) if cast else 0.0 for of in (casts_forward, casts_backward)]
-    launched = len(products) * times
+    launched, more = len(products) * times, 2 * bool(rank)
+    in_forward, in_backward = kernels[0] + (1 + more) * launched, kernels[1] + (1 + trained + 2 * more) * launched
     return Passes(
-        Pass(forward * times + device.stream(moved, kernels=streams[0]) + casts[0], kernels=kernels[0] + launched),
-        Pass(inputs * times + device.stream(BACKWARD_STREAM * moved, kernels=streams[1]) + casts[1], kernels=kernels[1] + 2 * launched),
+        Pass(forward * times + device.stream(moved, kernels=streams[0]) + casts[0], kernels=in_forward),
+        Pass(inputs * times + device.stream(BACKWARD_STREAM * moved, kernels=streams[1]) + casts[1], kernels=in_backward),
         weights * times,
     )
 
@@ -140,7 +148,8 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
         ]
     inside = 2 * _pointwise_bytes(plan, program) * (a + 2 * k) / parts * n  # bytes of adding biases, or of rotating queries and keys
     moved = (_around(network, plan, program) + inside) * program.pointwise
-    return _products(products, moved, plan, cluster, program, streams=(6, 8), kernels=(12, 16))
+    how = network.learning("attention")
+    return _products(products, moved, plan, cluster, program, streams=(6, 8), kernels=(12, 16), **how)
 
 
 def _pointwise_bytes(plan: Plan, program: Program) -> int:
@@ -167,17 +176,26 @@ def _of_second(plan: Plan, *, sparse: bool) -> float:
 def _ffn(network: Network, plan: Plan, cluster: Cluster, program: Program, hidden: float, gated: bool) -> Passes:
     """Times of a dense feed-forward network on the rank's tokens."""
     rows = tokens_of(network, plan) / plan.grid.sequences
-    return _ffns(network, plan, cluster, program, hidden / plan.grid.units, gated, rows=rows)
+    return _ffns(network, plan, cluster, program, hidden / plan.grid.units, gated, rows=rows, part="dense")
 
 
 def _ffns(
-    network: Network, plan: Plan, cluster: Cluster, program: Program, f: float, gated: bool, *, rows: float, count: float = 1
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    f: float,
+    gated: bool,
+    *,
+    rows: float,
+    part: Literal["dense", "experts"],
+    count: float = 1,
 ) -> Passes:
     """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
     n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
-    products = [(n, f * (2 if gated else 1), d), (n, d, f)]
-    return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False)
+    products, how = [(n, f * (2 if gated else 1), d), (n, d, f)], network.learning(part)
+    return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False, **how)
 
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:
@@ -221,7 +239,8 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
     a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
     inside = 2 * _pointwise_bytes(plan, program) * (a * n + 2 * k * read)
     moved = (_around(network, plan, program) / 2 + inside) * program.pointwise
-    passes = _products([(n, a, d), (read, 2 * k, d), (n, d, a)], moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12))
+    products, how = [(n, a, d), (read, 2 * k, d), (n, d, a)], network.learning("attention")
+    passes = _products(products, moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12), **how)
     count = plan.microbatch / plan.grid.sequences * network.heads / t
     if program.attention == "fused":
         core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)
@@ -239,7 +258,8 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
     factor, choices = e.mean_rows * e.share(plan.ep), n * e.choices
     per_expert = choices * plan.ep * plan.etp / e.count * factor
     own = program if e.products is None else replace(program, products=e.products)
-    passes = _ffns(network, plan, cluster, own, e.hidden / plan.etp, e.gated, rows=per_expert, count=max(1.0, e.count / plan.ep))
+    count = max(1.0, e.count / plan.ep)
+    passes = _ffns(network, plan, cluster, own, e.hidden / plan.etp, e.gated, rows=per_expert, part="experts", count=count)
     router = 3 * device.product(n, e.count, d, kind="tf32")
     moved = 4 * 2 * item * choices * factor * d  # each row is gathered, sorted, sorted back, and summed
     unneeded = program.capacity_kernels if e.slots is None else 0
@@ -260,7 +280,7 @@ def head_time(network: Network, plan: Plan, cluster: Cluster) -> Passes:
     v = -(-network.vocab / max(1, plan.tp / rows) // step) * step  # programs pad the vocabulary to a multiple of 64
     kind, d = KIND[max(2, plan.compute_bytes)], network.width
     f, x = (chunks * device.product(*of, kind=kind) for of in ((n / chunks, v, d), (n / chunks, d, v)))
-    w = chunks * device.product(d, v, n / chunks, kind=kind, of_weights=True)
+    w = 0.0 if network.freezes(network.head) else chunks * device.product(d, v, n / chunks, kind=kind, of_weights=True)
     again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * chunks) if chunks > 1 else 0.0
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     sums = all_reduce(cluster, group, n * d * plan.compute_bytes) if plan.tp > 1 else 0.0

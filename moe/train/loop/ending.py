@@ -11,7 +11,8 @@ from moe.plan.job.flops import size
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
 from moe.records.results import hardware, matmul_flops, source_commit
-from moe.records.summary import dropped_shares, loss_warning
+from moe.records.rules import diagnose
+from moe.records.summary import dropped_shares
 from moe.train.loop.recorded import evaluate, was_evaluated
 from moe.train.parts.executor import logits_of
 from moe.train.start.job import Job
@@ -71,7 +72,7 @@ def finish(job: Job) -> dict[str, Any]:
         "matmul_share": None if speed is None else costs.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
         "skipped_last": job.counters.in_a_row,
-        "loss_warning": loss_warning(read(job.out)) if job.world.rank == 0 else None,
+        "alarms": [found.line for found in diagnose(read(job.out), run)] if job.world.rank == 0 else [],
         "redone": {name: type(none)(much) for (name, none), much in zip(NOTHING.items(), redone, strict=True)},
         "sample": text,
         "world": job.world.size,

@@ -69,6 +69,9 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     }
     job.records.write(line)
     job.progress.step(line)
+    for found in () if job.doctor is None else job.doctor.after_step(line):
+        job.records.event("alarm", step=c.step, **found.row())
+        job.progress.note(found.line)
     return line
 
 

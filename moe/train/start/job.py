@@ -13,6 +13,7 @@ from moe.plan.choose.predicted import Prediction
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
+from moe.records.rules import Live
 from moe.train.parts.audit import Auditor
 from moe.train.parts.callbacks import Callbacks, Now
 from moe.train.parts.executor import Executor
@@ -70,7 +71,7 @@ class Figures:
 class Job:
     """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
     rank reads. callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading may then
-    fail on one rank; else None."""
+    fail on one rank; else None. doctor: on rank 0 alone."""
 
     run: Run
     name: str
@@ -85,6 +86,7 @@ class Job:
     saves: Saves
     callbacks: Callbacks | None = None
     agree: Axis | None = None
+    doctor: Live | None = None
     figures: Figures = field(default_factory=Figures)
 
     @property

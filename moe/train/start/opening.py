@@ -37,6 +37,7 @@ from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.panel import State
 from moe.records.progress import Progress
 from moe.records.redone import Restart, going_on
+from moe.records.rules import Live
 from moe.records.summary import count
 from moe.records.tracker import open_tracker
 from moe.train.parts.audit import Auditor
@@ -146,7 +147,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
     agree = mesh.axis("world") if run.data.is_own else None
     training = replace(training, auditor=auditor)
-    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree)
+    doctor = Live(run) if start.writes else None
+    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree, doctor)
 
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:

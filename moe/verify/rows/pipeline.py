@@ -39,6 +39,9 @@ def pipeline_cases() -> list[Case]:
     ]
     options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32"))
     found += [staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
+    adapted = (("ddp", "1f1b", "full"), ("ddp", "zb_v", "none"), ("fsdp", "zb_h1", "none"), ("ddp", "chimera", "none"))
+    found += [staged("lora", engine, 2, 2, schedule, "fp32", again) for engine, schedule, again in adapted]
+    found += [replace(staged("lora_t5", "ddp", 2, 2, "zb_h1", "fp32"), layers=4)]
     return found + _sharded_cases() + _empty_stage_cases() + _halves_cases()
 
 
@@ -87,6 +90,7 @@ def _empty_stage_cases() -> list[Case]:
         ("gshard", "ddp", 4, "dualpipe", (0, 2, 1, 0), "bf16", "none"),
         *(("gshard", engine, 4, "1f1b", stages, "bf16", "none") for engine in ("zero1", "fsdp") for stages in ends),
         ("gshard", "zero1", 4, "zb_h1", (3, 0), "fp32", "none"),
+        ("lora", "ddp", 2, "zb_v", (0, 2, 0, 1), "fp32", "none"),
     ]
     found = []
     for model, engine, world, schedule, stages, precision, recompute in rows:

@@ -46,7 +46,7 @@ def sequence_cases() -> list[Case]:
         found += [
             Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped", packed=attention == "ulysses")
         ]
-    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")]
+    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
             found += [Case(model, kind, 4, ep, m, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)]

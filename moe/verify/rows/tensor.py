@@ -19,7 +19,7 @@ TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 def tensor_cases() -> list[Case]:
     """Return all cases of `moe verify --kinds tensor`."""
     found = _line_cases() + _halves_cases() + _sliced_cases() + _overlapped_cases() + _dtensor_cases()
-    return found + _staged_cases() + _grid_cases() + _few_sequences_cases()
+    return found + _staged_cases() + _grid_cases() + _few_sequences_cases() + _adapted_cases()
 
 
 def _line_cases() -> list[Case]:
@@ -162,6 +162,17 @@ def _few_sequences_cases() -> list[Case]:
         pipeline = staged("gshard", engine, world, 2, "1f1b", "fp32")
         found += [replace(pipeline, microbatches=4, batch=4, ep=2, tp=2, tensor=tensor, sp=sp, length=SLICED)]
     return found
+
+
+def _adapted_cases() -> list[Case]:
+    """Cases of LoRA adapters, which are cut along one side as their weight is, in all kinds of tensor parallelism."""
+    two = partial(Case, "lora", kind="ddp", world=2, ep=2, microbatches=1, precision="fp32", tp=2)
+    found = [two(tensor=tensor) for tensor in ("sliced", "overlapped", "dtensor", "dtensor_sliced")]
+    found += [two(tensor="1d", ep=1, microbatches=3, recompute="full"), two(kind="fsdp", tensor="overlapped_sliced", ep=1)]
+    found += [replace(two(tensor=tensor), model="lora_t5") for tensor in ("1d", "sliced")]
+    found += [two(world=tp, tp=tp, tensor=tensor, batch=24) for tensor, tp in SMALLEST.items()]
+    staged_too = replace(staged("lora", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="sliced")
+    return [*found, two(world=4, tp=4, tensor="1d"), staged_too]
 
 
 def _overlapped_cases() -> list[Case]:

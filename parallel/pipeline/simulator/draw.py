@@ -7,7 +7,7 @@ rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,11 @@ def label(schedule: Schedule, action: Action) -> str:
     return named if sum(map(len, schedule.homes)) > schedule.num_ranks else named[len(str(action.stage)) :]
 
 
-def text(timeline: Timeline, *, width: int | None = None) -> str:
+def text(timeline: Timeline, *, width: int | None = None, unit: float | None = None) -> str:
     """Return text with a row for each rank and a column for each unit of time. width: maximum length of a row; longer rows end in ` ...`.
-    The unit is the largest time that divides all durations or, if that is very short, the shortest duration. Actions of zero duration and
-    S are not shown."""
-    seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
-    unit = _unit([end - start for spans in seen for _, start, end in spans])
+    unit: None: `common_unit` of this timeline. Actions of zero duration and S are not shown."""
+    seen = _shown(timeline)
+    unit = common_unit([timeline]) if unit is None else unit
     schedule = timeline.schedule
     longest = {(a.op, a.stage): Action(a.op, a.stage, schedule.microbatches - 1) for spans in seen for a, _, _ in spans}
     size = 1 + max(len(label(schedule, action)) for action in longest.values())
@@ -57,9 +56,14 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
     return "\n".join(rows)
 
 
-def _unit(durations: list[float]) -> float:
-    """Return the largest time that divides all durations (up to rounding). If it is at most 1/12 of the shortest duration, which would make
-    rows too long, return the shortest duration."""
+def _shown(timeline: Timeline) -> list[list[Span]]:
+    return [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
+
+
+def common_unit(timelines: Sequence[Timeline]) -> float:
+    """Return the largest time that divides all durations of actions (up to rounding). If it is at most 1/12 of the shortest duration,
+    which would make rows too long, return the shortest duration."""
+    durations = [end - start for timeline in timelines for spans in _shown(timeline) for _, start, end in spans]
     shortest = min(durations)
     unit = shortest
     for duration in dict.fromkeys(durations):
@@ -101,10 +105,14 @@ def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1
     write_text(Path(path), json.dumps(trace(timeline, microseconds=microseconds)) + "\n", what="--out")
 
 
-def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
-    """Write a picture as a PNG file. unit: name of the unit of time, for the axis. Raises BadInput if the file cannot be written."""
-    figure = _figure(timeline)
-    draw_on(figure.add_subplot(), timeline, title=title, unit=unit)
+def draw(titled: Mapping[str, Timeline], path: str | Path, *, unit: str) -> None:
+    """Write a PNG file with timelines one below another, on axes of the same length. titled: title -> timeline. unit: name of the unit of
+    time, for the axes. Raises BadInput if the file cannot be written."""
+    figure = _figure(*titled.values())
+    until = max(timeline.makespan for timeline in titled.values())
+    for number, (title, timeline) in enumerate(titled.items(), 1):
+        draw_on(figure.add_subplot(len(titled), 1, number), timeline, title=title, unit=unit, legend=False, until=until)
+    add_legend(figure, list(titled.values()))
     _save(figure, path)
 
 
@@ -161,11 +169,12 @@ def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None, *, unti
         axes.set_xlabel(f"time ({unit})", fontsize=9, color=_SOFT)
 
 
-def _figure(timeline: Timeline) -> Figure:
+def _figure(*timelines: Timeline) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 1.3 + 0.42 * timeline.schedule.num_ranks), dpi=110, layout="constrained")
+    height = sum(1.3 + 0.42 * timeline.schedule.num_ranks for timeline in timelines)
+    figure = Figure(figsize=(12, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

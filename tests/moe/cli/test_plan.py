@@ -204,7 +204,6 @@ def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_pa
     [
         (["dense_8b", "--cluster", "v100-8", "--train.global_batch", "16"], 2),
         (["glam_8b_64e", "--cluster", "a100-40-8", "--train.global_batch", "32"], 2),
-        (["published/gpt3_175b", "--cluster", "a100-40-8x2", "--train.global_batch", "64"], 2),
         (["dense_tiny", "--cluster", "gb200-72"], 1),
     ],
 )

@@ -96,7 +96,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 edp2": (4, {"degrees": {"ep": 2}}),
     "ep2 etp2": (4, {"degrees": {"ep": 2, "etp": 2}}),
     "ep4 hierarchical": (4, {"experts": {"num_experts": 8}, "dispatch": {"kind": "hierarchical", "node_size": 2}}),
-    "ep2 frozen": (2, {"degrees": {"ep": 2}, "train": {"freeze": ["experts"]}}),
+    "ep2 adapters": (2, {"degrees": {"ep": 2}, "lora": {"rank": 2, "targets": ["experts"]}}),  # the experts' own weights are frozen
     "ep2 chunked": (2, {"degrees": {"ep": 2}, "dispatch": {"overlap_chunks": 2}}),
 }
 
@@ -127,8 +127,8 @@ def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
 # engine, model, layouts. Moves of weights depend on the layout alone, so one engine is tested on all layouts. Optimizer states are
 # sharded by each engine in its own way, over the ranks that hold the same experts (edp 2) or shards of them (etp 2).
 MOVED: list[tuple[str, str, list[str]]] = [
-    ("ddp", "gshard", [*LAYOUTS]),
-    ("zero1", "switch", ["ep2 edp2", "ep2 etp2", "ep2 frozen"]),
+    ("ddp", "gshard", ["ep2 etp2", "ep4 hierarchical", "ep2 frozen", "ep2 chunked"]),
+    ("zero1", "switch", ["ep2 edp2", "ep2 etp2", "ep2 adapters"]),
     ("zero3", "gshard", ["ep2 edp2"]),
     ("fsdp", "switch", ["ep2 edp2", "ep2 etp2"]),
 ]
@@ -177,12 +177,11 @@ def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -
         assert moving == pytest.approx(still, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "chimera"])
-def test_experts_move_within_their_stages(schedule: str) -> None:
+def test_experts_move_within_their_stages() -> None:
     """In a pipeline, experts move among the ranks of their stage, in the same way in each replica. All ranks report all moves."""
 
     def work(rank: int) -> list[Any]:
-        case = Case("gshard", "ddp", 4, 2, 2, "fp32", pp=2, schedule=schedule, layers=5)
+        case = Case("gshard", "ddp", 4, 2, 2, "fp32", pp=2, schedule="chimera", layers=5)
         tinies = [start(case, rank, **settings("ep2")) for _ in range(2)]
         still, (moving, events) = train(tinies[0], every=0)[0], train(tinies[1], every=2)
         return [still, moving, [event["largest_rank"] for event in events]]
@@ -242,7 +241,7 @@ def test_a_checkpoint_after_moves_can_be_resumed_without_moves(tmp_path: Path) -
         assert events == 2 and unbroken == resumed
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
+@pytest.mark.parametrize("kind", ["zero", "fsdp"])
 def test_a_resumed_run_that_moves_experts_and_clips_is_bitwise_equal(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run stopped between two moves resumes to the same losses, norms, moves and checkpoint as an uninterrupted run."""
     if kind == "zero":

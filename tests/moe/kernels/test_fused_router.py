@@ -178,9 +178,30 @@ def test_jitter_has_the_random_numbers_of_torch_operations(dtype: torch.dtype) -
     torch.testing.assert_close(made[0], made[1], rtol=0 if DEVICE.type == "cpu" else 1e-6, atol=0)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_slots_of_choices_on_several_ranks_are_those_of_all_in_one_tensor(groups: int) -> None:
+    """Three ranks hold unequal numbers of tokens in any order; a group has more tokens than a block, and some choices need no slot."""
+    from moe.kernels import cpu, triton
+
+    draw, held = torch.Generator().manual_seed(groups), (torch.arange(280) * 33 % 280).split((90, 140, 50))
+    expert_GK = torch.randint(-1, E, (280, 3), generator=draw)
+    row_G = torch.cat([140 * rank + torch.arange(len(of_rank)) for rank, of_rank in enumerate(held)])[torch.cat(held).argsort()]
+    expert_PK = torch.full((3 * 140, 3), E + 1).index_copy(0, row_G, expert_GK)
+    sizes: dict[str, Any] = {"num_groups": groups, "num_experts": E, "slots_each": 40 // groups}
+    kept_GK = cpu.kept(expert_GK.clamp(min=0), expert_GK >= 0, **sizes)
+    assert 0.2 < kept_GK.float().mean() < 0.9 * (expert_GK >= 0).float().mean()
+    for rank, (of_rank, counted) in enumerate(zip(held, (1, 2, 3), strict=True)):
+        mine = sizes | {"mine": range(140 * rank, 140 * rank + len(of_rank)), "counted": counted}
+        kept_TK, counted_GE = triton.queues(expert_PK.to(DEVICE), row_G.to(DEVICE), **mine)
+        assert torch.equal(kept_TK.cpu(), kept_GK[of_rank]) and torch.equal(cpu.kept_of_rows(expert_PK, row_G, **mine), kept_GK[of_rank])
+        want = [(of_group == torch.arange(E)).sum(0).tolist() for of_group in expert_GK[:, :counted].reshape(groups, -1, 1)]
+        assert counted_GE.tolist() == want
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="forked ranks cannot use the GPU of their parent")
 def test_sequences_with_tokens_on_two_ranks_are_routed_as_whole_sequences() -> None:
-    """Together, the ranks' choices, drops, gates, losses, report and gradients are those of torch operations for whole sequences."""
+    """Together, the ranks' choices, drops, gates, losses, report and gradients are those of torch operations for whole sequences. A
+    recomputed pass has the same bits."""
     cases = [
         (name, number % 2 == 0) for number, name in enumerate(FUSED) if name not in ("jitter", "one sigmoid")
     ]  # every second is padded
@@ -189,8 +210,12 @@ def test_sequences_with_tokens_on_two_ranks_are_routed_as_whole_sequences() -> N
     def work(rank: int) -> list[tuple[bool, list[Tensor], list[Tensor]]]:
         axis, found = process.connect(Degrees(sp=2), World(rank, 2, place="cpu")).axis("sp"), []
         for name, padded in cases:
-            shards = shards_of(axis, positions, batch=B)
-            routing, numbers, grad = routed(layer_of("triton", **FUSED[name]), logits(len(name)), context(padded=padded), shards)
+            shards, again = shards_of(axis, positions, batch=B), context(padded=padded).remembering()
+            routing, numbers, grad = routed(layer_of("triton", **FUSED[name]), logits(len(name)), again, shards)
+            axis.communicator.reset_counts()
+            recomputed = routed(layer_of("triton", **FUSED[name]), logits(len(name)), again, shards)
+            assert all(map(torch.equal, (*numbers, grad), (*recomputed[1], recomputed[2]))), name
+            assert not axis.communicator.counts() or "lowest" in name, "a recomputed pass sends nothing"
             mine = [routing.expert_TK, routing.kept_TK, routing.gate_TK.detach()]
             found.append((routing.fused is not None, mine, [*numbers, grad]))
         return found

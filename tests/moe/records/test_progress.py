@@ -125,7 +125,7 @@ def test_skipped_steps_are_shown_with_their_reason() -> None:
 
 def test_the_end_says_a_rising_loss_in_a_line_of_its_own() -> None:
     console = terminal(200)
-    console.print(ending(state_at(120), summary() | {"loss_warning": "the loss ended at 7"}, None))
+    console.print(ending(state_at(120), summary() | {"alarms": ["the loss ended at 7"]}, None))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("the loss ended at 7") == 1
 

@@ -90,7 +90,11 @@ def test_a_rank_that_receives_no_rows_of_an_all_to_all_meets_the_others() -> Non
     assert difference(calls(to_the_other, 2), str) is None
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# one schedule for each combination of facts on which its messages depend; ranks run all orders by the same code
+UNLIKE = {(kind.placed, kind.chunks, kind.continuous, kind.splits_backward): name for name, kind in SCHEDULES.items()}
+
+
+@pytest.mark.parametrize("schedule", UNLIKE.values())
 def test_all_ranks_of_a_pipeline_send_and_receive_in_the_same_order(schedule: str) -> None:
     """A stage has one layer, and there are as many micro-batches as the most demanding schedule needs."""
     case = staged(schedule, "dense", microbatches=1 if schedule == "pipedream" else 4)
@@ -100,7 +104,6 @@ def test_all_ranks_of_a_pipeline_send_and_receive_in_the_same_order(schedule: st
 LAYOUTS = {
     "pp dp ep": staged("1f1b", "gshard"),
     "ep fsdp": Case("gshard", "fsdp", 2, 2, 1, "fp32"),
-    "ep etp": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2),
     "tp ep": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
 }
 

@@ -101,9 +101,7 @@ def test_model_states_at_the_peak_are_16_bytes_a_parameter() -> None:
     assert walked.saved_bytes == 0 and rehearsed(case, rank=0).saved_bytes == 12 * elements
 
 
-@pytest.mark.parametrize(
-    ("tied", "reshard", "recompute"), [(True, True, "none"), (True, False, "full"), (False, True, "full"), (False, False, "full")]
-)
+@pytest.mark.parametrize(("tied", "reshard", "recompute"), [(True, True, "none"), (True, False, "full"), (False, True, "full")])
 def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshard: bool, recompute: str) -> None:
     """The planner predicts FSDP's peak bytes within 7 %, with sizes for which gathered weights take more than activations."""
     model = {"num_layers": 4, "d_model": 512, "d_ff": 1536, "num_heads": 8, "vocab_size": 1000, "max_length": 96, "positions": "rotary"}
@@ -133,7 +131,6 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "documents": {"model": LONG | {"document_mask": True}},
     "experts": ROWS_OF_8 | {"recompute": {"kind": "selective"}},
     "t5": {"model": T5, "pipeline": {"microbatches": 2}},
-    "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},
     "halves": {"model": T5 | {"kind": "encoder_decoder", "num_layers": 4}, "data": {"objective": "span_corruption"}},
     "halves with documents": {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4, "document_mask": True},
@@ -194,23 +191,20 @@ def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
 plain = Case("dense", "ddp", 4, 1, 1, "fp32", layers=1)
 sparse = Case("deepseek", "ddp", 4, 4, 1, "fp32")
 EVERY = {
-    "ddp": Case("gshard", "ddp", 4, 2, 3, "bf16", "selective"),
+    "ddp": Case("gshard", "ddp", 4, 2, 1, "bf16"),
     "selective": Case("gshard", "ddp", 1, 1, 1, "bf16", "selective"),
     "fsdp": Case("gshard", "fsdp", 2, 2, 1, "bf16", "full"),
     "zero3": Case("dense", "zero3", 2, 1, 1, "fp32"),
     "fp16": Case("dense", "ddp", 8, 1, 1, "fp16", "full", batch=24),
     "tiles": Case("gshard", "fsdp", 2, 2, 1, "fp32", tiles=5, head_tiles=3, chunks=7),
-    **{schedule: staged(schedule, "gshard") for schedule in ("chimera", "zb_h1")},
-    "1f1b fsdp": staged("1f1b", kind="fsdp"),
+    "chimera": staged("chimera", "gshard"),
     "1f1b 1d": replace(staged("1f1b", "dense"), tp=2, tensor="1d"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "dtensor", *FORMS)},
     **{grid: Case("dense", "ddp", world, 1, 1, "bf16", layers=1, tp=world, tensor=grid, batch=24) for grid, world in SMALLEST.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
-    "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
     **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in attentions()},
     **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in examples()},
-    "etp all_gather": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows="all_gather"),
-    **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "noisy_top_k", "sinkhorn", "packed")},
+    **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "sinkhorn", "packed")},
 }
 
 

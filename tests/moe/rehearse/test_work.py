@@ -37,6 +37,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import Walked, open_job, walk
 from moe.train.start.job import Job
+from moe.verify.cases import Case
 from parallel.mesh.host import on_device, read_later
 from parallel.mesh.mesh import Degrees
 from parallel.numerics.clip import squares, squares_together
@@ -44,6 +45,8 @@ from parallel.process import process
 from parallel.process.process import World
 from parallel.rehearse.pretended import Pretended, RehearsalError
 from parallel.rehearse.stage import _triton_kernels, rehearsal
+from parallel.rehearse.work import Counted
+from tests.moe.rehearse.test_rehearse import run_of
 
 GPU = torch.device("cuda", 0)
 WAITS: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
@@ -74,6 +77,7 @@ def test_an_operator_makes_the_host_wait_as_often_as_a_gpu_would(name: str) -> N
         pretended.work.begin()
         run(x)
         assert sum(work.waits.total() for work in pretended.work.by_module.values()) == waits
+        assert sum(work.copies.total() for work in pretended.work.by_module.values()) == (name in ("a list", "pinned"))
         assert all("test_work.py" in place for work in pretended.work.by_module.values() for place in work.waits)
 
 
@@ -104,6 +108,26 @@ def test_the_norm_of_all_gradients_is_at_most_ten_kernels_and_equals_one_sum_for
         assert pretended.work.now.kernels <= 10 and not pretended.work.now.waits
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])  # ZeRO: tests/parallel/data/test_zero.py
+def test_the_clip_factor_goes_to_the_kernel_of_adamw(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the gradient norm and the end of the step, no operator multiplies or divides anything: the fused AdamW gets the factor."""
+    called: list[tuple[str, bool]] = []
+    steps: list[list[tuple[str, bool]]] = []
+    operator = Counted.operator
+
+    def noted(work: Counted, func: Any, args: Any, kwargs: Any, *tensors: Any) -> None:
+        called.append((func._opname, kwargs.get("grad_scale") is not None))
+        operator(work, func, args, kwargs, *tensors)
+
+    monkeypatch.setattr(Counted, "operator", noted)
+    monkeypatch.setattr("moe.train.loop.step.clip_factor", lambda *_: called.clear() or 0.5)
+    monkeypatch.setattr("moe.train.loop.step.move_biases", lambda *_: steps.append([*called]))
+    walk(run_of(Case("gshard", kind, 2, 2, 2, "bf16", layers=2)), World(1, 2, place="cuda"), steps=1)
+    (step,) = steps
+    assert {scaled for name, scaled in step if name == "_fused_adamw_"} == {True}
+    assert not [name for name, _ in step if name.removeprefix("_foreach_").startswith(("mul", "div"))]
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_norm_of_16_bits_is_read_and_written_once_and_keeps_no_wider_copy(centred: bool) -> None:
     with rehearsal(World(0, 1, place="cuda")) as pretended:
@@ -122,11 +146,8 @@ LAYERS = [
     ({}, None, {}, False, 0),
     ({}, 1.25, {}, False, 0),
     ({"kind": "all_to_all"}, None, {"ep": 4}, False, 1),
-    ({"kind": "all_to_all"}, 1.25, {"ep": 4}, False, 1),
-    ({"kind": "all_to_all"}, 1.25, {"ep": 2, "etp": 2}, False, 1),
     ({"kind": "all_to_all", "overlap_chunks": 4}, None, {"ep": 2}, False, 1),
     ({"kind": "all_to_all", "overlap_chunks": 2}, 1.25, {"ep": 2, "etp": 2}, True, 1),
-    ({"kind": "hierarchical", "node_size": 2}, None, {"ep": 4}, False, 1),
     ({"kind": "hierarchical", "node_size": 2}, 1.25, {"ep": 4, "etp": 2}, False, 1),
     ({"kind": "padded"}, 1.25, {"ep": 4}, False, 0),
     ({"kind": "padded"}, 1.25, {"ep": 2, "etp": 2}, True, 0),
@@ -190,20 +211,19 @@ def test_a_step_waits_twice_and_a_layer_at_most_once(
 GROUPS = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 2}
 ALL = {"kind": "all_to_all"}
 ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which has tokens on all ranks of tp
-# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks
+# dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks. With
+# sp, two ranks have copies of each expert: one kernel of the backward pass copies their gradients into a bucket of the sum
 LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
-    ({}, {}, {"preset": "switch", "capacity_factor": 1.25}, 16, 16),
     ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
     ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
     ({}, {}, {"preset": "mixtral"}, 14, 16),
     ({}, {}, GROUPS, 16, 16),
     (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
     (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    (ALL, {"ep": 4}, GROUPS, 24, 20),
     (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
     (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
-    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 31, 21),
-    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 40, 20),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 24, 21),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 32, 19),
 ]
 
 
@@ -222,6 +242,25 @@ def test_a_layer_launches_few_kernels_and_the_planner_counts_them(
     predicted = _experts(network_of(run), plan_of(run), load_cluster("h100-8"), OWN)
     for passing, one in (("forward", predicted.forward), ("backward", predicted.backward)):
         assert one.kernels == pytest.approx(work["layers.0.moe", passing].kernels, abs=2), passing
+
+
+# dispatch section, capacity factor, degrees, router section, copies from the host in a pass of the layer
+COPIES: list[tuple[dict[str, Any], float | None, dict[str, int], dict[str, Any], int]] = [
+    (ALL | {"overlap_chunks": 2}, 1.25, {"ep": 2, "sp": 2}, {"preset": "glam"}, 0),
+    ({"kind": "padded"}, 1.25, {"ep": 2, "sp": 2}, {"preset": "glam", "importance_weight": 0.1}, 0),  # in torch operations
+    ({"kind": "all_gather"}, None, {"ep": 2, "etp": 2}, {"preset": "mixtral"}, 1),  # the number of this rank's choices
+]
+
+
+@pytest.mark.parametrize(("dispatch", "factor", "degrees", "router", "copies"), COPIES)
+def test_a_layer_copies_nothing_from_the_host_that_it_already_has_on_the_gpu(
+    dispatch: dict[str, Any], factor: float | None, degrees: dict[str, int], router: dict[str, Any], copies: int
+) -> None:
+    """In the second step, indices of a layer's tokens and experts are on the GPU."""
+    run, world = one_layer(dispatch, factor, degrees, **router)
+    work = walk(run, World(world - 1, world, place="cuda"), steps=2).work
+    assert sum((work["layers.0.moe", passing].copies for passing in ("forward", "backward")), Counter()).total() == copies
+    assert work["", "forward"].copies  # the step's tokens
 
 
 class Shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import LossScale
 from parallel.store import checkpoint
 from parallel.store.stored import Reader
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import Tiny, start
 
 RATE = 0.05
@@ -83,31 +84,23 @@ def test_the_bias_is_the_same_on_every_layout() -> None:
             choices.append(tiny.numbers.layers[0].choices)
         return bias_of(tiny), choices
 
-    ((want, choices),) = run_on_ranks(work, 1, {}, timeout_s=60)
+    want, choices = work(0, {})
     expected = torch.zeros(4)
     for counts in choices:  # counted before dropping, so they sum to all choices
         assert sum(counts) == 12 * 10
         expected = updated_bias(expected, torch.tensor(counts), RATE)
     assert torch.equal(want, expected) and want.any()
-    for options in (
-        {"m": 3},
-        {"recompute": "full"},
-        {"world": 2, "ep": 2, "m": 3, "recompute": "selective"},
-        {"world": 2, "ep": 1},
-        {"world": 2, "ep": 2, "kind": "zero1"},
-    ):
-        for bias, counted in run_on_ranks(work, int(options.get("world", 1)), options, timeout_s=60):
-            assert torch.equal(bias, want) and counted == choices, options
+    two = [{"ep": 2, "m": 3, "recompute": "selective"}, {"ep": 1}, {"ep": 2, "kind": "zero1"}]
+    found = chain(*each_case(work, 2, [({"world": 2} | options,) for options in two]))
+    for bias, counted in (work(0, {"m": 3}), work(0, {"recompute": "full"}), *found):
+        assert torch.equal(bias, want) and counted == choices
 
 
 def test_the_counting_pass_of_a_global_balance_loss_moves_nothing() -> None:
-    def work(rank: int) -> tuple[Tensor, list[int]]:
-        tiny = start(Case("switch", "ddp", 1, 1, 3, "fp32"), rank, router={"bias_rate": RATE, "balance_scope": "global_batch"})
-        tiny.step(0)
-        assert tiny.numbers is not None
-        return bias_of(tiny), tiny.numbers.layers[0].choices
-
-    ((bias, choices),) = run_on_ranks(work, 1, timeout_s=60)
+    tiny = start(Case("switch", "ddp", 1, 1, 3, "fp32"), 0, router={"bias_rate": RATE, "balance_scope": "global_batch"})
+    tiny.step(0)
+    assert tiny.numbers is not None
+    bias, choices = bias_of(tiny), tiny.numbers.layers[0].choices
     assert sum(choices) == 12 * 10 and torch.equal(bias, updated_bias(torch.zeros(4), torch.tensor(choices), RATE))
 
 
@@ -128,12 +121,9 @@ def test_a_skipped_step_and_an_evaluation_leave_the_bias() -> None:
 
 
 def test_a_router_without_a_bias_has_nothing_to_update() -> None:
-    def work(rank: int) -> bool:
-        tiny = tiny_of(rank, rate=None)
-        move_biases(tiny.model, {layer.layer: torch.tensor(layer.choices) for layer in tiny.accumulate(0).layers})
-        return extra_state(tiny.model) == {}
-
-    assert run_on_ranks(work, 1) == [True]
+    tiny = tiny_of(0, rate=None)
+    move_biases(tiny.model, {layer.layer: torch.tensor(layer.choices) for layer in tiny.accumulate(0).layers})
+    assert extra_state(tiny.model) == {}
 
 
 def test_a_bias_is_fp32_whatever_the_weights_are() -> None:
@@ -200,20 +190,15 @@ def test_a_bias_goes_through_a_checkpoint_to_any_layout(tmp_path: Path) -> None:
 
     (bias, numbers), _ = run_on_ranks(before, 2, timeout_s=60)
     assert bias.any()
-    for options in ({"world": 2, "ep": 2}, {}, {"world": 2, "ep": 1, "kind": "zero1"}, {"m": 3, "recompute": "full"}):
-        for found, going_on in run_on_ranks(after, int(options.get("world", 1)), options, timeout_s=60):
-            assert torch.equal(found, bias)
-            assert going_on == numbers if options == {"world": 2, "ep": 2} else going_on == pytest.approx(numbers, rel=1e-5)
+    same, others = each_case(after, 2, [({"world": 2, "ep": 2},), ({"world": 2, "ep": 1, "kind": "zero1"},)])
+    for found, going_on in (*same, *others, after(0, {}), after(0, {"m": 3, "recompute": "full"})):
+        assert torch.equal(found, bias) and going_on == pytest.approx(numbers, rel=1e-5)
+    assert all(going_on == numbers for _, going_on in same)
 
 
 def test_a_bias_gained_or_lost_is_said(tmp_path: Path) -> None:
-    def work(rank: int) -> list[list[str]]:
-        told = []
-        for i, (had, has) in enumerate([(None, RATE), (RATE, None)]):
-            commit(tiny_of(rank, rate=had), tmp_path / str(i), 1)
-            told.append(reopen(tiny_of(rank, rate=has), tmp_path / str(i)))
-        return told
-
-    assert run_on_ranks(work, 1, timeout_s=60) == [
-        [[f"the checkpoint has no {BIAS}: it starts at zero"], [f"this recipe has no {BIAS}: the checkpoint's is left out"]]
-    ]
+    told = []
+    for i, (had, has) in enumerate([(None, RATE), (RATE, None)]):
+        commit(tiny_of(0, rate=had), tmp_path / str(i), 1)
+        told.append(reopen(tiny_of(0, rate=has), tmp_path / str(i)))
+    assert told == [[f"the checkpoint has no {BIAS}: it starts at zero"], [f"this recipe has no {BIAS}: the checkpoint's is left out"]]

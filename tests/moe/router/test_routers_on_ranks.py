@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+from torch import Tensor
 
-from tests.moe.train.parts.test_batch_counts import PLAIN, Layout, assert_same, computed, lengthened
+from tests.moe.train.parts.test_batch_counts import PLAIN, Layout, assert_same, each_computed, lengthened
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch_mtf": {"preset": "switch_mtf", "group": "sequence"},
@@ -38,12 +38,16 @@ LAYOUTS = [(Layout(2, 3, "selective"), "all_to_all"), (Layout(2, 1, "full"), "pa
 LENGTHS = [10, 4, 11, 7, 11, 9, 2, 11, 6, 11, 10, 11]
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-def test_a_router_is_the_same_on_every_layout(name: str) -> None:
+def test_a_router_is_the_same_on_every_layout() -> None:
     """Loss, choices, drops, router losses and every gradient are equal, for twelve sequences of which nine have padding."""
     padded = lengthened(LENGTHS)
-    want = computed(PLAIN, tokens=padded, router=ROUTERS[name])
-    assert sum(want[1][0].choices) == want[1][0].kept + want[1][0].dropped > 0
-    left_out = [*ROUTERS].index(name) % 3  # each router on two layouts, each layout with six routers
-    for layout, kind in LAYOUTS[:left_out] + LAYOUTS[left_out + 1 :]:
-        assert_same(computed(layout, tokens=padded, router=ROUTERS[name], dispatch={"kind": kind}), want)
+    cases: list[tuple[Layout, Tensor | None, dict[str, Any]]] = []
+    for number, options in enumerate(ROUTERS.values()):
+        two = LAYOUTS[: number % 3] + LAYOUTS[number % 3 + 1 :]  # each router on two layouts, each layout with six routers
+        cases.append((PLAIN, padded, {"router": options}))
+        cases += [(layout, padded, {"router": options, "dispatch": {"kind": kind}}) for layout, kind in two]
+    found = iter(each_computed(cases))
+    for name, want, *others in zip(ROUTERS, found, found, found, strict=True):
+        assert sum(want[1][0].choices) == want[1][0].kept + want[1][0].dropped > 0, name
+        for other in others:
+            assert_same(other, want)

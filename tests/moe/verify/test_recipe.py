@@ -53,14 +53,14 @@ def test_a_small_recipe_keeps_all_settings_that_are_no_sizes(name: str) -> None:
         assert (made.experts.shared, made.experts.residual) == (run.experts.shared, run.experts.residual)
 
 
-def test_a_small_recipe_keeps_windows_and_names_adapters_as_not_compared(tmp_path: Path) -> None:
+def test_a_small_recipe_keeps_windows_and_adapters(tmp_path: Path) -> None:
     path = tmp_path / "windows.yaml"
     for slides, kept in (("null", None), ("[1, 3]", (1,)), ("[0, 1, 2]", (0,)), ("[0, 1, 2, 3]", None)):
         path.write_text(f"extends: dense_tiny\nmodel: {{sliding_window: 64, sliding_layers: {slides}}}\nlora: {{rank: 4}}\n")
         cases, said = recipe_cases(str(path), 2)
         model = cases[0].run().model
         assert model.sliding_window is not None and model.sliding_window < model.max_length and model.sliding_layers == kept
-        assert said[0].startswith("not compared: lora.rank 4")
+        assert (cases[0].run().lora.rank, cases[0].run().lora.scale) == (3, 16 / 4) and any(case.tp > 1 for case in cases) and not said
 
 
 def test_biases_that_begin_at_zero_pass(tmp_path: Path) -> None:

@@ -216,12 +216,13 @@ def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") ->
 
 
 def two_processes() -> list[Case]:
-    """A part of the cases of `moe verify --nproc 2`: every engine in every precision, in fp32 with ep and in 16 bits with micro-batches,
-    and every other option of layouts at least once.
+    """A part of the cases of `moe verify --nproc 2`: every engine in fp32 with ep, and in one of the 16-bit dtypes with micro-batches
+    (tests/moe/train/loop/test_precision.py has both dtypes), and every other option of layouts at least once.
     """
     rows = cases(2, kinds=("data",))
     exact = [c for c in rows if c.layout == "deepseek dp2 ep2 m1" and c.precision == "fp32"]
-    rounded = [c for c in rows if c.layout == "dense dp2 ep1 m3" and c.precision != "fp32"]
+    in_fp16 = ("fsdp", "zero1", "zero3", "zero2+cpu")
+    rounded = [c for c in rows if c.layout == "dense dp2 ep1 m3" and c.precision == ("fp16" if c.kind in in_fp16 else "bf16")]
     words = [c for c in rows if c.layout.startswith("deepseek dp2 ep2 m1 full") and c.kind in ("fsdp", "zero3")]
     words += [c for c in rows if c.layout == "dense dp2 ep1 m3 selective tiles5/3"]
     words += [c for c in rows if c.layout == "deepseek dp2 ep2 m1 tiles5/3 chunks7" and c.kind == "fsdp"]
@@ -244,18 +245,17 @@ def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pyte
     code, rows, said = judged(tmp_path, "")
     assert code == 0 and len(rows) == len(chosen) and all(row["passed"] for row in rows)
     kinds = {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
-    assert {(r["kind"], r["precision"]) for r in rows} >= {(kind, p) for kind in kinds for p in ("fp32", "bf16", "fp16")}
+    assert {r["kind"] for r in rows if r["precision"] == "fp32"} >= kinds
+    assert {r["kind"] for r in rows if r["precision"] != "fp32"} >= kinds and {r["precision"] for r in rows} == {"fp32", "bf16", "fp16"}
     assert {c.kind for c in chosen if c.padded} == {"ddp", "fsdp", "zero1"} and {c.kind for c in chosen if c.overflow} == {"ddp", "zero1"}
     assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS if row["precision"] == "fp32")
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
-@pytest.mark.parametrize(("overlapped", "split"), [("full", "selective"), ("selective", "full")])
 @pytest.mark.usefixtures("three_steps")
-def test_every_router_on_two_processes_gives_the_numbers_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlapped: str, split: str
-) -> None:
-    ways = (f"dp2 ep2 m3 overlapped {overlapped}", f"dp2 ep1 etp2 m1 {split}")
+def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the routers with experts on both ranks, half with hidden units on both (tests/moe/router has each on two more layouts)."""
+    ways = ("dp2 ep2 m3 overlapped full", "dp2 ep1 etp2 m1 selective")
     chosen = [case for case in cases(2, kinds=("expert",)) if case.layout.endswith(ways)]
     monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
     code, rows, _ = judged(tmp_path, "")
@@ -269,7 +269,7 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(
         ("pipedream pp2 deepseek dp1 ep1 m1 ddp bf16", "pipeline"),  # its gradients are computed at older weights
     ],
 )
-@pytest.mark.usefixtures("five_steps")
+@pytest.mark.usefixtures("three_steps")
 def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only: str, kinds: str) -> None:
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))  # fewer orders of sums make a narrower tolerance
     code, rows, said = judged(tmp_path, only, kinds=kinds)
@@ -594,17 +594,13 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     (copies_of_experts_never_summed, "deepseek dp1 tp2-copied ep1 m3 ddp fp32", {"gradient", "norm", "update", "ten_step"}),
     (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 ddp fp32", {"gradient", "norm"}),
     (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 fsdp fp32", {"gradient", "norm"}),
-    (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 zero1 fp32", {"gradient", "norm"}),
     (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"gradient", "norm"}),
-    (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero2 fp32", {"norm"}),
     (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"norm"}),
     (gradients_of_inputs_not_summed_over_tp, "dense dp1 tp2-1d ep1 m3 ddp fp32", {"gradient", "norm"}),
     (routers_not_summed_over_cut_tokens, "deepseek dp1 tp2-copied ep1 m3 ddp fp32", {"norm", "update"}),
     (dense_gradient_averaged, "dense dp2 ep1 m3 ddp fp32", {"gradient", "norm"}),
     (norms_of_ranks_averaged, "switch dp2 ep2 m1 ddp fp32", {"norm"}),
-    (norms_of_ranks_averaged, "switch dp2 ep2 m1 zero1 fp32", {"norm", "update"}),
     (balance_loss_lost_on_one_rank, "switch dp2 ep2 m1 ddp fp32", {"gradient", "ten_step"}),
-    (balance_loss_lost_on_one_rank, "gshard dp2 ep1 m3 ddp fp32", {"gradient", "ten_step"}),
     (jitter_drawn_by_each_rank_for_itself, "switch dp2 ep1 m1 ddp fp32", {"loss", "gradient", "ten_step"}),
     (capacity_over_what_a_rank_holds, "gshard dp2 ep2 m1 ddp fp32", EVERY),
     (experts_born_on_the_wrong_rank, "switch dp2 ep2 m1 ddp fp32", EVERY),

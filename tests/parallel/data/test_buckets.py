@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.verify.cases import Case
-from parallel.data import buckets
+from parallel.data import buckets, zero
 from parallel.data.buckets import Buckets
 from parallel.data.ddp import DDP
+from parallel.data.zero import Zero
 from parallel.mesh import gradients
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import DENSE, EXPERT, Axis, Degrees, Mesh
@@ -41,7 +42,7 @@ class Clock:
 def observed(tiny: Tiny, *, elements: int) -> Iterator[Clock]:
     """Return a context with buckets of at most `elements` elements in which no sum ends before the step waits for it."""
     clock, engine, real = Clock(), tiny.engine, buckets.start_sum
-    assert isinstance(engine, DDP)
+    assert isinstance(engine, DDP | Zero)
     backward = engine.backward
 
     def timed(loss: Tensor, *, last: bool) -> None:
@@ -52,8 +53,8 @@ def observed(tiny: Tiny, *, elements: int) -> Iterator[Clock]:
         if last:
             engine.reduce()
 
-    def started(grads: list[Tensor], axis: Axis, *, first: str) -> Any:
-        one = real(grads, axis, first=first)
+    def started(grads: list[Tensor], axis: Axis, *, first: str, **root: int) -> Any:
+        one = real(grads, axis, first=first, **root)
         clock.started.append((first, clock.running, clock.complete))
         clock.most = max(clock.most, len(engine.sums.started) + 1)
         return replace(one, work=mock.Mock(wait=one.work.wait, is_completed=lambda: False))
@@ -67,6 +68,7 @@ def observed(tiny: Tiny, *, elements: int) -> Iterator[Clock]:
     with (
         mock.patch.object(gradients, "_BUCKET_ELEMENTS", elements),
         mock.patch.object(buckets, "start_sum", started),
+        mock.patch.object(zero, "start_sum", started),
         mock.patch.object(engine, "backward", timed),
     ):
         yield clock
@@ -82,16 +84,17 @@ VARIANTS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 
 
-def _observed(rank: int, case: Case, sections: dict[str, Any]) -> list[Any]:
+def compared(rank: int, case: Case, sections: dict[str, Any]) -> list[Any]:
     """For two sizes of buckets, return (`started` and `most` of the clock, trained parameters in the engine's own buckets,
     whether their sums are right)."""
     tiny, found = start(case, rank, **sections), []
     engine = tiny.engine
-    assert isinstance(engine, DDP)
+    assert isinstance(engine, DDP | Zero)
     trained = [name for name in engine.apart if engine.parameters[name].requires_grad]
     with mock.patch.object(engine, "reduce"), mock.patch.object(engine.sums, "expect"):  # nothing is summed
         tiny.accumulate(0)
-    wanted = {name: engine.gradient(name).clone() for name in trained}
+    wanted = {name: grad.clone() for name in trained if (grad := engine.sums.parameters[name].grad) is not None}
+    assert [*wanted] == trained
     for name, grad in wanted.items():  # the plain twin: one sum for each gradient, after the backward pass
         dist.all_reduce(grad, group=tiny.mesh.axis(*engine.layouts[name].summed_over()).group)
     for elements in (1, 2 * max(grad.numel() for grad in wanted.values())):
@@ -103,20 +106,27 @@ def _observed(rank: int, case: Case, sections: dict[str, Any]) -> list[Any]:
 
 
 def _all_variants(rank: int) -> dict[str, list[Any]]:
-    return {name: _observed(rank, *variant) for name, variant in VARIANTS.items()}
+    return {name: compared(rank, *variant) for name, variant in VARIANTS.items()}
 
 
 def test_sums_begin_before_the_backward_pass_ends_and_several_are_in_flight() -> None:
     of_ranks = run_on_ranks(_all_variants, 4, timeout_s=90)
     for name in VARIANTS:
-        for started, most, trained, equal in (size for found in of_ranks for size in found[name]):
-            assert equal, name
-            assert all(running for _, running, _ in started) and started[0][2] < len(trained) // 2, name
-            assert 2 <= most <= buckets._MOST_STARTED, name
-            assert [first for first, _, _ in started] == [p for p in reversed(trained) if p in {first for first, _, _ in started}], name
-        one_each, grouped = of_ranks[0][name]
-        assert [first for first, _, _ in one_each[0]] == one_each[2][::-1], name  # each once, in the last micro-batch
-        assert len(grouped[0]) < len(one_each[0]) and all(found[name] == of_ranks[0][name] for found in of_ranks), name
+        assert_early([found[name] for found in of_ranks], name)
+
+
+def assert_early(of_ranks: list[list[Any]], name: str) -> None:
+    """Check the results of `compared` on all ranks: sums are right, begin during the backward pass in one order, and several are in
+    flight."""
+    for started, most, trained, equal in (size for found in of_ranks for size in found):
+        order = list(dict.fromkeys(first for first, _, _ in started))  # ZeRO-1 has a sum for each owner of a bucket's elements
+        assert equal, name
+        assert all(running for _, running, _ in started) and started[0][2] < len(trained) // 2, name
+        assert 2 <= most <= buckets._MOST_STARTED, name
+        assert order == [p for p in reversed(trained) if p in order], name
+    one_each, grouped = of_ranks[0]
+    assert list(dict.fromkeys(first for first, _, _ in one_each[0])) == one_each[2][::-1], name  # each once, in the last micro-batch
+    assert len(grouped[0]) < len(one_each[0]) and all(found == of_ranks[0] for found in of_ranks), name
 
 
 DONE: Any = SimpleNamespace(work=SimpleNamespace(is_completed=lambda: True), finish=lambda: None)

@@ -20,32 +20,30 @@ from parallel.data.engine import AdamW
 from parallel.data.load import given
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
-from parallel.process.fork import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import State, Tiny, same, start
 
 KINDS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all")
-each_kind = pytest.mark.parametrize("kind", KINDS)
+DIFFERENT = ("ddp", "fsdp", "zero2", "zero3", "zero3+cpu-all")  # stages 1 and 2 are one class
 
 
-def on_ranks(kind: str, work: Callable[[int, Case], Any], world: int = 2, **case: Any) -> list[Any]:
-    if kind.startswith("zero"):
-        load_deepspeed()  # imported before the fork, because it takes seconds
-    chosen = replace(Case("switch", kind, world, world, 1, "fp32"), **case)
-    return run_on_ranks(work, world, chosen, timeout_s=90)
+def on_ranks(work: Callable[[int, Case], Any], *, kinds: tuple[str, ...] = KINDS, world: int = 2, **case: Any) -> dict[str, list[Any]]:
+    """Run work(rank, case) for one kind of engine after another on the same ranks. Return kind -> result of each rank."""
+    load_deepspeed()  # imported before the fork, because it takes seconds
+    cases = [(replace(Case("switch", kind, world, world, 1, "fp32"), **case),) for kind in kinds]
+    return dict(zip(kinds, each_case(work, world, cases), strict=True))
 
 
 def gradients(tiny: Tiny) -> dict[str, Tensor]:
     return {name: tiny.engine.gradient(name).clone() for name in tiny.engine.layouts}
 
 
-@each_kind
-def test_dropped_gradients_leave_no_trace(kind: str) -> None:
+def test_dropped_gradients_leave_no_trace() -> None:
     """Dropping gradients leaves weights and moments bitwise equal, and the next step equals that of an engine without these gradients.
     Their memory is freed, except with offload and stage 3, which keep one buffer."""
-    buffers = "+" in kind or kind == "zero3"
 
     def work(rank: int, case: Case) -> list[bool]:
-        found = []
+        found, buffers = [], "+" in case.kind or case.kind == "zero3"
         tiny, other = start(case, rank), start(case, rank)
         for t in (tiny, other):
             t.step(0)
@@ -59,11 +57,10 @@ def test_dropped_gradients_leave_no_trace(kind: str) -> None:
         found += [norms[0] == norms[1], same(tiny.state(), other.state()), not same(tiny.state(), before)]
         return found
 
-    assert on_ranks(kind, work, microbatches=2) == [[True] * 6] * 2
+    assert on_ranks(work, microbatches=2) == dict.fromkeys(KINDS, [[True] * 6] * 2)
 
 
-@each_kind
-def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind: str) -> None:
+def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been() -> None:
     def work(rank: int, case: Case) -> list[bool]:
         unbroken, resumed = start(case, rank), start(case, rank, train={"seed": 8})
         for step in range(2):
@@ -80,7 +77,7 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
             found += [numbers[0] == numbers[1], norms[0] == norms[1]]
         return [*found, same(resumed.state(), unbroken.state())]
 
-    assert on_ranks(kind, work) == [[True] * 8] * 2
+    assert on_ranks(work) == dict.fromkeys(KINDS, [[True] * 8] * 2)
 
 
 def test_every_kind_goes_on_from_what_another_saved() -> None:
@@ -108,7 +105,7 @@ def test_every_kind_goes_on_from_what_another_saved() -> None:
                 failed.append(f"{source} -> {target}: equal {equal}, near {near}, weights {apart:.1e} apart")
         return failed
 
-    assert on_ranks("zero1", work) == [[], []]
+    assert on_ranks(work, kinds=("zero1",)) == {"zero1": [[], []]}
 
 
 def named(state: State) -> State:
@@ -123,8 +120,7 @@ def weights(state: State) -> dict[str, Tensor]:
 SPARED = [{"kind": "full", "every": 2, "loss_chunks": 3}, {"kind": "selective", "loss_chunks": 7}]
 
 
-@pytest.mark.parametrize("kind", ("ddp", "fsdp", "zero2", "zero3"))
-def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
+def test_recompute_and_chunks_of_the_loss_change_no_number() -> None:
     """Losses, gradients, norms and final weights of two steps are equal with and without recomputation, and with a loss in chunks."""
 
     def work(rank: int, case: Case) -> list[float]:
@@ -147,12 +143,11 @@ def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
             apart.append(max(float((found[2][n] - w).abs().max() / w.abs().max()) for n, w in left.items()))
         return apart
 
-    for apart in on_ranks(kind, work, microbatches=2):
-        assert len(apart) == 3 * len(SPARED) and max(apart) < 1e-5
+    for kind, ranks in on_ranks(work, kinds=("ddp", "fsdp", "zero2", "zero3"), microbatches=2).items():
+        assert all(len(apart) == 3 * len(SPARED) and max(apart) < 1e-5 for apart in ranks), kind
 
 
-@each_kind
-def test_micro_batches_add_up_and_a_step_multiplies_gradients_by_its_factor(kind: str) -> None:
+def test_micro_batches_add_up_and_a_step_multiplies_gradients_by_its_factor() -> None:
     """Gradients of a batch in three micro-batches equal those in one. With a power of two, a step with the gradients of a scaled loss and
     its inverse as factor is bitwise the step of the plain loss."""
 
@@ -170,15 +165,14 @@ def test_micro_batches_add_up_and_a_step_multiplies_gradients_by_its_factor(kind
             scaled.engine.step(0.125, factor=0.25)
         return [*found, same(scaled.state(), one.state()), scaled.adam_steps() == {2.0}]
 
-    for losses, difference, equal, counted in on_ranks(kind, work):
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6) and difference < 2e-6
-        assert equal and counted
+    for kind, ranks in on_ranks(work, kinds=DIFFERENT).items():
+        for losses, difference, equal, counted in ranks:
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6) and difference < 2e-6, kind
+            assert equal and counted, kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels"), [*((kind, "cpu") for kind in KINDS), *((kind, "reference") for kind in ("ddp", "fsdp", "zero3"))]
-)
-def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "kinds"), [("cpu", DIFFERENT), ("reference", ("ddp", "fsdp", "zero3"))])
+def test_ranks_whose_experts_get_no_token_take_part(kernels: str, kinds: tuple[str, ...]) -> None:
     """If all tokens choose expert 0 of rank 0, no rank hangs, gradients of rank 1's experts are zero, and dense weights still change."""
 
     def work(rank: int, case: Case) -> list[Any]:
@@ -198,14 +192,13 @@ def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> 
             tiny.finish()
         return [losses, loads, mine]
 
-    (losses, loads, mine), (losses_1, _, mine_1) = on_ranks(kind, work)
-    assert loads == [[1.0, 0.0, 0.0, 0.0]] * 3
-    assert min(mine) > 0 and mine_1 == [0.0] * 3
-    assert losses == losses_1 and len(set(losses)) == 3
+    for kind, ((losses, loads, mine), (losses_1, _, mine_1)) in on_ranks(work, kinds=kinds).items():
+        assert loads == [[1.0, 0.0, 0.0, 0.0]] * 3, kind
+        assert min(mine) > 0 and mine_1 == [0.0] * 3, kind
+        assert losses == losses_1 and len(set(losses)) == 3, kind
 
 
-@pytest.mark.parametrize("kind", ("ddp", "fsdp", "zero1", "zero3"))
-def test_one_process_needs_no_group(kind: str) -> None:
+def test_one_process_needs_no_group() -> None:
     """One process without a process group gives the losses and norms of two ranks."""
 
     def alone(rank: int, case: Case) -> list[float]:
@@ -221,12 +214,12 @@ def test_one_process_needs_no_group(kind: str) -> None:
         tiny = start(case, rank)
         return [tiny.accumulate(0).loss, tiny.finish().total, tiny.accumulate(1).loss]
 
-    (one,) = on_ranks(kind, alone, world=1)
-    assert on_ranks(kind, together) == [pytest.approx(one, rel=1e-5)] * 2
+    for kind, of_two in on_ranks(together, kinds=("ddp", "fsdp", "zero1", "zero3")).items():
+        (one,) = on_ranks(alone, kinds=(kind,), world=1)[kind]
+        assert of_two == [pytest.approx(one, rel=1e-5)] * 2, kind
 
 
-@each_kind
-def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
+def test_gradients_are_shares_of_the_global_mean() -> None:
     """Gradients are sums over ranks, not means: an expert's gradient with ep 1 equals that with ep 2. A step clears gradients: the same
     batch after a step at learning rate 0 gives the same gradients, not twice as large ones."""
 
@@ -239,12 +232,13 @@ def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
         assert same({"": gradients(tiny)}, {"": found})
         return [found["layers.1.moe.experts.w1"], found["layers.1.moe.router.weight"], found["norm.weight"]]
 
-    first, second = on_ranks(kind, work)
-    (whole, router, norm), (again, _, _) = on_ranks(kind, work, ep=1)
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), whole, rtol=1e-5, atol=1e-7)
-    assert torch.equal(whole, again) and torch.equal(first[1], second[1])
-    torch.testing.assert_close(first[1], router, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(first[2], norm, rtol=1e-5, atol=1e-7)
+    split, copied = on_ranks(work, kinds=DIFFERENT), on_ranks(work, kinds=DIFFERENT, ep=1)
+    for kind in DIFFERENT:
+        (first, second), ((whole, router, norm), (again, _, _)) = split[kind], copied[kind]
+        torch.testing.assert_close(torch.cat([first[0], second[0]]), whole, rtol=1e-5, atol=1e-7)
+        assert torch.equal(whole, again) and torch.equal(first[1], second[1]), kind
+        torch.testing.assert_close(first[1], router, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(first[2], norm, rtol=1e-5, atol=1e-7)
 
 
 # --- DDP's own sums ---------------------------------------------------------------------------------------------------
@@ -336,7 +330,7 @@ def test_casts_at_each_step_change_no_number() -> None:
             found.append(again.accumulate(3).loss == held.accumulate(3).loss)
         return found
 
-    assert on_ranks("ddp", work, precision="bf16", microbatches=3, batch=12) == [[True] * 12] * 2
+    assert on_ranks(work, kinds=("ddp",), precision="bf16", microbatches=3, batch=12) == {"ddp": [[True] * 12] * 2}
 
 
 CASTS = ("use", "step")

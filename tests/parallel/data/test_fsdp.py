@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.process import process
 from parallel.process.process import World
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import Tiny, start
 
 DENSE = Case("dense", "fsdp", 2, 1, 1, "fp32")
@@ -66,43 +67,44 @@ def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-@pytest.mark.parametrize(
-    ("case", "sharding"),
-    [
-        (SPARSE, {}),
-        (replace(SPARSE, microbatches=3, recompute="full"), {"prefetch": 2}),
-        (replace(SPARSE, ep=1, recompute="selective", rows="overlapped"), {"reshard": False}),
-        (replace(SPARSE, ep=2, microbatches=3, rows="overlapped"), {"prefetch": 0}),
-        (replace(SPARSE, ep=1, etp=2), {}),
-        (replace(SPARSE, ep=4), {"reshard": False, "prefetch": 2}),  # each expert is on one rank only, so FSDP does not shard experts
-        (replace(SPARSE, model="gshard", world=3, ep=1, experts=4), {}),  # tied embeddings; 3 ranks divide no dim
-        (replace(DENSE, tiles=4, head_tiles=2, chunks=5, recompute="full"), {"prefetch": 2}),
-    ],
-    ids=lambda value: value.layout if isinstance(value, Case) else ",".join(f"{k} {v}" for k, v in value.items()),
-)
-def test_a_step_is_that_of_one_process(case: Case, sharding: dict[str, Any]) -> None:
-    one = {"world": 1, "ep": 1, "etp": 1, "microbatches": 1, "tiles": 1, "head_tiles": 1}
-    want = alone(replace(case, kind="ddp", recompute="none", rows="all_to_all", **one))
-    got = together(run_on_ranks(two_steps, case.world, case, sharding, timeout_s=60))
-    assert got["losses"] == pytest.approx(want["losses"], rel=1e-6) and got["norms"] == pytest.approx(want["norms"], rel=1e-6)
-    assert got["gradients"].keys() == want["gradients"].keys()
-    largest = max(float(g.abs().max()) for g in want["gradients"].values())
-    for name, gradient in want["gradients"].items():
-        torch.testing.assert_close(got["gradients"][name], gradient, rtol=1e-5, atol=1e-6 * largest)
-        torch.testing.assert_close(got["weights"][name], want["weights"][name], rtol=1e-5, atol=1e-6)
+STEPS: list[tuple[Case, dict[str, Any]]] = [
+    (SPARSE, {}),
+    (replace(SPARSE, microbatches=3, recompute="full"), {"prefetch": 2}),
+    (replace(SPARSE, ep=1, recompute="selective", rows="overlapped"), {"reshard": False}),
+    (replace(SPARSE, ep=2, microbatches=3, rows="overlapped"), {"prefetch": 0}),
+    (replace(SPARSE, ep=1, etp=2), {}),
+    (replace(SPARSE, ep=4), {"reshard": False, "prefetch": 2}),  # each expert is on one rank only, so FSDP does not shard experts
+    (replace(SPARSE, model="gshard", world=3, ep=1, experts=4), {}),  # tied embeddings; 3 ranks divide no dim
+    (replace(DENSE, tiles=4, head_tiles=2, chunks=5, recompute="full"), {"prefetch": 2}),
+]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in(dtype: str) -> None:
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_step_is_that_of_one_process(world: int) -> None:
+    cases = [(case, sharding) for case, sharding in STEPS if case.world == world]
+    one: dict[str, Any] = {"kind": "ddp", "world": 1, "ep": 1, "etp": 1, "microbatches": 1, "tiles": 1, "head_tiles": 1}
+    for (case, sharding), ranks in zip(cases, each_case(two_steps, world, cases), strict=True):
+        want, got = alone(replace(case, recompute="none", rows="all_to_all", **one)), together(ranks)
+        where = f"{case.layout} {sharding}"
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-6), where
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-6), where
+        assert got["gradients"].keys() == want["gradients"].keys(), where
+        largest = max(float(g.abs().max()) for g in want["gradients"].values())
+        for name, gradient in want["gradients"].items():
+            torch.testing.assert_close(got["gradients"][name], gradient, rtol=1e-5, atol=1e-6 * largest, msg=f"{where} {name}")
+            torch.testing.assert_close(got["weights"][name], want["weights"][name], rtol=1e-5, atol=1e-6, msg=f"{where} {name}")
+
+
+def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in() -> None:
     """Gradients 2048 and 1 are added exactly, from two uses on a rank and from two ranks. In 16 bits, 2048 + 1 would be rounded."""
 
-    def work(rank: int) -> list[float]:
+    def work(rank: int, dtype: str) -> list[float]:
         engine, _ = linear(rank, 2, torch.ones(4, 3), dtype=DTYPES[dtype])
         x = torch.tensor([[2048.0 if rank == 0 else 2.0], [1.0]], dtype=DTYPES[dtype]).expand(2, 3)
         engine.backward(engine.forward(x, last=True).float().sum(), last=True)
         return [float(value) for value in engine.gradient("one.weight").unique()]
 
-    assert run_on_ranks(work, 2, timeout_s=60) == [[2052.0]] * 2
+    assert each_case(work, 2, [("fp32",), ("bf16",), ("fp16",)]) == [[[2052.0]] * 2] * 3
 
 
 class Linear(nn.Module):
@@ -135,11 +137,11 @@ def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.f
     return FSDP(model, layouts=layouts, mesh=mesh, optimizer=settings), settings
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (1, 3), (6, 5), (3, 8), (9, 1)])
-def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_shape_is_cut_steps_and_comes_back(ranks: int) -> None:
     """AdamW's steps equal those without sharding, and loaded states are read back, if no dim divides or rows are fewer than ranks."""
 
-    def work(rank: int, ranks: int) -> list[bool]:
+    def work(rank: int, *shape: int) -> list[bool]:
         torch.manual_seed(0)
         value = torch.randn(shape)
         engine, settings = linear(rank, ranks, value)
@@ -165,8 +167,7 @@ def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
         found.append(engine.parameters[name].numel() <= most)
         return found
 
-    for ranks in (2, 4):
-        assert run_on_ranks(work, ranks, ranks, timeout_s=60) == [[True] * 8] * ranks
+    assert each_case(work, ranks, [(5, 7), (1, 3), (6, 5), (3, 8), (9, 1)]) == [[[True] * 8] * ranks] * 5
 
 
 def test_the_first_dim_that_divides_is_cut() -> None:
@@ -181,8 +182,7 @@ def cut_numel(tiny: Tiny) -> int:
     return sum(p.numel() for p in tiny.model.parameters() if isinstance(p, DTensor))
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_states_are_one_nth(microbatches: int) -> None:
+def test_states_are_one_nth() -> None:
     """Weights, gradients and moments of the sharded parameters take exactly 16 P / N bytes a rank. Unsharded parameters are small."""
 
     def work(rank: int, case: Case) -> list[int]:
@@ -201,7 +201,7 @@ def test_states_are_one_nth(microbatches: int) -> None:
         theory = sum(16 * math.prod(tiny.model.get_parameter(name).shape) // axes[name] for name in engine.cut)
         return [size[True] - theory, size[False], 16 * sum(p.numel() for p in engine.whole.values()), theory]
 
-    for over, whole, wanted, theory in run_on_ranks(work, 4, replace(SPARSE, microbatches=microbatches), timeout_s=60):
+    for over, whole, wanted, theory in chain(*each_case(work, 4, [(SPARSE,), (replace(SPARSE, microbatches=3),)])):
         assert over == 0 and whole == wanted < 0.1 * theory
 
 
@@ -226,12 +226,11 @@ def test_offloaded_states_have_memory_of_their_own_and_change_no_bit() -> None:
     assert run_on_ranks(work, 4, timeout_s=60) == [[True] * 2] * 4
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
+def test_weights_are_whole_only_while_they_run() -> None:
     """Gathered weights are freed after the forward pass (kept with `reshard: false`), and after the backward pass."""
 
-    def work(rank: int, case: Case) -> list[Any]:
-        tiny = start(case, rank, sharding={"reshard": reshard})
+    def work(rank: int, reshard: bool) -> list[Any]:
+        tiny = start(replace(SPARSE, recompute="full"), rank, sharding={"reshard": reshard})
         seen: dict[str, Tensor] = {}
 
         def note(path: str, module: nn.Module, *_: Any) -> None:
@@ -253,7 +252,7 @@ def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
         engine.drop_gradients()
         return found
 
-    assert run_on_ranks(work, 4, replace(SPARSE, recompute="full"), timeout_s=60) == [[True] * 3] * 4
+    assert each_case(work, 4, [(True,), (False,)]) == [[[True] * 3] * 4] * 2
 
 
 def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
@@ -285,29 +284,27 @@ def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
 # --- collectives and bytes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "sharding", "gathers", "scatters"),
-    [
-        # two blocks and the head are gathered in both passes, the embedding only forward; gradients of all four are scattered
-        (DENSE, {}, {"dp": 2 * 3 + 1}, {"dp": 4}),
-        (DENSE, {"reshard": False}, {"dp": 4}, {"dp": 4}),
-        (DENSE, {"prefetch": 0}, {"dp": 7}, {"dp": 4}),
-        (replace(DENSE, recompute="full", microbatches=3), {"prefetch": 2}, {"dp": 3 * 7}, {"dp": 3 * 4}),
-        # experts are gathered over edp; the shared expert is a unit of dp
-        (SPARSE, {}, {"dp": 2 * 4 + 1, "edp": 2}, {"dp": 5, "edp": 1}),
-        (replace(SPARSE, recompute="selective"), {"prefetch": 2}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
-        (replace(SPARSE, recompute="full"), {"reshard": False}, {"dp": 5, "edp": 1}, {"dp": 5, "edp": 1}),
-        # a tied table is gathered for embedding and head, but its gradient is scattered once
-        (replace(SPARSE, model="gshard"), {}, {"dp": 2 * 3 + 4, "edp": 2}, {"dp": 3 + 1, "edp": 1}),
-        # four tiles of each feed-forward network, two of the embedding and two of the head
-        (replace(DENSE, tiles=4, head_tiles=2), {"prefetch": 2}, {"dp": 2 * (2 + 2 * 4 + 2) + 2}, {"dp": 2 + 2 * 4 + 4}),
-    ],
-    ids=lambda value: value.layout if isinstance(value, Case) else "",
-)
-def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(
-    case: Case, sharding: dict[str, Any], gathers: dict[str, int], scatters: dict[str, int]
-) -> None:
-    def work(rank: int) -> list[dict[str, int]]:
+UNITS: list[tuple[Case, dict[str, Any], dict[str, int], dict[str, int]]] = [
+    # case, sharding, gathers, sums
+    # two blocks and the head are gathered in both passes, the embedding only forward; gradients of all four are scattered
+    (DENSE, {}, {"dp": 2 * 3 + 1}, {"dp": 4}),
+    (DENSE, {"reshard": False}, {"dp": 4}, {"dp": 4}),
+    (DENSE, {"prefetch": 0}, {"dp": 7}, {"dp": 4}),
+    (replace(DENSE, recompute="full", microbatches=3), {"prefetch": 2}, {"dp": 3 * 7}, {"dp": 3 * 4}),
+    # experts are gathered over edp; the shared expert is a unit of dp
+    (SPARSE, {}, {"dp": 2 * 4 + 1, "edp": 2}, {"dp": 5, "edp": 1}),
+    (replace(SPARSE, recompute="selective"), {"prefetch": 2}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
+    (replace(SPARSE, recompute="full"), {"reshard": False}, {"dp": 5, "edp": 1}, {"dp": 5, "edp": 1}),
+    # a tied table is gathered for embedding and head, but its gradient is scattered once
+    (replace(SPARSE, model="gshard"), {}, {"dp": 2 * 3 + 4, "edp": 2}, {"dp": 3 + 1, "edp": 1}),
+    # four tiles of each feed-forward network, two of the embedding and two of the head
+    (replace(DENSE, tiles=4, head_tiles=2), {"prefetch": 2}, {"dp": 2 * (2 + 2 * 4 + 2) + 2}, {"dp": 2 + 2 * 4 + 4}),
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(world: int) -> None:
+    def work(rank: int, case: Case, sharding: dict[str, Any]) -> list[dict[str, int]]:
         tiny = start(case, rank, sharding=sharding)
         tiny.step(0)
         tiny.mesh.communicator.reset_counts()
@@ -316,15 +313,16 @@ def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(
         found = {name: {a: c.calls for (a, n), c in sent.items() if n == name} for name in ("all_gather", "reduce_scatter")}
         return [found["all_gather"], found["reduce_scatter"]]
 
-    assert run_on_ranks(work, case.world, timeout_s=60) == [[gathers, scatters]] * case.world
+    rows = [row for row in UNITS if row[0].world == world]
+    for (case, sharding, *want), found in zip(rows, each_case(work, world, [row[:2] for row in rows]), strict=True):
+        assert found == [want] * world, f"{case.layout} {sharding}"
 
 
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
-def test_bytes_sent_are_those_of_zero_3(precision: str, width: int) -> None:
+def test_bytes_sent_are_those_of_zero_3() -> None:
     """A step sends (N - 1) / N of 2 `width` P bytes by gathers (compute dtype, `width` bytes an element) and of 4 P bytes by fp32 sums.
     The embedding is gathered once, in fp32."""
 
-    def work(rank: int) -> list[int]:
+    def work(rank: int, precision: str, width: int) -> list[int]:
         tiny = start(replace(DENSE, precision=precision), rank)
         tiny.step(0)
         tiny.mesh.communicator.reset_counts()
@@ -335,7 +333,7 @@ def test_bytes_sent_are_those_of_zero_3(precision: str, width: int) -> None:
         theory = [(2 * width * rest + 4 * table) // 2, 4 * (rest + table) // 2]
         return [sent["dp", "all_gather"].sent - theory[0], sent["dp", "reduce_scatter"].sent - theory[1]]
 
-    assert run_on_ranks(work, 2, timeout_s=60) == [[0, 0]] * 2
+    assert each_case(work, 2, [("fp32", 4), ("bf16", 2)]) == [[[0, 0]] * 2] * 2
 
 
 def test_debug_mode_knows_each_unit_by_name() -> None:

@@ -3,6 +3,7 @@ number of gathers and scatters is the formula's."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from moe.verify.cases import Case
 from moe.verify.layouts import owned
 from moe.verify.rows.pipeline import staged
 from parallel.data import fsdp
+from parallel.data.deepspeed import load_deepspeed
 from parallel.pipeline.schedule import Action, Op, Span, Watcher, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from tests.support.plain_simulation import any_order
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case
 from tests.support.sharded_stages import Call, calls_of, stuck
 from tests.support.tiny import Tiny, start
 
@@ -33,31 +35,29 @@ def two_steps(rank: int, case: Case) -> dict[str, Any]:
     return found | {"weights": owned(tiny.engine, tiny.mesh, "weight", 1.0)}
 
 
-@pytest.mark.parametrize(
-    ("model", "schedule", "kind"),
-    [
+def test_a_step_is_that_of_one_process() -> None:
+    rows = [
         ("gshard", "1f1b", "fsdp+kept"),
         ("deepseek", "zb_h1", "fsdp"),
         ("gshard", "zb_v", "fsdp"),
-        ("gshard", "zb_v", "fsdp+kept"),
         ("dense", "dualpipe_v", "zero2"),
         ("deepseek", "dualpipe", "fsdp+kept"),
         ("deepseek", "v_half", "zero3+cpu"),
-    ],
-)
-def test_a_step_is_that_of_one_process(model: str, schedule: str, kind: str) -> None:
-    case = staged(model, kind, 4, 2, schedule, "fp32")
-    alone = Case(model, "ddp", 1, 1, 1, "fp32", layers=case.layers)
-    (want,) = run_on_ranks(two_steps, 1, alone, timeout_s=60)
-    got = run_on_ranks(two_steps, 4, case, timeout_s=60)
-    losses = [part["loss"] for part in got]
-    assert losses == pytest.approx([want["loss"]] * 4, rel=1e-6), losses
-    assert [part["norm"] for part in got] == pytest.approx([want["norm"]] * 4, rel=1e-6)
-    for what in ("gradients", "weights"):
-        largest = max(float(g.abs().max()) for g in want[what].values())
-        for name, wanted in want[what].items():
-            found = sum(part[what][name] for part in got if name in part[what])
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * largest)
+    ]
+    load_deepspeed()  # imported before the fork, because it takes seconds
+    cases = [staged(model, kind, 4, 2, schedule, "fp32") for model, schedule, kind in rows]
+    twins = [Case(case.model, "ddp", 1, 1, 1, "fp32", layers=case.layers) for case in cases]
+    different = list(dict.fromkeys(twins))
+    alone = dict(zip(different, each_case(two_steps, 1, [(twin,) for twin in different]), strict=True))
+    for row, twin, got in zip(rows, twins, each_case(two_steps, 4, [(case,) for case in cases]), strict=True):
+        (want,) = alone[twin]
+        assert [part["loss"] for part in got] == pytest.approx([want["loss"]] * 4, rel=1e-6), row
+        assert [part["norm"] for part in got] == pytest.approx([want["norm"]] * 4, rel=1e-6), row
+        for what in ("gradients", "weights"):
+            largest = max(float(g.abs().max()) for g in want[what].values())
+            for name, wanted in want[what].items():
+                found = sum(part[what][name] for part in got if name in part[what])
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6 * largest, msg=f"{row} {name}")
 
 
 # --- order of collectives -------------------------------------------------------------------------------------------------
@@ -89,14 +89,12 @@ class Noted(Watcher):
         self.read = len(self.called)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp+kept"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_an_action_calls_the_collectives_that_the_schedule_gives(schedule: str, kind: str) -> None:
+def test_an_action_calls_the_collectives_that_the_schedule_gives() -> None:
     """For the layers, whose gradients are all deferred. Data-parallel ranks call the same units, of all modules, in the same order."""
-    case = staged("gshard", kind, 4, 2, schedule, "fp32")
 
-    def work(rank: int, patch: pytest.MonkeyPatch) -> tuple[list[str], list[set[Call]], list[set[Call]]]:
+    def work(rank: int, schedule: str, kind: str) -> tuple[list[str], list[set[Call]], list[set[Call]]]:
         called: list[str] = []
+        patch = pytest.MonkeyPatch()
         for name in ("gather_into", "scatter_sum_into"):
             real = getattr(fsdp, name)
 
@@ -105,18 +103,19 @@ def test_an_action_calls_the_collectives_that_the_schedule_gives(schedule: str, 
                 return real(*args, **options)
 
             patch.setattr(fsdp, name, noted)
-        tiny = start(case, rank, sharding={"prefetch": 0})
+        tiny = start(staged("gshard", kind, 4, 2, schedule, "fp32"), rank, sharding={"prefetch": 0})
         assert isinstance(tiny.executor, Pipelined)
         watcher = Noted(called, tiny)
         with tiny.executor.watched(watcher):
             tiny.accumulate(0)
+        patch.undo()
         order = schedule_of(tiny.run).orders[tiny.mesh.axis("pp").index]
         return called, watcher.found, by_action(calls_of(order, once=kind == "fsdp+kept"))
 
-    with pytest.MonkeyPatch.context() as patch:
-        got = run_on_ranks(work, 4, patch, timeout_s=60)
-    for called, found, wanted in got:
-        assert found == wanted and [other for other, *_ in got].count(called) == 2
+    cases = [*product(("1f1b", "zb_v"), ("fsdp", "fsdp+kept"))]
+    for case, got in zip(cases, each_case(work, 4, cases), strict=True):
+        for called, found, wanted in got:
+            assert found == wanted and [other for other, *_ in got].count(called) == 2, case
 
 
 def by_action(calls: list[Call]) -> list[set[Call]]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe.model.initialise import FirstValues
 from moe.nn.linear import Linear
@@ -36,8 +39,9 @@ from parallel.mesh.mesh import Degrees
 from parallel.process import process
 from parallel.process.extensions import extensions_dir, missing_for_nvme
 from parallel.process.process import World
+from tests.parallel.data.test_buckets import assert_early, compared
 from tests.support import trained
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import same, start
 
 SPARSE = Case("deepseek", "zero3", 2, 1, 1, "fp32")
@@ -74,19 +78,43 @@ def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload) ->
     return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stage, place", [(1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"), (3, "cpu")])
-def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in(stage: int, place: Any, dtype: torch.dtype) -> None:
+def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in() -> None:
     """Gradients 2048 and 1 of two micro-batches or two ranks are added exactly. In 16 bits, 2048 + 1 would be rounded."""
 
-    def work(rank: int) -> list[float]:
+    def work(rank: int, stage: int, place: Any, dtype: torch.dtype) -> list[float]:
         engine = engine_of(stage, rank, dtype=dtype, offload=Offload(optimizer=place))
         for number, value in enumerate([2048.0, 1.0] if rank == 0 else [1.0, 1.0]):
             out = engine.forward(torch.full((1, 3), value, dtype=dtype), last=number == 1)
             engine.backward(out.float().sum(), last=number == 1)
         return [float(value) for value in engine.gradient("0.weight").unique()]
 
-    assert run_on_ranks(work, 2, timeout_s=60) == [[2051.0]] * 2
+    cases = [*product((1, 2, 3), ("none", "cpu"), (torch.float32, torch.bfloat16, torch.float16))]
+    for case, found in zip(cases, each_case(work, 2, cases), strict=True):
+        assert found == [[2051.0]] * 2, case
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_clip_factor_goes_to_the_kernel_of_adamw(stage: int) -> None:
+    """No operator multiplies or divides gradients before the fused AdamW, which gets the factor."""
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in tree_leaves((args, kwargs))):
+                found.append((func._opname, (kwargs or {}).get("grad_scale") is not None))
+            return func(*args, **(kwargs or {}))
+
+    found: list[tuple[str, bool]] = []
+
+    def work(rank: int) -> list[tuple[str, bool]]:
+        engine = engine_of(stage, rank, dtype=torch.bfloat16, offload=Offload())
+        engine.backward(engine.forward(torch.ones(1, 3, dtype=torch.bfloat16), last=True).float().sum(), last=True)
+        with Called():
+            engine.step(0.1, factor=0.5)
+        return found
+
+    for called in run_on_ranks(work, 2, timeout_s=60):
+        assert {scaled for name, scaled in called if name == "_fused_adamw_"} == {True}
+        assert not [name for name, _ in called if name.removeprefix("_foreach_").startswith(("mul", "div"))]
 
 
 # --- stage 3: weights gathered only during use ------------------------------------------------------------------------
@@ -96,11 +124,8 @@ def whole(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.numel()]
 
 
-@pytest.mark.parametrize(
-    "case", [replace(SPARSE, microbatches=3), replace(SPARSE, recompute="full", tiles=4), replace(SPARSE, world=4, ep=2)], ids=str
-)
-def test_between_passes_no_weight_is_whole(case: Case) -> None:
-    def work(rank: int) -> list[list[str]]:
+def test_between_passes_no_weight_is_whole() -> None:
+    def work(rank: int, case: Case) -> list[list[str]]:
         tiny = start(case, rank)
         found = [whole(tiny.model)]
         for step in range(2):
@@ -112,7 +137,9 @@ def test_between_passes_no_weight_is_whole(case: Case) -> None:
             tiny.model(batch(3)[:2, :-1])
         return [*found, whole(tiny.model)]
 
-    assert run_on_ranks(work, case.world, timeout_s=60) == [[[]] * 6] * case.world
+    pair = [(replace(SPARSE, microbatches=3),), (replace(SPARSE, recompute="full", tiles=4),)]
+    assert each_case(work, 2, pair) == [[[[]] * 6] * 2] * 2
+    assert run_on_ranks(work, 4, replace(SPARSE, world=4, ep=2), timeout_s=60) == [[[]] * 6] * 4
 
 
 def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
@@ -145,8 +172,16 @@ def test_first_values_of_a_shard_equal_those_of_ddp() -> None:
 # --- overlapped sums and offload change no number ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
+def test_sums_of_stage_1_begin_before_the_backward_pass_ends_and_several_are_in_flight() -> None:
+    """Each gradient's sum over two ranks is bitwise that of one all-reduce after the pass, and is sent to the ranks that update it."""
+
+    def work(rank: int) -> list[Any]:
+        return compared(rank, Case("dense", "zero1", 2, 1, 2, "fp32", layers=6), {})
+
+    assert_early(run_on_ranks(work, 2, timeout_s=90), "zero1")
+
+
+def test_sums_beside_the_backward_pass_change_no_bit() -> None:
     """`overlap_comm`, which is on only with CUDA streams, is forced on a CPU: losses, norms and states stay bitwise equal."""
 
     def with_overlap(*args: Any, device: torch.device) -> dict[str, Any]:
@@ -154,30 +189,30 @@ def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
         found["zero_optimization"]["overlap_comm"] = True
         return found
 
-    def work(rank: int) -> list[bool]:
+    def work(rank: int, stage: int) -> list[bool]:
         case = replace(SPARSE, kind=f"zero{stage}", microbatches=2)
         plain = start(case, rank)
         with mock.patch.object(zero3, "settings", with_overlap), mock.patch("parallel.data.zero.settings", with_overlap):
             beside = start(case, rank)
-        assert beside.engine.zero.overlap_comm if stage < 3 else beside.engine.engine.zero_overlap_comm()
+        assert beside.engine.zero.overlap_comm if stage == 2 else beside.engine.engine.zero_overlap_comm()
         numbers = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(2)] for tiny in (plain, beside)]
         return [numbers[0] == numbers[1], same(plain.state(), beside.state())]
 
-    assert run_on_ranks(work, 2, timeout_s=60) == [[True, True]] * 2
+    assert each_case(work, 2, [(2,), (3,)]) == [[[True, True]] * 2] * 2
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])  # stages 1 and 2 are one class
-def test_offload_to_the_host_changes_no_bit(stage: int, precision: str) -> None:
+def test_offload_to_the_host_changes_no_bit() -> None:
     """Losses, weights and moments of two steps are bitwise equal. Clipping is off, because norms are added in another order."""
 
-    def work(rank: int) -> list[list[Any]]:
+    def work(rank: int, stage: int, precision: str) -> list[list[Any]]:
         case = replace(SPARSE, kind=f"zero{stage}", microbatches=2, precision=precision)
         kinds = [f"zero{stage}", f"zero{stage}+cpu", *(["zero3+cpu-all"] if stage == 3 else [])]
         here, *moved = (start(replace(case, kind=kind), rank, optimizer={"clip_norm": None}) for kind in kinds)
         steps = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(2)] for tiny in (here, *moved)]
         return [[loss_and_norm, same(tiny.state(), here.state())] for loss_and_norm, tiny in zip(steps, (here, *moved), strict=True)]
 
-    for (first, _), *others in run_on_ranks(work, 2, timeout_s=90):
+    cases = [(1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")]  # stages 1 and 2 are one class
+    for (first, _), *others in chain(*each_case(work, 2, cases)):
         assert others
         for found, equal in others:
             assert equal and [loss for loss, _ in found] == [loss for loss, _ in first]

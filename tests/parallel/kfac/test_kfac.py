@@ -40,7 +40,7 @@ from parallel.process.process import World
 from tests.measured import kfac as bench
 from tests.measured.kfac import steps_to
 from tests.support.kfac_work import works
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 
 CPU = torch.device("cpu")
 SETTINGS = Settings(damping=0.1, ema=0.5, refresh_every=1)
@@ -450,26 +450,34 @@ def _on_ranks(
     return losses, {name: factor for name, factor in running(small.kfac).items() if "experts" not in name}
 
 
-@pytest.mark.parametrize(
-    ("degrees", "attention", "model"),
-    [
-        pytest.param({"dp": 2, "ep": 1}, {}, SPARSE, id="dp"),
-        pytest.param({"dp": 2, "ep": 2}, {}, SPARSE, id="ep"),
-        pytest.param({"sp": 2, "ep": 1}, {"kind": "ring"}, SPARSE, id="sp"),
-        pytest.param({"sp": 2, "ep": 2}, {"kind": "lightseq"}, SPARSE, id="sp-ep"),
-        pytest.param({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, SPARSE, id="dp-sp-ep"),
-        pytest.param({"pp": 2, "sp": 2, "ep": 2}, {"kind": "ring"}, HALVES, id="halves-pp-sp-ep"),
-    ],
-)
-def test_losses_and_factors_on_several_ranks_equal_one_process(
-    degrees: dict[str, int], attention: dict[str, Any], model: dict[str, Any]
-) -> None:
-    alone, ranks = Small(model), prod(value for axis, value in degrees.items() if axis != "ep")
-    losses = [alone.step(step) for step in range(4)]
-    for got, factors in run_on_ranks(_on_ranks, ranks, ranks, degrees, attention, model, timeout_s=60):
-        assert got == pytest.approx(losses, rel=1e-5)
-        for name, factor in factors.items():
-            torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=name)
+ON_RANKS: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
+    # degrees, sequence parallelism, model
+    ({"dp": 2, "ep": 1}, {}, SPARSE),
+    ({"dp": 2, "ep": 2}, {}, SPARSE),
+    ({"sp": 2, "ep": 1}, {"kind": "ring"}, SPARSE),
+    ({"sp": 2, "ep": 2}, {"kind": "lightseq"}, SPARSE),
+    ({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, SPARSE),
+    ({"pp": 2, "sp": 2, "ep": 2}, {"kind": "ring"}, HALVES),
+]
+
+
+def num_ranks(degrees: dict[str, int]) -> int:
+    return prod(value for axis, value in degrees.items() if axis != "ep")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_losses_and_factors_on_several_ranks_equal_one_process(ranks: int) -> None:
+    cases = [(ranks, *case) for case in ON_RANKS if num_ranks(case[0]) == ranks]
+    wanted: list[tuple[dict[str, Any], Small, list[float]]] = []
+    for model in (SPARSE, HALVES):
+        alone = Small(model)
+        wanted.append((model, alone, [alone.step(step) for step in range(4)]))
+    for (_, degrees, _, model), found in zip(cases, each_case(_on_ranks, ranks, cases), strict=True):
+        ((alone, losses),) = [(one, numbers) for values, one, numbers in wanted if values is model]
+        for got, factors in found:
+            assert got == pytest.approx(losses, rel=1e-5), degrees
+            for name, factor in factors.items():
+                torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=f"{degrees} {name}")
 
 
 def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple[str, str]], set[tuple[str, str]], dict[str, Tensor]]:
@@ -490,26 +498,25 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
     return done, set(small.kfac.factors), {" ".join(key): factor.inverse for key, factor in small.kfac.factors.items()}
 
 
-@pytest.mark.parametrize(
-    "degrees",
-    [{"dp": 2}, {"dp": 2, "ep": 2}, {"sp": 2}, {"dp": 2, "sp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}],
-    ids=["dp", "ep", "sp", "dp-sp-ep", "chimera", "chimera-dp"],
-)
-def test_each_factor_is_inverted_by_exactly_one_of_the_ranks_with_copies(degrees: dict[str, int]) -> None:
-    ranks = degrees.get("dp", 1) * degrees.get("pp", 1) * degrees.get("sp", 1)
-    found = run_on_ranks(_inverted, ranks, ranks, degrees, timeout_s=60)
+INVERTED: list[dict[str, int]] = [{"dp": 2}, {"dp": 2, "ep": 2}, {"sp": 2}, {"dp": 2, "sp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_factor_is_inverted_by_exactly_one_of_the_ranks_with_copies(ranks: int) -> None:
+    cases = [(ranks, degrees) for degrees in INVERTED if num_ranks(degrees) == ranks]
     alone = Small(SPARSE)
     alone.step(0)
-    assert all(held == set(alone.kfac.factors) for _, held, _ in found)
-    own = degrees.get("ep", 1)  # number of ranks with different experts, whose factors have the same name
-    for key in alone.kfac.factors:
-        assert sum(key in done for done, _, _ in found) == (own if "experts" in key[1] else 1), key
-    counts = [len(done) for done, _, _ in found]
-    assert max(counts) - min(counts) <= 2, counts
-    for name, inverse in found[0][2].items():
-        if own == 1 or "experts" not in name:
-            assert all(torch.equal(other[name], inverse) for _, _, other in found), name
-            torch.testing.assert_close(inverse, alone.kfac.factors[tuple(name.split())].inverse, rtol=1e-3, atol=1e-4)  # type: ignore[index]
+    for (_, degrees), found in zip(cases, each_case(_inverted, ranks, cases), strict=True):
+        assert all(held == set(alone.kfac.factors) for _, held, _ in found), degrees
+        own = degrees.get("ep", 1)  # number of ranks with different experts, whose factors have the same name
+        for key in alone.kfac.factors:
+            assert sum(key in done for done, _, _ in found) == (own if "experts" in key[1] else 1), (degrees, key)
+        counts = [len(done) for done, _, _ in found]
+        assert max(counts) - min(counts) <= 2, (degrees, counts)
+        for name, inverse in found[0][2].items():
+            if own == 1 or "experts" not in name:
+                assert all(torch.equal(other[name], inverse) for _, _, other in found), (degrees, name)
+                torch.testing.assert_close(inverse, alone.kfac.factors[tuple(name.split())].inverse, rtol=1e-3, atol=1e-4)  # type: ignore[index]
 
 
 def test_kfac_reaches_a_loss_on_one_batch_in_fewer_steps_than_adamw() -> None:
@@ -614,19 +621,20 @@ def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "degrees"),
-    [("1f1b", {"pp": 2}), ("chimera", {"pp": 2}), ("zb_h1", {"pp": 2}), ("gpipe", {"pp": 2, "dp": 2, "ep": 2})],
+    ("ranks", "schedules", "degrees"), [(2, ("1f1b", "chimera", "zb_h1"), {"pp": 2}), (4, ("gpipe",), {"pp": 2, "dp": 2, "ep": 2})]
 )
-def test_a_pipelines_losses_equal_one_process_and_units_run_in_bubbles(schedule: str, degrees: dict[str, int]) -> None:
+def test_a_pipelines_losses_equal_one_process_and_units_run_in_bubbles(
+    ranks: int, schedules: tuple[str, ...], degrees: dict[str, int]
+) -> None:
     kfac = {"refresh_every": 3, "delay": 2}
     alone = Small(SPARSE, kfac=kfac)
-    losses = [alone.step(step) for step in range(11)]
-    values = SPARSE | {"degrees": {"ep": 1} | degrees, "pipeline": {"schedule": schedule, "microbatches": 4}}
-    found = run_on_ranks(_staged, degrees["pp"] * degrees.get("dp", 1), values, kfac, 11, timeout_s=90)
-    for got, _, waits in found:
-        assert got == pytest.approx(losses, rel=2e-5)
-        assert 0 <= waits[1] <= waits[0] < 1
-    assert any(done > 0 and waits[1] < waits[0] for _, done, waits in found), found
+    losses = [alone.step(step) for step in range(9)]
+    values = [SPARSE | {"degrees": {"ep": 1} | degrees, "pipeline": {"schedule": name, "microbatches": 4}} for name in schedules]
+    for name, found in zip(schedules, each_case(_staged, ranks, [(one, kfac, 9) for one in values]), strict=True):
+        for got, _, waits in found:
+            assert got == pytest.approx(losses, rel=2e-5), name
+            assert 0 <= waits[1] <= waits[0] < 1, name
+        assert any(done > 0 and waits[1] < waits[0] for _, done, waits in found), (name, found)
 
 
 def test_steps_to_counts_steps_until_the_mean_of_ten_losses_is_reached() -> None:

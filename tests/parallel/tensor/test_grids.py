@@ -6,6 +6,7 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.style import Plan, Style, apply, lay_out
 from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 
 # B sequences, L length, D model, V vocabulary
 B, L, D, HIDDEN, V = 12, 3, 12, 36, 11
@@ -113,6 +114,7 @@ def held(kind: str, mesh: Mesh, gates: int) -> tuple[Small, dict[str, Layout]]:
 
 TOKENS = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(2)).index_fill_(0, torch.tensor([5]), PADDING)
+WEIGHTS = drawn((B, L, D), "weights of outputs")
 
 
 def part_of(mesh: Mesh) -> tuple[slice, slice]:
@@ -123,57 +125,63 @@ def part_of(mesh: Mesh) -> tuple[slice, slice]:
     return slice(place.index * each, (place.index + 1) * each), slice(column * width, (column + 1) * width)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gates", "chunks", "waits"),
-    [
-        ("2d", 12, 1, True),
-        ("2d of 9", 12, 2, False),
-        ("2.5d", 1, 1, False),
-        ("3d", 12, 1, True),
-        ("2d of 9", 1, 1, True),
-        ("3d", 1, 2, False),
-    ],
-)
-def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, waits: bool) -> None:
-    """A rank's output and gradients equal its shards of the whole model's: embedding, norms, products and loss.
+# kind, gates (if fewer than the ranks of a side, ranks hold copies), chunks of the loss, whether gradients of weights are deferred
+MODELS = [
+    ("2d", 12, 1, True),
+    ("2d of 9", 12, 2, False),
+    ("2.5d", 1, 1, False),
+    ("3d", 12, 1, True),
+    ("2d of 9", 1, 1, True),
+    ("3d", 1, 2, False),
+]
 
-    gates: if fewer than the ranks of a side, ranks hold copies. waits: gradients of weights are deferred."""
-    whole, _ = held(kind, Mesh.of(Degrees()), gates)
-    weights = drawn((B, L, D), "weights of outputs")
+
+@cache
+def whole_one(gates: int) -> tuple[Small, Tensor, Tensor]:
+    """Return the whole model with its gradients, its output, and its loss."""
+    whole, _ = held("2d", Mesh.of(Degrees()), gates)
     x, _ = whole(TOKENS, TARGETS, 1)
     logits = whole.last(x) @ whole.table.weight.t()
     loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum", ignore_index=PADDING)
-    ((x * weights).sum() + loss).backward()
+    ((x * WEIGHTS).sum() + loss).backward()
+    return whole, x.detach(), loss.detach()
 
-    def work(rank: int) -> tuple[Any, ...]:
-        copies = {f"{'tp_row' if kind == '3d' else 'tp_col'}_copies": GRIDS[kind].tp_col if gates == 1 else 1}
-        degrees = replace(GRIDS[kind], **copies)
-        mesh = process.connect(degrees, World(rank, degrees.tp))
-        model, layouts = held(kind, mesh, gates)
-        sequences, channels = part_of(mesh)
-        x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
-        with defer_gradients() if waits else nullcontext() as pending:
-            ((x * weights[sequences, :, channels]).sum() + loss).backward()
-        if pending is not None:
-            assert model.network.one.weight.grad is None and model.network.gate.weight.grad is None
-            pending.compute()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        sum_gradients(grads, layouts, mesh)
-        boxes = {name: [(run.start, run.stop) for run in layouts[name].region(mesh)] for name in grads}
-        where = [(run.start, run.stop) for run in (sequences, channels)]
-        return x.detach(), where, loss.detach(), grads, boxes
 
-    total = torch.zeros((), dtype=torch.float64)
-    for x_here, (sequences, channels), loss_here, grads, boxes in run_on_ranks(work, GRIDS[kind].tp):
-        want = x.detach()[slice(*sequences), :, slice(*channels)]
-        torch.testing.assert_close(x_here, want, rtol=1e-12, atol=1e-12)
-        total += loss_here if channels[0] == 0 else 0
-        assert grads.keys() == {name for name, _ in whole.named_parameters()}
-        for name, parameter in whole.named_parameters():
-            assert parameter.grad is not None
-            part = parameter.grad[tuple(slice(*run) for run in boxes[name])]
-            torch.testing.assert_close(grads[name], part, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-    torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
+def on_grid(rank: int, kind: str, gates: int, chunks: int, waits: bool) -> tuple[Any, ...]:
+    copies = {f"{'tp_row' if kind == '3d' else 'tp_col'}_copies": GRIDS[kind].tp_col if gates == 1 else 1}
+    degrees = replace(GRIDS[kind], **copies)
+    mesh = process.connect(degrees, World(rank, degrees.tp))
+    model, layouts = held(kind, mesh, gates)
+    sequences, channels = part_of(mesh)
+    x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
+    with defer_gradients() if waits else nullcontext() as pending:
+        ((x * WEIGHTS[sequences, :, channels]).sum() + loss).backward()
+    if pending is not None:
+        assert model.network.one.weight.grad is None and model.network.gate.weight.grad is None
+        pending.compute()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    sum_gradients(grads, layouts, mesh)
+    boxes = {name: [(run.start, run.stop) for run in layouts[name].region(mesh)] for name in grads}
+    where = [(run.start, run.stop) for run in (sequences, channels)]
+    return x.detach(), where, loss.detach(), grads, boxes
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 9])
+def test_a_model_on_a_grid_is_the_whole_one(ranks: int) -> None:
+    """A rank's output and gradients equal its shards of the whole model's: embedding, norms, products and loss."""
+    cases = [case for case in MODELS if GRIDS[case[0]].tp == ranks]
+    for case, found in zip(cases, each_case(on_grid, ranks, cases), strict=True):
+        whole, x, loss = whole_one(case[1])
+        total = torch.zeros((), dtype=torch.float64)
+        for x_here, (sequences, channels), loss_here, grads, boxes in found:
+            torch.testing.assert_close(x_here, x[slice(*sequences), :, slice(*channels)], rtol=1e-12, atol=1e-12, msg=str(case))
+            total += loss_here if channels[0] == 0 else 0
+            assert grads.keys() == {name for name, _ in whole.named_parameters()}, case
+            for name, parameter in whole.named_parameters():
+                assert parameter.grad is not None
+                part = parameter.grad[tuple(slice(*run) for run in boxes[name])]
+                torch.testing.assert_close(grads[name], part, rtol=1e-12, atol=1e-12, msg=f"{case} {name}")
+        torch.testing.assert_close(total, loss, rtol=1e-12, atol=0, msg=str(case))
 
 
 def test_tokens_come_to_one_rank_whole_and_go_back() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from parallel.mesh.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.numerics import weight_gradient
 from parallel.numerics.weight_gradient import defer_gradients, linear
 from parallel.process import process
 from parallel.process.process import World
@@ -113,7 +114,7 @@ def test_sums_of_the_inputs_gradient_overlap_with_the_weights_gradients(monkeypa
         return compute()
 
     monkeypatch.setattr(overlapped, "start_scatter_sum" if sliced else "start_sum", start)
-    monkeypatch.setattr(overlapped, "gradients_or_later", computed)
+    monkeypatch.setattr(weight_gradient, "gradients_or_later", computed)
     columns_both_ways(Mesh.of(Degrees()).axis("tp"), chunks=chunks, sliced=sliced)
     assert happened == ["leaves"] * chunks + ["weights"] + ["there"] * chunks
 

@@ -6,8 +6,9 @@ Inputs and weights are functions of seeds, so each forked gloo rank makes its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from parallel.mesh import collectives
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.process import World
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 
 # T tokens, D model, F hidden, E experts, K choices, R rows
 D, F, E = 6, 20, 8
@@ -136,68 +137,70 @@ def wanted(world: int, dtype: torch.dtype, dropout: bool) -> dict[tuple[str, int
     return found
 
 
-def on_rank(rank: int, degrees: dict[str, int], settings: dict[str, Any], placement: list[int] | None, bf16: bool, dropout: bool) -> Any:
-    world = degrees["dp"]
-    mesh = process.connect(Degrees(**degrees), World(rank, world))
-    placed = None if placement is None else tuple(placement)
-    dispatcher = opened(mesh, placed, **settings)
-    experts = experts_of(mesh, placed)
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return [run_once(dispatcher, experts, rank, kind, k, dtype, dropout) for kind, k in CASES]
+@dataclass(frozen=True)
+class Layout:
+    """A dispatcher on `dp` ranks. placed: experts are placed in another order, and have dropout."""
 
+    name: str
+    dp: int = 2
+    ep: int = 1
+    etp: int = 1
+    bf16: bool = False
+    placed: bool = False
 
-def compare(
-    name: str, degrees: dict[str, int], *, placement: tuple[int, ...] | None = None, bf16: bool = False, dropout: bool = False
-) -> None:
-    world, ep, etp = degrees["dp"], degrees.get("ep", 1), degrees.get("etp", 1)
-    settings = SETTINGS[name]
-    inner = {"ep_inner": settings["node_size"]} if "node_size" in settings else {}
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    ranks = run_on_ranks(on_rank, world, degrees | inner, settings, placement and list(placement), bf16, dropout, timeout_s=60)
-    mesh = [Mesh.of(Degrees(**degrees), rank) for rank in range(world)]
-    for number, case in enumerate(CASES):
-        each, sums = wanted(world, dtype, dropout)[case]
-        for rank in range(world):
-            for what, got, want in zip(("y", "x", "gates"), ranks[rank][number], each[rank], strict=False):
-                close(got, want, f"{name} {case} rank {rank} {what}", dtype)
-        for i, (matrix, want) in enumerate(zip(("w1", "w2", "w3"), sums, strict=True)):
-            got = torch.zeros_like(want)
-            for rank in range(world):  # ranks of edp hold the same experts, and each has the gradient of its own tokens
-                held = (placement or tuple(range(E)))[mesh[rank].axis("ep").index * E // ep :][: E // ep]
-                units, at = F // etp, mesh[rank].axis("etp").index
-                part = got.narrow(HIDDEN_DIM[matrix], at * units, units)
-                part.index_add_(0, torch.tensor(held), ranks[rank][number][3 + i])
-            close(got, want, f"{name} {case} {matrix}", dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def placement(self) -> tuple[int, ...] | None:
+        return PLACEMENT if self.placed else None
+
+    def degrees(self, **inner: int) -> Degrees:
+        return Degrees(dp=self.dp, ep=self.ep, etp=self.etp, **inner)
 
 
 LAYOUTS = [
-    *((name, {"dp": 2, "ep": 2}) for name in SETTINGS),
-    *((name, {"dp": 4, "ep": 4}) for name in SETTINGS),
-    ("all_to_all", {"dp": 4, "ep": 2}),
-    ("all_to_all", {"dp": 2, "etp": 2}),
-    *((name, {"dp": 4, "ep": 2, "etp": 2}) for name in SETTINGS),
+    *(Layout(name, dp, ep, etp) for dp, ep, etp in ((2, 2, 1), (4, 4, 1), (4, 2, 2)) for name in SETTINGS),
+    Layout("all_to_all", 4, 2),
+    Layout("all_to_all", 2, etp=2),
+    *(Layout(name, 2, 2, bf16=True) for name in SETTINGS),
+    *(Layout(name, dp, 2, dp // 2, placed=True) for dp in (2, 4) for name in SETTINGS),
 ]
 
 
-@pytest.mark.parametrize(("name", "degrees"), LAYOUTS, ids=[f"{n}-{'-'.join(f'{a}{s}' for a, s in d.items())}" for n, d in LAYOUTS])
-def test_every_dispatcher_equals_local(name: str, degrees: dict[str, int]) -> None:
-    compare(name, degrees)
+def on_rank(rank: int, layout: Layout) -> Any:
+    settings = SETTINGS[layout.name]
+    inner = {"ep_inner": settings["node_size"]} if "node_size" in settings else {}
+    mesh = process.connect(layout.degrees(**inner), World(rank, layout.dp))
+    dispatcher, experts = opened(mesh, layout.placement, **settings), experts_of(mesh, layout.placement)
+    return [run_once(dispatcher, experts, rank, kind, k, layout.dtype, layout.placed) for kind, k in CASES]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_dispatcher_equals_local_in_bf16(name: str) -> None:
-    compare(name, {"dp": 2, "ep": 2}, bf16=True)
+@cache
+def on_ranks(dp: int) -> dict[Layout, list[Any]]:
+    """Return the results of each rank, for all layouts of `dp` ranks, which are run on the same ranks."""
+    layouts = [layout for layout in LAYOUTS if layout.dp == dp]
+    return dict(zip(layouts, each_case(on_rank, dp, [(layout,) for layout in layouts]), strict=True))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_with_experts_placed_anywhere_and_dropout_inside_them(name: str) -> None:
-    """Dispatchers equal Local if experts are placed in another order and have dropout: a mask depends only on token and hidden unit."""
-    compare(name, {"dp": 2, "ep": 2}, placement=PLACEMENT, dropout=True)
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_dropout_masks_are_split_with_the_hidden_units(name: str) -> None:
-    compare(name, {"dp": 4, "ep": 2, "etp": 2}, placement=PLACEMENT, dropout=True)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_every_dispatcher_equals_local(layout: Layout) -> None:
+    """Also in bf16; and if experts are placed in another order and have dropout, whose mask depends only on token and hidden unit."""
+    ranks, mesh = on_ranks(layout.dp)[layout], [Mesh.of(layout.degrees(), rank) for rank in range(layout.dp)]
+    for number, case in enumerate(CASES):
+        each, sums = wanted(layout.dp, layout.dtype, layout.placed)[case]
+        for rank in range(layout.dp):
+            for what, got, want in zip(("y", "x", "gates"), ranks[rank][number], each[rank], strict=False):
+                close(got, want, f"{case} rank {rank} {what}", layout.dtype)
+        for i, (matrix, want) in enumerate(zip(("w1", "w2", "w3"), sums, strict=True)):
+            got = torch.zeros_like(want)
+            for rank in range(layout.dp):  # ranks of edp hold the same experts, and each has the gradient of its own tokens
+                held = (layout.placement or tuple(range(E)))[mesh[rank].axis("ep").index * E // layout.ep :][: E // layout.ep]
+                units, at = F // layout.etp, mesh[rank].axis("etp").index
+                part = got.narrow(HIDDEN_DIM[matrix], at * units, units)
+                part.index_add_(0, torch.tensor(held), ranks[rank][number][3 + i])
+            close(got, want, f"{case} {matrix}", layout.dtype)
 
 
 def _bits_on_rank(rank: int, kind: str) -> list[list[Tensor]]:
@@ -206,12 +209,11 @@ def _bits_on_rank(rank: int, kind: str) -> list[list[Tensor]]:
     return [run_once(exchange, experts_of(mesh, None), rank, kind, 2, torch.float32, False) for exchange in exchanges]
 
 
-@pytest.mark.parametrize("kind", ["drops", *BOUNDED])
-def test_rows_reach_an_expert_in_the_same_order_by_all_to_all_and_padded(kind: str) -> None:
+def test_rows_reach_an_expert_in_the_same_order_by_all_to_all_and_padded() -> None:
     """Rows arrive sorted by source rank, then token, so results are bitwise equal. Overlapped chunks are left out: they multiply the same
     rows in other blocks (moe/kernels/grouped.py), which round differently.
     """
-    for first, *others in run_on_ranks(_bits_on_rank, 4, kind, timeout_s=60):
+    for first, *others in chain(*each_case(_bits_on_rank, 4, [("drops",), *((kind,) for kind in BOUNDED)])):
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 

@@ -131,7 +131,7 @@ def bytes_between(kind: str, k: int, size: int, rank: int, ranks: int) -> dict[s
     return {"ep_outer": sent(out, back), "ep_inner": sent(inside, sum(rank in token for token in others))}
 
 
-@pytest.mark.parametrize(("nodes", "etp"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "etp"), [(4, 1), (2, 2)])
 def test_results_equal_a_loop_and_bytes_are_a_copy_for_each_node_and_rank(nodes: int, etp: int) -> None:
     """Rounded sums of at most 8 terms in another order: within 2e-6 of the largest value in fp32, four roundings (2^-6) in bf16.
     With expert tensor parallelism, ranks of etp send tokens of their own, so bytes are counted without it.

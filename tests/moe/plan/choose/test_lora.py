@@ -5,20 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
-from moe.nn.lora import adapt, freeze
+from moe.nn.lora import adapt, freeze, is_adapter
+from moe.parallelize.build import laid_out
 from moe.plan.choose.predicted import Place, predict
 from moe.plan.choose.recipe_of import with_values
 from moe.plan.job import counts
+from moe.plan.job.flops import core_forward, size
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.memory import peak
+from moe.plan.memory.memory import memory, peak
+from moe.plan.memory.stack import OURS_ON_CPU
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.prediction import refusal
+from moe.rehearse.rehearse import walk
+from parallel.mesh.mesh import Mesh
 from parallel.process.fork import run_on_ranks
+from parallel.process.process import World
 from tests.planner import runs as planner_runs
 
 GIB = 2**30
@@ -60,7 +68,46 @@ def test_elements_are_those_of_the_model(targets: tuple[str, ...], sparse: bool)
     assert found.trained.total == sum(p.numel() for p in made.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("case", ["lora", "lora ep 2"])
+LATENT = {"latent": {"key_rank": 8, "query_rank": 12, "rotary_size": 4, "value_size": 8}, "num_kv_heads": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp", "model"),
+    [("1d", 2, 2, {}), ("1d", 4, 1, {"num_kv_heads": 2}), ("1d", 2, 1, LATENT), ("2.5d", 8, 1, {}), ("3d", 8, 1, {"num_kv_heads": 1})],
+)
+def test_adapters_of_a_rank_are_those_that_it_holds(kind: str, tp: int, pp: int, model: dict[str, Any]) -> None:
+    sizes = {"num_layers": 4, "d_model": 32, "num_heads": 4, "num_kv_heads": 4, "d_ff": 32, "max_length": 8, "vocab_size": 264}
+    values: dict[str, Any] = {"model": sizes | {"ffn": "swiglu", "moe_every": 2} | model, "experts": {"num_experts": 4, "d_ff": 12}}
+    values |= {"degrees": {"tp": tp, "pp": pp, "ep": 2}, "tensor": {"kind": kind}, "pipeline": {"microbatches": 2}}
+    run = check_run(build_run(values | {"lora": {"rank": 3, "targets": ALL}, "train": {"global_batch": 16, "eval_sequences": 16}}), tp * pp)
+    stages = layers_of(run, schedule_of(run)) if pp > 1 else (range(4),)
+    for rank in {0, tp * pp - 1}:
+        mesh = Mesh.of(run.mesh_degrees(), rank)
+        made, _, _ = laid_out(run, mesh)
+        said = counts.held(network_of(run), plan_of(run), stages, (mesh.axis("pp").index,)).trained.total
+        assert said == sum(p.numel() for name, p in made.named_parameters() if is_adapter(name)) > 0
+
+
+@pytest.mark.parametrize(("tp", "pp", "more"), [(2, 1, {}), (1, 2, {"schedule": "zb_h1", "microbatches": 4})], ids=["tp", "pp"])
+def test_memory_and_flops_are_those_of_a_rehearsed_step(tp: int, pp: int, more: dict[str, Any]) -> None:
+    """Within 5 %: bytes of the fullest rank at its peak, and FLOPs of all ranks. Attention's core, which torch does not count, is left
+    out."""
+    sizes = {"num_layers": 4, "d_model": 96, "num_heads": 4, "d_ff": 160, "max_length": 64, "vocab_size": 264, "ffn": "swiglu"}
+    values: dict[str, Any] = {"model": sizes | {"moe_every": 0, "tied_embeddings": False}, "degrees": {"tp": tp, "pp": pp}}
+    values |= {"lora": {"rank": 2, "targets": ["attention", "dense"]}, "pipeline": more, "precision": {"compute": "fp32"}}
+    run = check_run(build_run(values | {"train": {"global_batch": 8, "eval_sequences": 8}}), tp * pp)
+    fullest, found = walk(run, World(0, tp * pp)).peak_bytes, 0.0  # without the counter, which keeps tensors
+    for rank in range(pp):
+        with FlopCounterMode(display=False) as counted:
+            walk(run, World(rank, tp * pp))
+        found += counted.get_total_flops() / 2 * tp  # two steps; ranks of tp compute equally much
+    said = memory(network_of(run), plan_of(run), OURS_ON_CPU)
+    assert max(of.allocated for of in said) == pytest.approx(fullest, rel=0.05)
+    core = sum(core_forward(run.model, layer=layer) for layer in range(4))
+    assert 8 * 64 * (size(run).training - 3 * core) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["lora ep 2"])
 def test_predicted_memory_equals_measured_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 10 %. The error would be larger if recomputation did not free each layer's merged weight W + s B A."""
     small = {"num_layers": 2, "d_model": 96, "d_ff": 384, "vocab_size": 512, "max_length": 96}

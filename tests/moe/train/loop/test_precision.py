@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from moe.nn.linear import Linear
 from moe.recipe.load import build_run
-from moe.train.loop import advance, ending, trainer
+from moe.train.loop import advance, trainer
 from moe.train.parts.executor import Executor
 from moe.train.start import place
 from moe.verify.cases import Case
@@ -32,33 +33,31 @@ from parallel.errors import BadInput
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES, LossScale
-from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
 from tests.support import trained
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import same, start
 
-each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all"])
-whole_weights = pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+KINDS = [("ddp",), ("fsdp",), ("zero1",), ("zero2",), ("zero3",), ("zero2+cpu",), ("zero3+cpu-all",)]
+WHOLE_WEIGHTS = [("ddp",), ("zero1",), ("zero2",)]
 EXPERT, DENSE = "layers.1.moe.experts.w1", "layers.0.ffn.w1.weight"
 
 
-def preload(kind: str) -> None:
-    if kind.startswith("zero"):
-        load_deepspeed()
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    load_deepspeed()  # imported before the forks, because it takes seconds
 
 
 # --- a gradient that is not finite ----------------------------------------------------------------------------------------
 
 
-@each_kind
-def test_inf_on_one_rank_makes_all_ranks_skip_alike(kind: str) -> None:
+def test_inf_on_one_rank_makes_all_ranks_skip_alike() -> None:
     """An infinite gradient on rank 1 leaves weights, moments and Adam's step counter unchanged on both ranks, and halves the loss scale.
 
     Tested with an expert that only rank 1 holds, and with a replicated weight. The step after the skipped ones is as if there were none.
     """
-    preload(kind)
 
-    def work(rank: int) -> dict[str, Any]:
+    def work(rank: int, kind: str) -> dict[str, Any]:
         tiny, other = (start(Case("switch", kind, 2, 2, 2, "fp16"), rank, scale=LossScale(2.0**10, growth_interval=100)) for _ in range(2))
         tiny.step(0), other.step(0)
         before = tiny.state()
@@ -73,18 +72,18 @@ def test_inf_on_one_rank_makes_all_ranks_skip_alike(kind: str) -> None:
         return {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
 
     skipped = {EXPERT: [False, 512.0, 1.0, True], DENSE: [False, 256.0, 1.0, True], "next": [2.0], "as if": True}
-    assert run_on_ranks(work, 2, timeout_s=90) == [skipped] * 2
+    assert each_case(work, 2, KINDS) == [[skipped] * 2] * len(KINDS)
 
 
 def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """During warm-up, the step after a skipped step has the skipped step's learning rate."""
-    (tmp_path / "text").write_text("to be or not to be, that is the question\n" * 400)
+    home = trained.home(tmp_path, monkeypatch)
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 16, "max_length": 16, "moe_every": 2},
         "experts": {"num_experts": 2},
         "degrees": {"dp": 2, "ep": 2},
         "precision": {"compute": "fp16", "loss_scale": "dynamic"},
-        "data": {"source": "text", "path": str(tmp_path / "text"), "validation_share": 0.2},
+        "data": {"source": "text", "path": str(home / "text.txt"), "validation_share": 0.2},
         "optimizer": {"warmup_steps": 8},
         "train": {"steps": 5, "global_batch": 4, "eval_sequences": 4, "eval_every": 0, "save_every": 0},
     }
@@ -102,8 +101,6 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
                 handle.remove()
 
     monkeypatch.setattr(advance, "accumulate", accumulate)
-    monkeypatch.setattr(ending, "matmul_flops", lambda *_: 1.0)  # skipped, because it takes a second
-    monkeypatch.setattr(place, "multiplies", lambda *_: True)
 
     def work(rank: int) -> None:
         trainer.train(build_run(values), out=tmp_path / "out", world=World(rank, 2), display=False)
@@ -153,13 +150,10 @@ def linear(value: float, *, master: torch.dtype = torch.float32) -> Linear:
     return layer.to(master)
 
 
-@whole_weights
-@pytest.mark.parametrize("scale, kept", [(1.0, False), (2.0**16, True)])
-def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, kept: bool) -> None:
+def test_scaling_saves_a_gradient_that_fp16_would_lose() -> None:
     """A gradient of 2e-8 underflows to 0 in fp16, whose smallest number is 6e-8, and the weight never changes. With a scale it does."""
-    preload(kind)
 
-    def work(rank: int) -> list[float]:
+    def work(rank: int, kind: str, scale: float) -> list[float]:
         layer = linear(1.0)
         engine = engine_for(kind, layer, eps=1e-12)
         out = engine.forward(torch.ones(1, 1, dtype=torch.float16), last=True)
@@ -168,17 +162,16 @@ def test_scaling_saves_a_gradient_that_fp16_would_lose(kind: str, scale: float, 
         engine.step(lr=0.125, factor=1 / scale)
         return [gradient, float(engine.state("weight")["weight"])]
 
-    ((gradient, weight),) = run_on_ranks(work, 1, timeout_s=90)
-    assert gradient == pytest.approx(2e-8 if kept else 0.0, rel=1e-3)
-    assert weight == pytest.approx(0.875 if kept else 1.0, rel=1e-3)
+    cases = [(*kind, scale) for kind in WHOLE_WEIGHTS for scale in (1.0, 2.0**16)]
+    for case, ((gradient, weight),) in zip(cases, each_case(work, 1, cases), strict=True):
+        assert gradient == pytest.approx(0.0 if case[1] == 1 else 2e-8, rel=1e-3), case
+        assert weight == pytest.approx(1.0 if case[1] == 1 else 0.875, rel=1e-3), case
 
 
-@whole_weights
-def test_fp32_masters_keep_what_bf16_weights_lose(kind: str) -> None:
+def test_fp32_masters_keep_what_bf16_weights_lose() -> None:
     """In bf16, 1 + 2^-9 rounds to 1, so eight such updates have no effect. With fp32 masters they add up to 1 + 2^-6."""
-    preload(kind)
 
-    def work(rank: int, master: str) -> list[float]:
+    def work(rank: int, kind: str, master: str) -> list[float]:
         layer = linear(1.0, master={"fp32": torch.float32, "bf16": torch.bfloat16}[master])
         engine = engine_for(kind, layer)
         outputs = []
@@ -189,22 +182,20 @@ def test_fp32_masters_keep_what_bf16_weights_lose(kind: str) -> None:
             engine.step(lr=2.0**-9)  # with a constant gradient, Adam's update is the learning rate
         return [*outputs, float(engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=True)), float(engine.state("weight")["weight"])]
 
-    (kept,) = run_on_ranks(work, 1, "fp32", timeout_s=90)
-    assert kept[-1] == pytest.approx(1 + 2.0**-6, rel=1e-6) and kept[0] == 1.0
-    assert kept[-2] == float(torch.tensor(kept[-1]).bfloat16()) == 1 + 2.0**-6  # the forward pass uses the master weight, cast to bf16
-    (without,) = run_on_ranks(work, 1, "bf16", timeout_s=90)
-    if kind == "ddp":
-        assert without == [1.0] * 10
-    else:  # DeepSpeed has its own fp32 masters of bf16 parameters
-        assert without[-1] == kept[-1] and without[-2] == kept[-2]
+    found = each_case(work, 1, [(*kind, master) for kind in WHOLE_WEIGHTS for master in ("fp32", "bf16")])
+    for (kind,), (kept,), (without,) in zip(WHOLE_WEIGHTS, found[::2], found[1::2], strict=True):
+        assert kept[-1] == pytest.approx(1 + 2.0**-6, rel=1e-6) and kept[0] == 1.0, kind
+        assert kept[-2] == float(torch.tensor(kept[-1]).bfloat16()) == 1 + 2.0**-6  # the forward pass uses the master weight, cast to bf16
+        if kind == "ddp":
+            assert without == [1.0] * 10
+        else:  # DeepSpeed has its own fp32 masters of bf16 parameters
+            assert without[-1] == kept[-1] and without[-2] == kept[-2], kind
 
 
-@whole_weights
-def test_tiny_gradients_of_many_micro_batches_add_up(kind: str) -> None:
+def test_tiny_gradients_of_many_micro_batches_add_up() -> None:
     """Gradients accumulate in fp32: 1 + 64 * 2^-9 is 1.125, but a sum in bf16 would remain 1."""
-    preload(kind)
 
-    def work(rank: int) -> list[float]:
+    def work(rank: int, kind: str) -> list[float]:
         engine = engine_for(kind, linear(1.0))
         for i in range(65):
             out = engine.forward(torch.ones(1, 1, dtype=torch.bfloat16), last=i == 64)
@@ -215,16 +206,13 @@ def test_tiny_gradients_of_many_micro_batches_add_up(kind: str) -> None:
     for _ in range(64):
         total += torch.tensor(2.0**-9, dtype=torch.bfloat16)
     assert total == 1.0
-    assert run_on_ranks(work, 1, timeout_s=90) == [[1.125]]
+    assert each_case(work, 1, WHOLE_WEIGHTS) == [[[1.125]]] * 3
 
 
-@whole_weights
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) -> None:
+def test_the_model_computes_with_the_stepped_masters() -> None:
     """After a step the model's parameters equal the engine's fp32 masters, cast, and give the logits of a model loaded with the masters."""
-    preload(kind)
 
-    def work(rank: int) -> list[Any]:
+    def work(rank: int, kind: str, precision: str) -> list[Any]:
         tiny = start(Case("switch", kind, 2, 1, 1, precision), rank)
         before = tiny.state()
         tiny.step(0)
@@ -242,15 +230,13 @@ def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) 
             model.eval()
         return [*found, torch.equal(tiny.model(tokens).logits_BLV, fresh.model(tokens).logits_BLV)]
 
-    assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 5] * 2
+    assert each_case(work, 2, product(("ddp", "zero1", "zero2"), ("bf16", "fp16"))) == [[[True] * 5] * 2] * 6
 
 
-@whole_weights
-def test_a_scale_changes_no_number_of_a_step(kind: str) -> None:
+def test_a_scale_changes_no_number_of_a_step() -> None:
     """With a loss scale that is a power of two, losses, gradient norm, clipped update and moments are bitwise those without a scale."""
-    preload(kind)
 
-    def work(rank: int) -> list[bool]:
+    def work(rank: int, kind: str) -> list[bool]:
         case = Case("switch", kind, 2, 2, 3, "fp32")
         plain, scaled = start(case, rank), start(case, rank, scale=LossScale(2.0**12))
         found = []
@@ -259,7 +245,7 @@ def test_a_scale_changes_no_number_of_a_step(kind: str) -> None:
             found.append(plain.finish() == scaled.finish())
         return [*found, same(plain.state(), scaled.state())]
 
-    assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 5] * 2
+    assert each_case(work, 2, WHOLE_WEIGHTS) == [[[True] * 5] * 2] * 3
 
 
 # --- the loss scale -----------------------------------------------------------------------------------------------------------

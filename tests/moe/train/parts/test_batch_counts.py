@@ -5,7 +5,7 @@ Model and step are those of `moe verify`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from moe.verify.plain.batches import batch
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
 from parallel.store.checkpoint import pieces
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import each_case, run_on_ranks
 from tests.support.tiny import Tiny, start
 
 
@@ -56,23 +56,34 @@ def lengthened(lengths: list[int]) -> Tensor:
     return tokens
 
 
-def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[str, Any]) -> Found:
-    """Run forward and backward of one step. Return (loss, numbers of each MoE layer, whole gradients by global parameter name)."""
+def _on_rank(rank: int, layout: Layout, tokens: Tensor | None, sections: dict[str, Any]) -> tuple[float, list[Any], dict[str, Tensor]]:
     case = Case("gshard", layout.kind, layout.world, layout.world, layout.microbatches, "fp32")
+    tiny = start(case, rank, recompute={"kind": layout.recompute}, **sections)
+    whole = batch(0) if tokens is None else tokens
+    shard = TokenShard.of(tiny.mesh, num_sequences=len(whole), length=LENGTH)
+    numbers = accumulate(tiny.executor, shard.of_batch(whole), shard=shard, microbatches=layout.microbatches, seed=7, step=0)
+    return numbers.loss, [vars(layer) for layer in numbers.layers], dict(owned(tiny))
 
-    def work(rank: int) -> tuple[float, list[dict[str, Any]], dict[str, Tensor]]:
-        tiny = start(case, rank, recompute={"kind": layout.recompute}, **sections)
-        whole = batch(0) if tokens is None else tokens
-        shard = TokenShard.of(tiny.mesh, num_sequences=len(whole), length=LENGTH)
-        numbers = accumulate(tiny.executor, shard.of_batch(whole), shard=shard, microbatches=layout.microbatches, seed=7, step=0)
-        return numbers.loss, [vars(layer) for layer in numbers.layers], dict(owned(tiny))
 
-    ranks = run_on_ranks(work, layout.world, timeout_s=60)
-    gradients: dict[str, Tensor] = {}
-    for loss, layers, mine in ranks:
-        assert (loss, layers) == ranks[0][:2]  # every rank gets the numbers of all ranks
-        gradients |= mine
-    return ranks[0][0], [LayerNumbers(**layer) for layer in ranks[0][1]], gradients
+def each_computed(cases: Sequence[tuple[Layout, Tensor | None, dict[str, Any]]]) -> list[Found]:
+    """Run forward and backward of one step for each case (layout, tokens or None, sections of the recipe); cases with equally many ranks
+    run on the same ranks. Return (loss, numbers of each MoE layer, whole gradients by global parameter name) of each case."""
+    found: dict[int, Found] = {}
+    for world in sorted({layout.world for layout, *_ in cases}):
+        chosen = [number for number, (layout, *_) in enumerate(cases) if layout.world == world]
+        alone = world == 1 and all(cases[number][0].kind == "ddp" for number in chosen)  # needs no process group
+        of_each = [[_on_rank(0, *cases[n])] for n in chosen] if alone else each_case(_on_rank, world, [cases[n] for n in chosen])
+        for number, ranks in zip(chosen, of_each, strict=True):
+            gradients: dict[str, Tensor] = {}
+            for loss, layers, mine in ranks:
+                assert (loss, layers) == ranks[0][:2]  # every rank gets the numbers of all ranks
+                gradients |= mine
+            found[number] = ranks[0][0], [LayerNumbers(**layer) for layer in ranks[0][1]], gradients
+    return [found[number] for number in range(len(cases))]
+
+
+def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[str, Any]) -> Found:
+    return each_computed([(layout, tokens, sections)])[0]
 
 
 def owned(tiny: Tiny) -> Iterator[tuple[str, Tensor]]:
@@ -98,23 +109,21 @@ def assert_same(got: Found, want: Found) -> None:
 def test_a_scope_gives_the_same_on_every_layout(scope: str) -> None:
     """Balance, importance and z losses over the scope, and all gradients, are equal for all layouts, with drops, noise and dropout."""
     router = ONE_OF_ALL | {"balance_scope": scope}
-    want = computed(PLAIN, router=router)
+    want, *others = each_computed([(layout, None, {"router": router}) for layout in (PLAIN, *LAYOUTS)])
     assert want[1][0].importance_loss > 0 and want[1][0].dropped > 0
-    for layout in LAYOUTS:
-        assert_same(computed(layout, router=router), want)
+    for found in others:
+        assert_same(found, want)
 
 
 def test_recompute_with_every_dispatch_kind() -> None:
     """Losses over the global batch and gradients stay equal if recomputation repeats the dispatch of tokens to experts."""
     router = ONE_OF_ALL | {"balance_scope": "global_batch"}
     want = computed(PLAIN, router=router)
-    for world, dispatch in (
-        (2, {"kind": "padded"}),
-        (2, {"kind": "all_gather"}),
-        (2, {"kind": "all_to_all", "overlap_chunks": 2}),
-        (4, {"kind": "hierarchical", "node_size": 2}),
-    ):
-        assert_same(computed(Layout(world, 3, "selective" if world == 2 else "full"), router=router, dispatch=dispatch), want)
+    kinds: list[dict[str, Any]] = [{"kind": "padded"}, {"kind": "all_gather"}, {"kind": "all_to_all", "overlap_chunks": 2}]
+    cases = [(Layout(2, 3, "selective"), None, {"router": router, "dispatch": dispatch}) for dispatch in kinds]
+    cases.append((Layout(4, 3, "full"), None, {"router": router, "dispatch": {"kind": "hierarchical", "node_size": 2}}))
+    for found in each_computed(cases):
+        assert_same(found, want)
 
 
 def test_first_choices_alone_count_over_the_global_batch_too() -> None:
@@ -140,9 +149,9 @@ def test_sequences_of_padding_change_nothing(scope: str) -> None:
     router = ONE_OF_ALL | {"balance_scope": scope}
     lengths = [LENGTH + 1, 4, 11, 1, 0, 7]
     want = computed(PLAIN, tokens=lengthened(lengths), router=router)
-    for layout in (PLAIN, *LAYOUTS):
-        full = torch.cat((lengthened(lengths), torch.full((BATCH - 6, LENGTH + 1), PADDING)))
-        assert_same(computed(layout, tokens=full, router=router), want)
+    full = torch.cat((lengthened(lengths), torch.full((BATCH - 6, LENGTH + 1), PADDING)))
+    for found in each_computed([(layout, full, {"router": router}) for layout in (PLAIN, *LAYOUTS)]):
+        assert_same(found, want)
 
 
 def test_padding_at_the_end_of_sequences_changes_nothing() -> None:

@@ -21,6 +21,7 @@ from moe.experts.experts import Experts as ExpertsStack
 from moe.kernels.grouped import grouped_ffn
 from moe.kernels.network import ByProduct
 from moe.kernels.products import PRODUCTS
+from moe.model import initialise
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
@@ -65,7 +66,18 @@ def farthest(ran: Any, twin: Case) -> float:
     return max(value for name, value in compare(ran, three_steps_of(twin)).items() if name != "update")
 
 
-@pytest.mark.usefixtures("three_steps")
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let B begin at other values than 0, so that A has a gradient in the first step."""
+    own = initialise.sigma_of
+
+    def sigma_of(name: str, shape: tuple[int, ...], model: Model) -> float | None:
+        return 0.1 if is_adapter(name) and name.endswith("_b") else own(name, shape, model)
+
+    monkeypatch.setattr(initialise, "sigma_of", sigma_of)
+
+
+@pytest.mark.usefixtures("three_steps", "moved")
 def test_three_steps_are_the_plain_twins() -> None:
     case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
     ran = compute(case)
@@ -73,7 +85,7 @@ def test_three_steps_are_the_plain_twins() -> None:
     assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
 
 
-@pytest.mark.usefixtures("three_steps")
+@pytest.mark.usefixtures("three_steps", "moved")
 def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     cases: list[Case] = [
         Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
@@ -81,11 +93,15 @@ def test_three_steps_on_ranks_are_the_plain_twins() -> None:
         Adapted("deepseek", "ddp", 2, 1, 1, "fp32", etp=2),
         Adapted("deepseek", "ddp", 2, 2, 1, "fp32", rows="overlapped", targets=("experts",)),
         Adapted("t5_untied", "fsdp", 2, 2, 1, "fp32", "full"),
+        Adapted("latent", "ddp", 2, 2, 1, "fp32", tp=2, tensor="sliced"),
+        Adapted("gshard", "zero3", 2, 1, 1, "fp32", tp=2, tensor="overlapped"),
+        Adapted("deepseek", "ddp", 2, 1, 4, "fp32", pp=2, schedule="zb_v", layers=5),
     ]
     for case, ran in run_world(cases, 2):
         assert not isinstance(ran, str), (case.layout, ran)
         assert isinstance(case, Adapted)
-        assert farthest(ran[0], Adapted(case.model, "ddp", 1, 1, 1, "fp32", targets=case.targets)) < 1e-5, case.layout
+        twin = Adapted(case.model, "ddp", 1, 1, 1, "fp32", targets=case.targets, layers=case.layers)
+        assert farthest(ran[0], twin) < 1e-5, case.layout
 
 
 LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
@@ -216,8 +232,14 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
         ({"lora": {"alpha": 4.0}}, "lora.alpha: got 4 with lora.rank=0"),
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets: got .., needed some of"),
         ({"lora": {"rank": 4, "targets": ["experts"]}}, "lora.targets: got experts in a dense model"),
-        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with lora.rank=4"),
-        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with lora.rank=4"),
+        (
+            {"lora": {"rank": 4, "targets": ["experts"]}, "degrees": {"dp": 1, "pp": 2}, "model": {"moe_every": 2}},
+            "lora.targets: got .experts. with degrees.pp=2, needed adapters in every layer.*; fix: set it to .attention, experts.",
+        ),
+        (
+            {"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}, "model": {"num_layers": 2}, "pipeline": {"layers": [2, 0]}},
+            "pipeline.layers: got .2, 0., which leaves rank 1 of the pipeline without adapters",
+        ),
         ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
         ({"lora": {"rank": 4}, "optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with lora.rank=4"),
         ({"lora": {"rank": 4}, "train": {"audit_every": 2}}, "train.audit_every: got 2 with lora.rank=4"),

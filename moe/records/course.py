@@ -1,0 +1,54 @@
+"""The course of a training loss: whether it fell as it should, for the rules of the doctor (moe/records/rules.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moe.records.windows import Window
+
+PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
+LEAST_STEPS = 20  # a run with fewer steps gets no line
+LEAST_OF_PART = 8  # steps in a part from which the noise of its mean can be told
+LONG = 0.05  # the loss is above its first value in at least this share of the steps, and once by 10 %
+ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
+
+
+class Found(NamedTuple):
+    """A rule's condition that holds: the first step, the measured value, and a sentence about both."""
+
+    since: int
+    value: float
+    said: str
+
+
+def course(windows: Sequence[Window]) -> Found | None:
+    """Return how the loss did not fall as it should: it ended above its first value, was above that value for long, or fell and then rose
+    by more than noise explains. Steps without a finite loss are left out, because they are reported as skipped."""
+    steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
+    if len(losses) < LEAST_STEPS:
+        return None
+    first, size = float(losses[0]), len(losses) // PARTS
+    begins = range(len(losses) % size, len(losses), size)
+    parts = [losses[begin : begin + size] for begin in begins]
+    means = [float(part.mean()) for part in parts]
+    noise = float(parts[-1].std(ddof=1)) * math.sqrt(1 + 1 / size)  # standard deviation of (one step's loss - mean loss of `size` steps)
+    if means[-1] - first > max(2 * noise, 0.02 * abs(first)):
+        since = next(at for at in range(len(means) - 1, -1, -1) if at == 0 or means[at - 1] <= first)
+        return Found(int(steps[begins[since]]), means[-1], f"the loss is at {means[-1]:.4g}, above the {first:.4g} that it began with")
+    above = losses > first
+    if above.sum() >= max(3, LONG * len(losses)) and losses.max() > 1.1 * first:
+        top, where = int(losses.argmax()), f"in {above.sum()} of {len(losses)} steps"
+        said = f"the loss was above its first value, {first:.4g}, {where}, up to {losses[top]:.4g} at step {int(steps[top])}"
+        return Found(int(steps[(losses > 1.1 * first).argmax()]), float(losses[top]), said)
+    if size < LEAST_OF_PART:
+        return None
+    best = min(range(len(means) - 1), key=means.__getitem__)
+    noise = math.sqrt(sum(float(part.var(ddof=1)) / size for part in (parts[best], parts[-1])))
+    if means[-1] - means[best] <= max(ERRORS * noise, 0.02 * abs(means[best])):
+        return None
+    said = f"the loss rose from {means[best]:.4g} to {means[-1]:.4g} in the last {size} steps"
+    return Found(int(steps[begins[best] + size - 1]), means[-1], said)

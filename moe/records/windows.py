@@ -1,0 +1,143 @@
+"""Windows of a run's training steps: what the rules of the doctor (moe/records/rules.py) read.
+
+    lines of metrics.jsonl  | 1 .. 15 | 16 .. 30 | ... |        a fortieth of the run each, at least MIN_STEPS steps
+                                 \\ means over the window, for each MoE layer too
+
+Means over many steps hide the chance of a single batch. A window keeps few numbers, so a running job can hold all of its windows in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# S steps of a window, E experts
+
+Array = NDArray[np.float64]
+MOST, MIN_STEPS = 40, 5  # number of windows in a run, and the smallest number of steps in one
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
+    over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (each expert is in turn full and empty)
+    to 1. dropped: share of choices. z_loss, entropy: as in metrics.jsonl."""
+
+    layer: int
+    load_E: Array
+    uneven: float
+    echo: float
+    dropped: float
+    z_loss: float
+    entropy: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some consecutive training steps. first, last: numbers of steps. losses, lrs: of each step with a finite loss, whose numbers are
+    `steps`. router_share: the router's share of the squared gradient norm, NaN if unknown. layers: the MoE layers."""
+
+    first: int
+    last: int
+    steps: Array
+    losses: Array
+    lrs: Array
+    router_share: float
+    layers: tuple[Layer, ...]
+
+
+class Filling:
+    """A window that is being filled, step by step. It keeps sums, and no loads of single steps but the last."""
+
+    def __init__(self) -> None:
+        self.count, self._first, self._last = 0, 0, 0
+        self._rows: list[tuple[float, float, float]] = []  # step, loss, learning rate
+        self._shares: list[float] = []
+        self._layers: dict[int, _Sums] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a step's line of metrics.jsonl."""
+        self._first, self._last, self.count = self._first if self.count else line["step"], line["step"], self.count + 1
+        if _number(line.get("loss")):
+            self._rows.append((line["step"], line["loss"], line["lr"] if _number(line.get("lr")) else math.nan))
+        router, norm = (line.get("grad_norm_parts") or {}).get("router"), line.get("grad_norm")
+        if _number(router) and _number(norm) and norm:
+            self._shares.append((router / norm) ** 2)
+        for layer in line.get("moe") or ():
+            load = layer.get("load")
+            if load and None not in load:
+                self._layers.setdefault(layer["layer"], _Sums(len(load))).add(layer)
+
+    def window(self) -> Window:
+        """Return the window of the steps so far, at least one."""
+        steps, losses, lrs = np.array(self._rows, dtype=float).reshape(-1, 3).T
+        layers = tuple(sums.layer(number) for number, sums in self._layers.items())
+        return Window(self._first, self._last, steps, losses, lrs, _mean(self._shares), layers)
+
+
+class _Sums:
+    """Sums over steps of one layer's numbers."""
+
+    def __init__(self, experts: int) -> None:
+        self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0
+        self._squares = self._echoes = self._last = self._kept = self._dropped = 0.0
+        self._z: list[float] = []
+        self._entropy: list[float] = []
+
+    def add(self, layer: Mapping[str, Any]) -> None:
+        load_E = np.array(layer["load"], dtype=float)
+        if load_E.shape != self._load_E.shape:
+            return
+        load_E *= len(load_E) / max(load_E.sum(), 1e-9)
+        off_E = load_E - 1
+        self._load_E, self._steps = self._load_E + load_E, self._steps + 1
+        self._echoes += float(off_E @ self._before_E)
+        self._last, self._before_E = float(off_E @ off_E), off_E
+        self._squares += self._last
+        if _number(layer.get("kept")) and _number(layer.get("dropped")):
+            self._kept, self._dropped = self._kept + layer["kept"], self._dropped + layer["dropped"]
+        self._z += [layer["z_loss"]] if _number(layer.get("z_loss")) else []
+        self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
+
+    def layer(self, number: int) -> Layer:
+        echoed = self._squares - self._last  # squares of the steps that have a next one
+        return Layer(
+            number,
+            self._load_E / max(1, self._steps),
+            uneven=math.sqrt(self._squares / max(1, self._steps * len(self._load_E))),
+            echo=self._echoes / echoed if echoed else 0.0,
+            dropped=self._dropped / max(1, self._kept + self._dropped),
+            z_loss=_mean(self._z),
+            entropy=_mean(self._entropy),
+        )
+
+
+def window_length(steps: int) -> int:
+    """Return the number of steps in a window of a run of `steps` steps."""
+    return max(MIN_STEPS, -(-steps // MOST))
+
+
+def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
+    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. Steps at the end that do not fill a
+    window become one if they are at least half of it."""
+    size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
+    found, filling = list[Window](), Filling()
+    for number, step in enumerate(sorted(by_step), start=1):
+        filling.add(by_step[step])
+        if filling.count == size or (number == len(by_step) and 2 * filling.count >= size):
+            found.append(filling.window())
+            filling = Filling()
+    return found
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
