@@ -40,6 +40,7 @@ FILES = {
     "plots": "the same pictures as PNG",
     "checkpoints": "to continue from, or to generate with",
     "tensorboard": "tensorboard --logdir shows the curves",
+    "logs": "output of each process: rank-N.log",
     "data_files.txt": "files of the data that were skipped, or read as plain text, and why",
     "profile": "the time of each part of a step: tables, and traces for ui.perfetto.dev",
 }
