@@ -162,5 +162,7 @@ def _keys() -> set[str]:
 
 def _train(net: torch.nn.Module, folder: Path, pin: bool, tokens: torch.Tensor) -> None:
     net.train()
-    torch.manual_seed(0)  # Phi-MoE draws its choices; with fsdp a rank has other numbers than the single process
+    for module in net.modules():
+        if type(module).__name__.endswith("Router"):
+            module.eval()  # in training, Phi-MoE's router chooses at random, so that ranks with other tokens would choose otherwise
     train(folder, net, lambda inputs: net(inputs, use_cache=False).logits, tokens, pin=pin)
