@@ -1,7 +1,7 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
-    stage 1   every rank keeps all weights, and optimizer states for 1/N of them; each gradient is summed on its owner, in the engine's
-              own buckets, of which several are summed at the same time (parallel/data/buckets.py)
+    stage 1   every rank keeps all weights, and optimizer states for 1/N of them; with fp32 masters each gradient is summed on its owner,
+              in the engine's own buckets, of which several are summed at the same time (parallel/data/buckets.py)
     stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
@@ -107,7 +107,8 @@ class Zero(SummedEarly, DeepSpeed):
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
         mpu, more = set_groups(mesh, layouts.values()), offload.sections(None, largest=0, device=device)
-        early = stage == 1 and not self.offloads
+        wide = all(p.dtype == torch.float32 for p in model.parameters())  # else DeepSpeed adds gradients up in its own fp32 buffers
+        early = stage == 1 and wide and not self.offloads
         if early or mesh.axis("pp").size > 1:
             more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
         self.engine, _, _, _ = deepspeed.initialize(
