@@ -248,7 +248,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#5259, NVIDIA/Megatron-LM#5956",
         "data",
         _EP,
-        (Edit("parallel.data.ddp:DDP.reduce", _experts_times_ep),),
+        (Edit("parallel.data.buckets:SummedEarly.reduce", _experts_times_ep),),
     ),
     Mutation(
         "experts_summed_over_dp",

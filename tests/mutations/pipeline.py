@@ -165,7 +165,7 @@ MUTATIONS = (
         "huggingface/picotron#5",
         "pipeline",
         _case("dense", "1f1b", world=4),
-        (Edit("parallel.data.ddp:DDP.reduce", _replicas_forgotten),),
+        (Edit("parallel.data.buckets:SummedEarly.reduce", _replicas_forgotten),),
     ),
     Mutation(
         "biases_not_stashed",
