@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moe.launch.arguments import parse
-from moe.launch.environment import child_environment
+from moe.launch.environment import child_environment, has_gpu
 from moe.launch.exit_codes import DONE, FAILED
 from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
@@ -160,7 +160,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
     return that rank's exit code."""
     import torch
 
-    if torch.cuda._is_in_bad_fork():  # imports have opened a GPU, which a forked process cannot use
+    if torch.cuda._is_in_bad_fork() and has_gpu(environment):  # imports have opened a GPU, which a forked process cannot use
         _say(channel, pids=[])
         return FAILED
     os.environ.clear()

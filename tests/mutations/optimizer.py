@@ -48,7 +48,7 @@ def _experts_not_clipped(real: Any) -> Any:
     def wrong(self: Any, lr: float, *, factor: float = 1.0) -> None:
         held = [p.grad for name, p in self.parameters.items() if ".experts." not in name and p.grad is not None]
         torch._foreach_mul_(held, factor)
-        real(self, lr)
+        real(self, lr, **how)
 
     return wrong
 
@@ -65,7 +65,7 @@ def _experts_not_stepped(real: Any) -> Any:
 def _first_group_alone(real: Any) -> Any:
     """Only the first parameter group gets the new learning rate; the others get half of their old one."""
 
-    def wrong(self: Any, lr: float) -> None:
+    def wrong(self: Any, lr: float, **how: Any) -> None:
         rates = [group["lr"] or lr for group in self.optimizer.param_groups]
         first = self.optimizer.param_groups[0]
 
@@ -75,7 +75,7 @@ def _first_group_alone(real: Any) -> Any:
 
         handle = self.optimizer.register_step_pre_hook(keep)
         try:
-            real(self, lr)
+            real(self, lr, **how)
         finally:
             handle.remove()
 
@@ -85,7 +85,7 @@ def _first_group_alone(real: Any) -> Any:
 def _without_correction(real: Any) -> Any:
     """Adam starts with step count 1000, so it makes no bias correction."""
 
-    def wrong(self: Any, lr: float) -> None:
+    def wrong(self: Any, lr: float, **how: Any) -> None:
         for state in self.optimizer.state.values():
             state["step"].add_(0.0)
         for group in self.optimizer.param_groups:
@@ -96,7 +96,7 @@ def _without_correction(real: Any) -> Any:
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }
-        real(self, lr)
+        real(self, lr, **how)
 
     return wrong
 

@@ -129,9 +129,9 @@ def _router_in_16_bits(real: Any) -> Any:
 def _half_of_the_parts(real: Any) -> Any:
     """After the step, the attention's working weights keep their old values."""
 
-    def wrong(self: Any, lr: float) -> None:
+    def wrong(self: Any, lr: float, **how: Any) -> None:
         before = {name: p.data.clone() for name, p in self.parameters.items()}
-        real(self, lr)
+        real(self, lr, **how)
         for name, parameter in self.parameters.items():
             if ".attention." in name:
                 parameter.data.copy_(before[name])
@@ -142,8 +142,8 @@ def _half_of_the_parts(real: Any) -> Any:
 def _weights_of_16_bits(real: Any) -> Any:
     """Weights are rounded to bf16 after each update, so small changes are lost."""
 
-    def wrong(self: Any, lr: float) -> None:
-        real(self, lr)
+    def wrong(self: Any, lr: float, **how: Any) -> None:
+        real(self, lr, **how)
         for parameter in self.parameters.values():
             parameter.data.copy_(parameter.data.bfloat16().float())
 

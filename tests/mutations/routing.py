@@ -52,8 +52,10 @@ def _last_come_first(real: Any) -> Any:
 def _behind_rank_0(real: Any) -> Any:
     """The tokens of every other rank queue for slots behind those of rank 0."""
 
-    def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
-        def together(x: Tensor) -> Tensor:
+    def wrong(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, **rest: Any) -> Tensor:
+        def together(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
             theirs = x.long().clone()
             dist.broadcast(theirs, 0)
             pair = [part.view(num_groups, -1, x.shape[1]) for part in (theirs.to(x.dtype), x)]
