@@ -48,7 +48,7 @@ def _experts_not_clipped(real: Any) -> Any:
     def wrong(self: Any, lr: float, *, factor: float = 1.0) -> None:
         held = [p.grad for name, p in self.parameters.items() if ".experts." not in name and p.grad is not None]
         torch._foreach_mul_(held, factor)
-        real(self, lr, **how)
+        real(self, lr)
 
     return wrong
 
