@@ -40,11 +40,12 @@ def _choices_twice(real: Any) -> Any:
 def _last_come_first(real: Any) -> Any:
     """A full expert drops the first tokens instead of the last."""
 
-    def wrong(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, **rest: Any) -> Tensor:
+    def wrong(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, **rest: Any) -> Tensor:
         def turned(x: Tensor) -> Tensor:
             return x.view(num_groups, -1, x.shape[1]).flip(1).reshape(x.shape)
 
-        return turned(real(turned(expert_TK), turned(active_TK), num_groups=num_groups, **rest))
+        active_TK = None if active_TK is None else turned(active_TK)
+        return turned(real(turned(expert_TK), active_TK, num_groups=num_groups, **rest))
 
     return wrong
 
@@ -76,9 +77,11 @@ def _own_part(real: Any) -> Any:
 def _seconds_from_the_start(real: Any) -> Any:
     """Second choices do not queue behind first choices, so an expert accepts up to its capacity of each."""
 
-    def wrong(expert_TK: Tensor, active_TK: Tensor, **rest: Any) -> Tensor:
-        columns = [real(expert_TK[:, k : k + 1], active_TK[:, k : k + 1], **rest) for k in range(expert_TK.shape[1])]
-        return torch.cat(columns, 1)
+    def wrong(expert_TK: Tensor, active_TK: Tensor | None, **rest: Any) -> Tensor:
+        def column(x: Tensor | None, k: int) -> Tensor | None:
+            return None if x is None else x[:, k : k + 1]
+
+        return torch.cat([real(column(expert_TK, k), column(active_TK, k), **rest) for k in range(expert_TK.shape[1])], 1)
 
     return wrong
 
@@ -86,8 +89,8 @@ def _seconds_from_the_start(real: Any) -> Any:
 def _negative_outranked(real: Any) -> Any:
     """Tokens with a negative logit for their expert are dropped, because tokens that did not choose it rank as if their logit were 0."""
 
-    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, **rest: Any) -> Any:
-        made = real(self, scores_TE, logits_TE, **rest)
+    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *shards: Any, **rest: Any) -> Any:
+        made = real(self, scores_TE, logits_TE, *shards, **rest)
         if made.capacity is None:
             return made
         kept_TK = made.kept_TK & (logits_TE.gather(1, made.chosen.expert_TK) >= 0)
@@ -225,11 +228,11 @@ def _too_small(real: Any) -> Any:
 
 def _other_choices(real: Any) -> Any:
     """The load in the balance loss counts all choices, although the router's paper counts only first choices."""
-    return lambda layer, spec, routing, context: real(layer, spec.model_copy(update={"balance_counts": "all"}), routing, context)
+    return lambda layer, spec, *rest: real(layer, spec.model_copy(update={"balance_counts": "all"}), *rest)
 
 
 def _kept_alone(real: Any) -> Any:
-    return lambda layer, spec, routing, context: real(layer, spec, replace(routing, counted_TK=routing.kept_TK), context)
+    return lambda layer, spec, routing, *rest: real(layer, spec, replace(routing, counted_TK=routing.kept_TK), *rest)
 
 
 def _local_share(real: Any) -> Any:
@@ -259,8 +262,8 @@ def _own_gates(real: Any) -> Any:
 def _padding_counted(real: Any) -> Any:
     """Padding counts as tokens in the auxiliary losses."""
 
-    def wrong(layer: int, spec: Any, routing: Any, context: Any) -> Any:
-        return real(layer, spec, replace(routing, valid_T=None), context)
+    def wrong(layer: int, spec: Any, routing: Any, *rest: Any) -> Any:
+        return real(layer, spec, replace(routing, valid_T=None), *rest)
 
     return wrong
 
@@ -268,8 +271,8 @@ def _padding_counted(real: Any) -> Any:
 def _padding_routed(real: Any) -> Any:
     """Padding is routed and uses capacity, so real tokens are dropped."""
 
-    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *, context: Any, **rest: Any) -> Any:
-        return real(self, scores_TE, logits_TE, context=replace(context, valid_T=None), **rest)
+    def wrong(self: Any, scores_TE: Tensor, logits_TE: Tensor, *shards: Any, context: Any, **rest: Any) -> Any:
+        return real(self, scores_TE, logits_TE, *shards, context=replace(context, valid_T=None), **rest)
 
     return wrong
 
@@ -309,7 +312,8 @@ def _decided_again(real: Any) -> Any:
         key = (self.step, name, int(self.position_T[0]), torch.distributed.get_rank())
         made = decide()
         if key in seen:
-            return replace(made, expert_TK=made.expert_TK.roll(1, 0), kept_TK=made.kept_TK.roll(1, 0))
+            chosen = replace(made.chosen, expert_TK=made.chosen.expert_TK.roll(1, 0))
+            return replace(made, chosen=chosen, kept_TK=made.kept_TK.roll(1, 0))
         seen.add(key)
         return made
 
