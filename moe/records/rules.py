@@ -152,8 +152,12 @@ def _with(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window
     return seen
 
 
+def _dropped_share(window: Window) -> float:
+    return statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+
+
 def _dropped(window: Window, run: Run) -> Shown:
-    share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+    share = _dropped_share(window)
     return (share, f"{share:.0%} of the choices are dropped") if share > DROPPED else None
 
 
@@ -167,7 +171,7 @@ def _slots_each(run: Run) -> float:
 
 def _few_slots(window: Window, run: Run) -> Shown:
     """Dropped choices with fewer slots than choices: at least half of the arithmetic share, because router.min_capacity adds slots."""
-    share = statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+    share = _dropped_share(window)
     said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
     return (share, said) if share > (1 - _slots_each(run)) / 2 else None
 

@@ -86,3 +86,12 @@ def _as_it_is(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     if world <= nproc and lacking is None:
         return [as_written(read_recipe(recipe_path(path))[0], world, name="as-it-is")], []
     return [], [f"not compared: the recipe as it is; {f'the twin does not have {lacking}' if lacking else f'that needs --nproc {world}'}"]
+
+
+def rows_with(only: str | None, found: list[Case]) -> list[Case]:
+    """Return the cases whose layout, kind or precision contains the text `only` (None: all). Raises BadInput if there is none."""
+    chosen = [c for c in found if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
+    if not chosen:
+        layouts = some(dict.fromkeys(case.layout for case in found))
+        raise BadInput("--only", got=only, needed=f"a part of a row's text: {layouts}", fix=f'--only "{found[0].layout}"')
+    return chosen

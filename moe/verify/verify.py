@@ -24,14 +24,14 @@ from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, computed_in_background, rounds, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, covering_few, described
-from moe.verify.kinds import KINDS, cases, recipe_cases
+from moe.verify.kinds import KINDS, cases, recipe_cases, rows_with
 from moe.verify.layouts import Ran, run_world
 from moe.verify.small import known
 from moe.verify.started import run_started
 from moe.verify.table import Table
 from moe.verify.where import Standard, last_module
 from parallel.data.kinds.catalog import ENGINES, PLAIN
-from parallel.errors import BadInput, counted, some
+from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.process.process import gpus
 
@@ -71,10 +71,7 @@ def main(
         kinds = ""
         found, notes = recipe_cases(recipe, nproc)
     found = found if device is None else _with_kernels(found, device)
-    chosen = [c for c in found if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
-    if not chosen:
-        layouts = some(dict.fromkeys(case.layout for case in found))
-        raise BadInput("--only", got=only, needed=f"a part of a row's text: {layouts}", fix=f'--only "{found[0].layout}"')
+    chosen = rows_with(only, found)
     table = Table(chosen, json, go_on=go_on, device=device)
     worlds, run = sorted({c.world for c in chosen}), run_world if device is None else run_started
     expected: dict[Case, Expected] = {}

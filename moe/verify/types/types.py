@@ -18,13 +18,13 @@ import torch
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.verify.cases import Case
-from moe.verify.kinds import KINDS, cases, recipe_cases
+from moe.verify.kinds import KINDS, cases, recipe_cases, rows_with
 from moe.verify.layouts import Inside, compute, on_forks, on_one_core
 from moe.verify.types.laws import check
 from moe.verify.types.watch import Watch
 from moe.verify.verify import Say, say_now
 from parallel.data.kinds.catalog import ENGINES, PLAIN
-from parallel.errors import BadInput, counted, some
+from parallel.errors import counted, some
 from parallel.mesh.mesh import Degrees, Mesh
 
 
@@ -43,10 +43,7 @@ def main(
     nproc, started = nproc or 2, time.perf_counter()
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     found = cases(nproc, kinds=tuple(kinds.split(","))) if recipe is None else recipe_cases(recipe, nproc)[0]
-    chosen = list(dict.fromkeys(case for case in found if only is None or only in f"{case.layout} {case.kind} {case.precision}"))
-    if not chosen:
-        layouts = some(dict.fromkeys(case.layout for case in found))
-        raise BadInput("--only", got=only, needed=f"a part of a row's text: {layouts}", fix=f'--only "{found[0].layout}"')
+    chosen = list(dict.fromkeys(rows_with(only, found)))
     ENGINES[PLAIN].load()  # imported before ranks are forked
     rows = list[dict[str, Any]]()
     say(_line("layout", "kind", "world", "precision", "laws", "of bound", ""))
