@@ -8,7 +8,7 @@
 
 Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
 
-moe bench memory            ddp and ZeRO's stages on two ranks, 14M parameters: about 20 s on two idle cores
+moe bench memory            ddp and ZeRO's stages on two ranks, 14M parameters: about 25 s on two idle cores
 moe bench memory --full     all kinds on 1, 2 and 4 ranks (offload: on 2), 100M parameters, also a sparse model: many minutes
 moe bench memory --kinds ddp,fsdp --only dense          only some rows of --full
 """
@@ -32,6 +32,7 @@ from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, star
 from moe.calibrate.own_step import Training
 from moe.plan.job.states import MIXED, STAGES, States, model_states, sparse_model_states
 from moe.train.start.prediction import storages
+from parallel.data.buckets import SummedEarly
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
@@ -142,17 +143,22 @@ def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
 
 
 class GradientPeak:
-    """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak."""
+    """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak, less
+    the buffers of sums that are in flight."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.gradients, self.resident = model, 0, 0
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self.model, self.engine, self.gradients, self.resident = model, engine, 0, 0
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _: Tensor) -> None:
-        now = sum(storages(p.grad for p in self.model.parameters() if p.grad is not None).values())
+        grads = storages(p.grad for p in self.model.parameters() if p.grad is not None)
+        now = sum(grads.values())
         if now > self.gradients:
-            self.gradients, self.resident = now, resident_bytes()
+            started = self.engine.sums.started if isinstance(self.engine, SummedEarly) else ()
+            flat = storages(one.flat for bucket in started for one in bucket)
+            in_flight = sum(size for where, size in flat.items() if where not in grads)
+            self.gradients, self.resident = now, resident_bytes() - in_flight
 
 
 def warm_up(shape: Shape, precision: str) -> None:
@@ -172,7 +178,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     engine, model = started.engine, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
     started.step(batch, step=0)  # allocates Adam's moments
-    peak = GradientPeak(model)
+    peak = GradientPeak(model, engine)
     started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
     states = found.states
