@@ -43,7 +43,7 @@ docs: setup
 	.venv/bin/python -m sphinx -q -W --keep-going -b html -c docs/site docs build/docs
 
 lint: setup
-	.venv/bin/ruff check $(SOURCES)
+	.venv/bin/ruff check .
 	.venv/bin/ruff format --check $(SOURCES)
 	.venv/bin/mypy
 
