@@ -37,10 +37,9 @@ from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedule import Span  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
-from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import costs, simulate  # noqa: E402
-from tests.support.kfac_work import works  # noqa: E402
+from tests.support.kfac_work import Packing, packing_of, works  # noqa: E402
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +316,7 @@ def kfac() -> Axes:
     for name in ("1f1b", "chimera"):
         schedule = make_schedule(name, ranks=4, microbatches=4)
         timeline = simulate(schedule, costs(1, 2, summation=0.4))
-        packings.append(pack(timeline, works(schedule, factors, seconds)))
+        packings.append(packing_of(timeline, works(schedule, factors, seconds)))
     figure, rows = plt.subplots(4, 1, figsize=(14, 8.6), layout="constrained")
     for axes, (packing, filled) in zip(rows, [(packing, filled) for packing in packings for filled in (False, True)], strict=True):
         _packed(axes, packing, filled=filled)
