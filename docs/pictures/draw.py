@@ -299,7 +299,7 @@ def pipelines() -> Axes:
     figure, rows = plt.subplots(len(names), 1, figsize=(16, 1.62 * len(names)), layout="constrained", sharex=True)
     until = max(timeline.makespan for _, timeline in drawn)
     for axes, (row, timeline) in zip(rows, drawn, strict=True):
-        draw_on(axes, timeline, title=summary_line(row), legend=False, until=until)
+        draw_on(axes, timeline, title=summary_line(row), until=until)
     rows[-1].set_xlabel("time (1: a forward pass of one micro-batch through a rank's layers)", fontsize=9)
     add_legend(figure, [timeline for _, timeline in drawn])
     return rows[0]
@@ -342,7 +342,7 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
     busy = packing.utilisation if filled else packing.utilisation_before
     how = f"{steps} steps, {'with' if filled else 'without'} K-FAC in the waits"
     said = f"{timeline.schedule.name}, {how}: ranks are at work {busy:.0%} of the time"
-    draw_on(axes, replace(timeline, spans=spans), title=said, legend=False)
+    draw_on(axes, replace(timeline, spans=spans), title=said)
     for shift in shifts[1:]:
         axes.axvline(shift, color=INK, linewidth=1.8, zorder=0)
     for placed in packing.placed if filled else ():
