@@ -37,10 +37,9 @@ from moe.train.parts.learning_rate import learning_rate  # noqa: E402
 from parallel.mesh.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedule import Span  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
-from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import costs, simulate  # noqa: E402
-from tests.support.kfac_work import works  # noqa: E402
+from tests.support.kfac_work import Packing, packing_of, works  # noqa: E402
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +299,7 @@ def pipelines() -> Axes:
     figure, rows = plt.subplots(len(names), 1, figsize=(16, 1.62 * len(names)), layout="constrained", sharex=True)
     until = max(timeline.makespan for _, timeline in drawn)
     for axes, (row, timeline) in zip(rows, drawn, strict=True):
-        draw_on(axes, timeline, title=summary_line(row), legend=False, until=until)
+        draw_on(axes, timeline, title=summary_line(row), until=until)
     rows[-1].set_xlabel("time (1: a forward pass of one micro-batch through a rank's layers)", fontsize=9)
     add_legend(figure, [timeline for _, timeline in drawn])
     return rows[0]
@@ -317,7 +316,7 @@ def kfac() -> Axes:
     for name in ("1f1b", "chimera"):
         schedule = make_schedule(name, ranks=4, microbatches=4)
         timeline = simulate(schedule, costs(1, 2, summation=0.4))
-        packings.append(pack(timeline, works(schedule, factors, seconds)))
+        packings.append(packing_of(timeline, works(schedule, factors, seconds)))
     figure, rows = plt.subplots(4, 1, figsize=(14, 8.6), layout="constrained")
     for axes, (packing, filled) in zip(rows, [(packing, filled) for packing in packings for filled in (False, True)], strict=True):
         _packed(axes, packing, filled=filled)
@@ -343,7 +342,7 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
     busy = packing.utilisation if filled else packing.utilisation_before
     how = f"{steps} steps, {'with' if filled else 'without'} K-FAC in the waits"
     said = f"{timeline.schedule.name}, {how}: ranks are at work {busy:.0%} of the time"
-    draw_on(axes, replace(timeline, spans=spans), title=said, legend=False)
+    draw_on(axes, replace(timeline, spans=spans), title=said)
     for shift in shifts[1:]:
         axes.axvline(shift, color=INK, linewidth=1.8, zorder=0)
     for placed in packing.placed if filled else ():

@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note
 
-from moe.plan.time.tensor import cost
 from parallel.mesh.grids import Grid, grid
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Degrees, Mesh
@@ -26,6 +25,7 @@ from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sliced import own_columns
 from tests.counted.tensor import PAPER
+from tests.counted.tensor_forms import cost
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -111,7 +111,7 @@ def _check(flags: verbs.Plan) -> None:
 def _as_is(run: Run, cluster: Cluster) -> Planned:
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
-    held, not_recommended = held_bytes(network, plan, cluster), advice(network, plan, devices_per_node=cluster.devices_per_node)
+    held, not_recommended = held_bytes(network, plan, cluster), advice(plan, devices_per_node=cluster.devices_per_node)
     ranked = Ranked(plan, step_time(network, plan, cluster).step, held, not_recommended)
     return Planned(network, cluster, Ranking(1, int(held <= cluster.memory_bytes()), (ranked,), ()), (made,))
 

@@ -83,7 +83,7 @@ def open_data(
     folder that cannot be read or written.
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
-        return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
+        return _given(data_config, given, max_length=max_length, seed=seed, log=log)
     cache = cache or cache_folder()
     opened = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
@@ -124,7 +124,7 @@ def open_data(
     return Dataset(train=TrainSet(train, seed), validation=held, tokenizer=files.tokenizer, index=files.index, key=files.key)
 
 
-def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]) -> Dataset:
+def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[[str], object]) -> Dataset:
     if is_plugin(data.source):
         make = load_plugin("data.source", data.source, arguments=1)
         try:

@@ -29,7 +29,7 @@ from moe.data.corpus import unreadable
 from moe.data.order import whole_file
 from moe.data.token_shard import Ints
 from moe.data.tokenizer import Tokenizer
-from moe.data.tokens import Damaged, locked_alone, usable
+from moe.data.tokens import Damaged, cached
 from moe.recipe.shapes import PADDING, beginning, marked
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
@@ -91,31 +91,22 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
     raises BadInput for a cache that cannot be read or written. `log` prints a line."""
     key = partial(_key, path, tokenizer, max_length, field)
     named = cache / f"chats-{(first := key())}.bin"
-    with usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
-        return _said(_opened(named, max_length), path, log)
-    with usable(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        with locked_alone(named.with_suffix(".lock"), log) as locked:
-            try:  # another process may have written the file while this one waited for the lock
-                return _said(_opened(named, max_length), path, log)
-            except Damaged as damage:
-                log(f"data: {named} is damaged ({damage}): it is made again")
-            except FileNotFoundError:
-                pass
-            log(f"data: encoding the chats of {path}, once; they are kept in {named}")
-            with _readable(path):
-                made = encode_chats(path, tokenizer, max_length=max_length, field=field)
-            if key() != first:
-                raise BadInput(
-                    f"data file {path}",
-                    got="chats that changed while they were read",
-                    needed="a file that nothing changes",
-                    fix="start again",
-                )
-            for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # unfinished files of processes that were killed
-                left.unlink(missing_ok=True)
-            _write(named, made, max_length)
-        return _said(_opened(named, max_length), path, log)
+
+    def build(locked: bool) -> Chats:
+        log(f"data: encoding the chats of {path}, once; they are kept in {named}")
+        with _readable(path):
+            made = encode_chats(path, tokenizer, max_length=max_length, field=field)
+        if key() != first:
+            got, needed = "chats that changed while they were read", "a file that nothing changes"
+            raise BadInput(f"data file {path}", got=got, needed=needed, fix="start again")
+        for left in cache.glob(f".{named.name}.*.tmp") if locked else ():  # unfinished files of processes that were killed
+            left.unlink(missing_ok=True)
+        _write(named, made, max_length)
+        return _opened(named, max_length)
+
+    found = cached(named, lambda _: _opened(named, max_length), build, log)
+    log(f"data: {path}: {found.encoded.about}")
+    return found
 
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
@@ -211,8 +202,3 @@ def _digest(numbers: bytes | memoryview, max_length: int) -> str:
     digest = hashlib.sha256(f"chats {max_length}".encode())
     digest.update(numbers)
     return digest.hexdigest()
-
-
-def _said(chats: Chats, path: str, log: Callable[[str], object]) -> Chats:
-    log(f"data: {path}: {chats.encoded.about}")
-    return chats

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,7 @@ ALWAYS_READ_BYTES = 512 << 20
 SETTLED_NS = 2_000_000_000
 
 Log = Callable[[str], object]
+Kept = TypeVar("Kept")
 
 
 class Damaged(Exception):
@@ -90,21 +91,29 @@ def open_or_build(
 def _open_or_build(
     folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, *, verify: bool, log: Log
 ) -> TokenFiles:
-    cache = folder.parent
-    with usable(cache):
+    def build(locked: bool) -> TokenFiles:
+        if locked:
+            _remove_leftovers(folder)
+        return _build(folder, corpus, data, corpus_hash, tokenizer, log)
+
+    return cached(folder, lambda again: open_files(folder, verify=verify or again), build, log)
+
+
+def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
+    """Return what `opened` reads at `named` in the cache. If it is missing or damaged, one process makes it with `build`, and others wait.
+    opened: gets True after a wait; raises FileNotFoundError or Damaged. build: gets False if the file system has no locks."""
+    with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
-            return open_files(folder, verify=verify)
-        cache.mkdir(parents=True, exist_ok=True)
-        with locked_alone(cache / f"{folder.name}.lock", log) as locked:
-            try:  # another process may have built the files while this one waited for the lock
-                return open_files(folder, verify=True)
+            return opened(False)
+        named.parent.mkdir(parents=True, exist_ok=True)
+        with locked_alone(named.parent / f"{named.name}.lock", log) as locked:
+            try:  # another process may have made it while this one waited for the lock
+                return opened(True)
             except Damaged as damage:
-                log(f"data: token files in {folder} are damaged ({damage}): building them again")
+                log(f"data: tokens in {named} are damaged ({damage}): they are made again")
             except FileNotFoundError:
                 pass
-            if locked:
-                _remove_leftovers(folder)
-            return _build(folder, corpus, data, corpus_hash, tokenizer, log)
+            return build(locked)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,6 @@ from parallel.store.files import read_text, user_path
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-ON_HUB = ", which is not here, and may be a model of the Hugging Face hub"
 _OWN_FOLDERS = ("runs", "recipes", PUBLISHED, "docs", "checkpoints")
 
 
@@ -57,16 +56,18 @@ def of_transformers(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def download_of(name: str) -> tuple[str, str] | None:
-    """Return (the command that downloads the model `name` from the Hugging Face hub, "hf:" with the folder that it creates).
-    Returns None if `name` is a folder on this machine, or does not have the form of a name on the hub, such as Qwen/Qwen3-30B-A3B."""
+def refuse_on_hub(name: str, what: str, *, needed: str = "a folder on this machine", then: str = "hf:") -> None:
+    """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine.
+    what: name of the argument. then: what to do after the download, with its folder after the first "hf:"."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
-        return None
+        return
     if hub.endswith((".yaml", ".yml", ".csv", ".json")) or Path(hub).parts[0] in _OWN_FOLDERS or ("/" in hub and Path(hub).parent.is_dir()):
-        return None
+        return
     folder = hub.rpartition("/")[2]
-    return f"hf download {hub} --local-dir {folder}", f"hf:{folder}"
+    got = f"{name}, which is not here, and may be a model of the Hugging Face hub"
+    fix = f"hf download {hub} --local-dir {folder}, then {then.replace('hf:', f'hf:{folder}', 1)}"
+    raise BadInput(what, got=got, needed=needed, fix=fix)
 
 
 def recipe_path(name: str) -> Path:
@@ -75,8 +76,7 @@ def recipe_path(name: str) -> Path:
     for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
             return path
-    if (hub := download_of(name)) is not None:
-        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a YAML file", fix=f"{hub[0]}, then {hub[1]}")
+    refuse_on_hub(name, "recipe", needed="a YAML file")
     if name.startswith("hf:") or of_transformers(given):
         raise BadInput(
             "recipe", got=f"{name}, a model of transformers", needed="a YAML file, or hf:DIR", fix=f"hf:{name.removeprefix('hf:')}"

@@ -92,13 +92,11 @@ class BubbleFiller(Watcher):
         for kind, begin, steps in (("curvature", 0, s.delay // 2 + 1), ("inversion", s.delay // 2 + 1, s.delay - s.delay // 2)):
             units = {str(unit): unit for unit in self._units(kind)}
             cost = {name: seconds[unit.kind, unit.factor, unit.name] for name, unit in units.items()}
-            longest = max((bubble.end - bubble.start for bubble in bubbles(timeline)), default=0.0)
-            fitting = [name for name in units if 0 < _MARGIN * cost[name] <= longest]
             total += sum(cost.values())
-            for placed in pack(timeline, [BubbleWork(n, 0, cost[n], self._after(units[n])) for n in fitting], margin=_MARGIN).placed:
-                if placed.step < steps:
-                    self.slots[begin + placed.step, self._last_ended(timeline, placed)].append(units[placed.work.name])
-                    room += placed.work.time
+            works = [BubbleWork(name, 0, cost[name], self._after(unit)) for name, unit in units.items() if cost[name] > 0]
+            for placed in pack(timeline, works, steps=steps, margin=_MARGIN):
+                self.slots[begin + placed.step, self._last_ended(timeline, placed)].append(units[placed.work.name])
+                room += placed.work.time
         self.placed_share = room / total if total else 1.0
         idle = sum(bubble.end - bubble.start for bubble in bubbles(timeline))
         self.waits = idle / timeline.makespan, (idle - room / s.refresh_every) / timeline.makespan

@@ -1,4 +1,4 @@
-"""Counts the bytes of one dense layer with tensor parallelism, and compares them with the closed forms of moe/plan/time/tensor.py: weights,
+"""Counts the bytes of one dense layer with tensor parallelism, and compares them with the closed forms of tensor_forms.py: weights,
 bytes sent, and bytes kept for the backward pass. `python -m tests.counted tensor [--what kept]`
 
 Sent bytes are counted by the communicator; kept bytes are autograd's saved tensors. A second table has the closed forms for more ranks.
@@ -15,7 +15,7 @@ from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.nn.context import Context
 from moe.parallelize.build import build
-from moe.plan.time.tensor import Cost, DenseLayer, cost
+from moe.plan.time.grid_bytes import DenseLayer
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.results import write_json
@@ -23,6 +23,7 @@ from parallel.mesh.grids import Grid, grid
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
 from parallel.process.process import World
+from tests.counted.tensor_forms import Cost, cost
 
 SOURCE = 32  # tokens that an encoder reads if its decoder reads LENGTH
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144

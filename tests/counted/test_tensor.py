@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe.plan.time.tensor import cost
 from parallel.mesh.grids import Grid
 from tests.counted.tensor import PAPER, SOURCE, forms_of, measured
+from tests.counted.tensor_forms import cost
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def faster(of: Draw, first: Ranked) -> Ranked | None:
         if (name := made.carrier.name) not in stored:
             stored[name] = as_stored(made, run)
         kept = made.but(storage=stored[name].storage, compute_bytes=stored[name].compute_bytes)
-        against = advice(network, kept, devices_per_node=cluster.devices_per_node)
+        against = advice(kept, devices_per_node=cluster.devices_per_node)
         if against and not first.advice or step_time(network, kept.but(recompute="none"), cluster, pipeline="alone").step >= least:
             continue
         for plan in (kept.but(recompute=kind) for kind in ("none", "selective", "full")):

@@ -1,13 +1,15 @@
-"""K-FAC's work in a pipeline as input of `pack`, for any schedule; for tests of packings and for the docs' picture."""
+"""K-FAC's work in a pipeline as input of `pack`, for any schedule, and how well it fills bubbles; for tests and for the docs' picture."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.simulator.bubbles import BubbleWork
+from parallel.pipeline.simulator.bubbles import BubbleWork, Placed, pack
+from parallel.pipeline.simulator.simulate import Timeline
 
 
 def works(schedule: Schedule, factors: Mapping[int, Sequence[tuple[str, str]]], seconds: Mapping[str, float]) -> list[BubbleWork]:
@@ -37,3 +39,37 @@ def works(schedule: Schedule, factors: Mapping[int, Sequence[tuple[str, str]]], 
             needs = (f"sum {key[0]} {key[1]} rank {rank}",) if len(homes) > 1 else made[key]
             inversions.append(BubbleWork(f"inversion {key[0]} {key[1]} rank {rank}", rank, seconds["inversion"], (), needs))
     return [*curvature, *sums, *inversions]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """All work, placed in a timeline's bubbles."""
+
+    timeline: Timeline
+    placed: tuple[Placed, ...]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps until all work is done."""
+        return 1 + max((placed.step for placed in self.placed), default=0)
+
+    @property
+    def utilisation_before(self) -> float:
+        """Busy time of all ranks as a fraction of the steps' time, without the work."""
+        return 1 - sum(map(self.timeline.idle, range(self.timeline.schedule.num_ranks))) / self._of_a_step
+
+    @property
+    def utilisation(self) -> float:
+        """Busy time of all ranks as a fraction of the steps' time, with the work."""
+        return self.utilisation_before + sum(placed.work.time for placed in self.placed) / (self.steps * self._of_a_step)
+
+    @property
+    def _of_a_step(self) -> float:
+        return self.timeline.schedule.num_ranks * self.timeline.makespan
+
+
+def packing_of(timeline: Timeline, works: Sequence[BubbleWork]) -> Packing:
+    """Place all work, in as many steps as it needs."""
+    placed = pack(timeline, works, steps=1000)
+    assert len(placed) == len(works)
+    return Packing(timeline, tuple(placed))

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from moe.bench.timing import conclude
 from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
 from moe.calibrate.own_step import Training
-from moe.plan.job.states import MIXED, STAGES, States, model_states, sparse_model_states
+from moe.plan.job.states import States, sparse_model_states
 from moe.train.start.prediction import storages
 from parallel.data.buckets import SummedEarly
 from parallel.data.engine import Engine
@@ -213,20 +213,6 @@ def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, res
     return row
 
 
-def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """Return the GB of model states on each of `ranks` ranks, one value for each ZeRO stage 0 to 3. parameters: number of parameters."""
-    return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
-
-
-def print_papers_table() -> None:
-    """Print table 1 of the ZeRO paper, computed by the formulas with which the measurements are compared."""
-    print("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
-    print(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
-    for parameters in (7.5e9, 128e9, 1e12):
-        for ranks in (1, 4, 16, 64, 256, 1024):
-            print(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
-
-
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
     """Return (shape, kind, number of ranks) for the kinds `names` (None: all) on each number of ranks that divides nproc. Leaves out cases
     that cannot run or would repeat others. Raises BadInput for an unknown kind.
@@ -257,11 +243,9 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
         raise BadInput("--only", got=only, needed="dense or sparse", fix="leave it out")
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
-    print_papers_table()
-    print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
+    print(f"{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
     rows = [_run(kind, shape, ranks) for shape, kind, ranks in chosen]
-    paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
-    return conclude(json, "memory", rows, tolerance=TOLERANCE, papers_table=paper)
+    return conclude(json, "memory", rows, tolerance=TOLERANCE)
 
 
 def _run(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:

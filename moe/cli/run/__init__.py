@@ -55,13 +55,12 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
     """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput, which proposes a folder with a similar name.
     what: name of this argument, for errors."""
-    from moe.recipe.load import ON_HUB, download_of, of_transformers
+    from moe.recipe.load import of_transformers, refuse_on_hub
 
     user_path(Path(name) / holds, what=what)
     got, needed = name, f"a run's folder, with {holds} in it"
-    if (hub := download_of(name)) is not None:
-        got, fix = f"{name}{ON_HUB}", f"{hub[0]}, then moe convert {hub[1]} runs/NAME, then runs/NAME"
-    elif name.startswith("hf:") or of_transformers(Path(name)):
+    refuse_on_hub(name, what, needed=needed, then="moe convert hf: runs/NAME, then runs/NAME")
+    if name.startswith("hf:") or of_transformers(Path(name)):
         got, fix = f"{name}, a model of transformers", f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then runs/NAME"
     elif (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
         return name

@@ -28,11 +28,9 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
     if not isinstance(name, str) or not name.startswith(PREFIX):
         yield flags
         return
-    from moe.recipe.load import ON_HUB, download_of
+    from moe.recipe.load import refuse_on_hub
 
-    if (hub := download_of(name)) is not None:
-        fix = f"{hub[0]}, then {hub[1]}"
-        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a folder on this machine", fix=fix)
+    refuse_on_hub(name, "recipe")
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
         needed, fix = "one model to start from", "remove --init_from, or give a recipe"

@@ -96,11 +96,9 @@ def report(flags: Report, _: dict[str, str]) -> int:
 
 def convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert.checks import settings_of
-    from moe.recipe.load import ON_HUB, download_of, of_transformers, recipe_path
+    from moe.recipe.load import of_transformers, recipe_path, refuse_on_hub
 
-    if (hub := download_of(flags.from_run)) is not None:
-        fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
-        raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder on this machine", fix=fix)
+    refuse_on_hub(flags.from_run, "FROM_RUN", then=f"moe convert hf: {flags.to_run}")
     if any(word.startswith(PREFIX) for word in (flags.from_run, flags.to_run)):
         return _convert_huggingface(flags, overrides)
     if of_transformers(Path(flags.from_run)):

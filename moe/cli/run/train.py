@@ -69,14 +69,12 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """Return the folder from which a new run loads its weights (--init_from); None without this flag.
     For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint."""
-    from moe.recipe.load import ON_HUB, download_of, of_transformers
+    from moe.recipe.load import of_transformers, refuse_on_hub
 
     if flags.init_from is None:
         return None
     said = str(flags.init_from)
-    if (hub := download_of(said)) is not None:
-        fix = f"{hub[0]}, then --init_from {hub[1]}"
-        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder on this machine", fix=fix)
+    refuse_on_hub(said, "--init_from", then="--init_from hf:")
     if not said.startswith(PREFIX):
         source = user_path(flags.init_from, what="--init_from")
         if not source.is_dir():

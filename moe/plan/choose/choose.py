@@ -119,7 +119,7 @@ def choose(
             why = "the recipe's own plan does not fit" if plan is given else f"it does not fit, even with recompute {kinds[-1]}"
             refused.add(Refused(why, 1, found, size - limit_bytes))
         elif plan is given or found != given:
-            against = advice(network, found, devices_per_node=devices_per_node)
+            against = advice(found, devices_per_node=devices_per_node)
             fitting[against is not None].append(_Fitting(found, size, against))
     ranked = []
     for one in islice(chain(*(_in_order(of, (*least, seconds), TIGHT * limit_bytes) for of in fitting.values())), top):

@@ -27,7 +27,7 @@ def refusal(network: Network, plan: Plan) -> str | None:
     return next((reason for rule in RULES for reason in rule(network, plan)), None)
 
 
-def advice(network: Network, plan: Plan, *, devices_per_node: int | None = None) -> str | None:
+def advice(plan: Plan, *, devices_per_node: int | None = None) -> str | None:
     """Return the first reason why a plan that can run is not recommended; None if it is recommended."""
     return next(_advice(plan, devices_per_node), None)
 

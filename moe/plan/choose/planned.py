@@ -153,13 +153,11 @@ def planned(
 
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
-    """Yield plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
-    base, stored = plan_of(run), _storages(run)
+    """Return plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
     if not run.is_flat:  # leave out engines instead of which this run would use another engine (FSDP)
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
-    for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
-        like = stored[plan.carrier.name]
-        yield plan.but(storage=like.storage, compute_bytes=like.compute_bytes)
+    network, batch = network_of(run), run.train.global_batch
+    return map(_storing(run), candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=space, only=only))
 
 
 def _offloading(space: Space, run: Run) -> Space:
@@ -202,10 +200,15 @@ class _Accepted:
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs), self.own)
 
 
-def _storages(run: Run) -> dict[str, Plan]:
-    """Return for each engine the recipe's plan with this engine and without pipeline stages. Each plan has the bytes per element that the
-    engine stores with the recipe's precision."""
-    return {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
+def _storing(run: Run) -> Callable[[Plan], Plan]:
+    """Return a function that gives a plan the bytes per element that its engine stores with the recipe's precision."""
+    stored = {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
+
+    def kept(plan: Plan) -> Plan:
+        like = stored[plan.carrier.name]
+        return plan.but(storage=like.storage, compute_bytes=like.compute_bytes)
+
+    return kept
 
 
 def _joined(*rounds: Ranking) -> tuple[Refused, ...]:
@@ -280,13 +283,8 @@ def gib(size_bytes: float) -> str:
 
 def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     """Yield the rules of thumb of guide.py with predictions for this recipe on this cluster."""
-    network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
-    base = plan_of(run.resolve(cluster.world))
-    stored = _storages(run.resolve(cluster.world))
-
-    def kept(plan: Plan) -> Plan:
-        like = stored[plan.carrier.name]
-        return replace(plan, storage=like.storage, compute_bytes=like.compute_bytes)
+    run = run.resolve(cluster.world)
+    network, kept = network_of(run), _storing(run)
 
     def judged(plan: Plan) -> Ranked:
         plan = kept(plan)
@@ -294,7 +292,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
 
     def best(family: str, devices: int) -> Ranked | None:
         space = replace(GUIDED, largest_tp=cluster.devices_per_node)
-        plans = candidates(network, world=devices, global_batch=batch, base=base, space=space)
+        plans = candidates(network, world=devices, global_batch=run.train.global_batch, base=plan_of(run), space=space)
         found = choose(
             network,
             (kept(plan) for plan in plans if FAMILIES[family](plan)),
@@ -305,7 +303,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
         )
         return found.ranked[0] if found.ranked else None
 
-    alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
+    alone = replace(Plan(), microbatch=1, microbatches=run.train.global_batch, recompute="full")
     host = judged(replace(alone, engine=offloading("parameters", "cpu").name, offload_optimizer="cpu", offload_parameters="cpu"))
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 

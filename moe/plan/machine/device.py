@@ -16,14 +16,13 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from moe.plan.job.hashed import hashed_once
 from parallel.errors import harmless
 
-Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 RATED = ("bf16", "fp16", "tf32", "fp32")  # dtypes for which `peak_tflops` may have a rate, narrow dtypes first
 
 

@@ -22,8 +22,7 @@ class Program:
 
     name: str
     attention: Literal["fused", "scores"] = "fused"  # one kernel that keeps scores on the chip, or kernels that write and read them
-    launch_us: float = 12.0  # host's time to launch a kernel in the forward pass
-    backward_launch: float = 1.0  # host's time to launch a kernel in the backward pass, as a multiple of launch_us
+    launch_us: float = 12.0  # host's time to launch a kernel
     checkpoint_us: float = 100.0  # host's time to begin a recomputed layer: random number states, a nested backward pass
     step_ms: float = 1.0  # host's time once per step: data, gradient norm, loss scale, logging
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move, as a multiple of fully fused kernels' bytes

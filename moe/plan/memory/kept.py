@@ -5,7 +5,7 @@ moe/plan/memory/stack.py defines the parts for training without parallelism. Und
     sp                   length / sp tokens of every part
     tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
     tp sliced            1 / t of everything (34 s b h / t); inputs gathered for products stay whole without `Stack.reads_again`
-    tp 2d, 2.5d, 3d      1 / tp of everything (moe/plan/time/tensor.py)
+    tp 2d, 2.5d, 3d      1 / tp of everything
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
     ep, etp              choices * tokens / tp rows of experts on average, at most the experts' capacity; 1 / etp of the hidden units.
                          The rank with the most rows is counted (`Experts.share`)

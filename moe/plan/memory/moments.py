@@ -416,14 +416,6 @@ class _Step:
         """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. once: no backward
         pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
         last_reduced = NOTHING if once else self._reduced_last(stage)
-        if len(stage.kinds) == 1 and not self.gathers:
-            ((of, n),) = stage.kinds
-            found = []
-            for later in sorted({0, min(1, n - 1), n - 1} if once else {0, n - 1} if at_i else {0}):
-                to_come = of.elements.times(n - later) if once else NOTHING
-                behind = of.gathered if later and not at_i else last_reduced
-                found.append(_AtWork(of, later * (of.kept - at_i * of.pending), to_come, of.gathered.times(later), behind))
-            return found
         lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
         first: dict[LayerBytes, _AtWork] = {}
         gone, freed, to_come = 0.0, NOTHING, stage.elements if once else NOTHING

@@ -200,13 +200,11 @@ class Simulator:
         edges_out = [(i, e) for i, e in enumerate(self.graph.edges) if e.writer == op.name]
         for part, device in enumerate(devices.tolist()):
             made[FORWARD, n, part] = Task(device, once * weight, tuple((FETCH, i, part) for i, _ in edges_in))
-            if self.settings.backward:
-                after = ((FORWARD, n, part), *((RETURN, i, part) for i, _ in edges_out))
-                made[BACKWARD, n, part] = Task(device, 2 * once * weight, after)
-        if self.settings.backward:
-            for place, (name, term) in enumerate(zip(op.inputs, op.terms, strict=True)):
-                if name in self.graph.parameters:
-                    made |= self._sum(op, place, term, placed)
+            after = ((FORWARD, n, part), *((RETURN, i, part) for i, _ in edges_out))
+            made[BACKWARD, n, part] = Task(device, 2 * once * weight, after)
+        for place, (name, term) in enumerate(zip(op.inputs, op.terms, strict=True)):
+            if name in self.graph.parameters:
+                made |= self._sum(op, place, term, placed)
         return made
 
     def _statistics(self, op: Operator, placed: Placed) -> float:
@@ -271,9 +269,7 @@ class Simulator:
         given = self._regions(writer.factors, writer.output, placement[edge.writer])
         read = self._regions(reader.factors, reader.terms[edge.place], placement[edge.reader])
         made = self._fetches(given, read, size, (FORWARD, self.number[edge.writer]), (FETCH, i), self.weight[edge.reader])
-        if self.settings.backward:
-            made |= self._fetches(read, given, size, (BACKWARD, self.number[edge.reader]), (RETURN, i), self.weight[edge.reader])
-        return made
+        return made | self._fetches(read, given, size, (BACKWARD, self.number[edge.reader]), (RETURN, i), self.weight[edge.reader])
 
     def _fetches(
         self, have: _Regions, need: _Regions, size: float, source: tuple[int, int], what: tuple[int, int], weight: float

@@ -65,7 +65,7 @@ def intra_op(
     options = candidates(joined, mesh, settings)
     for name, state in (fixed or {}).items():
         options[name] = tuple(s for s in options[name] if s.gives == state)
-    program = _Program(joined, mesh, settings, options, weight or {}, again or {})
+    program = _Program(joined, mesh, options, weight or {}, again or {})
     program.alike(same)
     if memory_bytes < inf:
         program.within(memory_bytes, in_flight)
@@ -84,7 +84,7 @@ def intra_op(
         program.within(memory_bytes * share, in_flight)
         values = program.solve("relaxed")
         chosen = chosen if values is None else program.rounded(values)
-    return Assignment(joined, chosen, cost_of(joined, mesh, settings, chosen), "exactly" if whole else "relaxed and rounded")
+    return Assignment(joined, chosen, cost_of(joined, mesh, chosen), "exactly" if whole else "relaxed and rounded")
 
 
 class _Program:
@@ -92,10 +92,8 @@ class _Program:
     gives it, as a reading operator needs it). options: operator -> strategies. weight: layer -> number of layers that it represents.
     again: recomputed layer -> operator whose output is kept."""
 
-    def __init__(
-        self, graph: Graph, mesh: Mesh, settings: Settings, options: Options, weight: Mapping[int, float], again: Mapping[int, str]
-    ) -> None:
-        self.graph, self.mesh, self.settings, self.options = graph, mesh, settings, options
+    def __init__(self, graph: Graph, mesh: Mesh, options: Options, weight: Mapping[int, float], again: Mapping[int, str]) -> None:
+        self.graph, self.mesh, self.options = graph, mesh, options
         self.weight = {op.name: weight.get(op.layer, 1.0) for op in graph.operators}
         self.paid = {op.name: self.weight[op.name] * (AGAIN if op.layer in again else 1.0) for op in graph.operators}
         self.kept = {op.name for op in graph.operators if again.get(op.layer, op.name) == op.name}
@@ -132,7 +130,7 @@ class _Program:
         columns: dict[State, dict[int, float]] = {b: dict.fromkeys(columns, -1.0) for b, columns in read.items()}
         for a in given:
             for b in read:
-                seconds = change(size, self.mesh, a, b, backward=self.settings.backward)
+                seconds = change(size, self.mesh, a, b)
                 if seconds < inf:
                     rows[a][len(self.costs)] = columns[b][len(self.costs)] = 1.0
                     self.costs.append(seconds * self.paid[reader])
@@ -148,20 +146,18 @@ class _Program:
                 self.rows.append((row, 0.0, 0.0))
 
     def within(self, memory_bytes: float, in_flight: int) -> None:
-        """Add the memory limit: for each set of tensors that are live together, one row with fractions of the memory."""
-        for alive in live(self.graph, backward=self.settings.backward):
-            row: dict[int, float] = {}
-            for name, one in self.options.items():
-                for i, s in enumerate(one):
-                    outputs = s.output_bytes * in_flight if name in alive & self.kept else 0.0
-                    row[self.first[name] + i] = (s.state_bytes + outputs) * self.weight[name] / memory_bytes
-            self.rows.append((row, 0.0, 1.0))
+        """Add the memory limit: a row with fractions of the memory. All kept outputs are in memory when the backward pass begins."""
+        row: dict[int, float] = {}
+        for name, one in self.options.items():
+            for i, s in enumerate(one):
+                outputs = s.output_bytes * in_flight if name in self.kept else 0.0
+                row[self.first[name] + i] = (s.state_bytes + outputs) * self.weight[name] / memory_bytes
+        self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
         """Return the peak memory of a device in bytes with the chosen strategies: model states and outputs."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
-        kept = live(self.graph, backward=self.settings.backward)
-        return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
+        return states + sum(chosen[name].output_bytes * self.weight[name] for name in self.kept) * in_flight
 
     def solve(self, how: Literal["integer", "relaxed"], gap: float = 1e-9) -> Any:
         import numpy as np
@@ -196,7 +192,7 @@ class _Program:
 
             def paid(s: Strategy, inputs: tuple[str, ...] = op.inputs) -> float:
                 return s.seconds + sum(
-                    change(self.graph.size(self.graph.letters(x)) * self.graph.itemsize, self.mesh, chosen[x].gives, reads, backward=True)
+                    change(self.graph.size(self.graph.letters(x)) * self.graph.itemsize, self.mesh, chosen[x].gives, reads)
                     for x, reads in zip(inputs, s.reads, strict=True)
                     if x in chosen
                 )
@@ -205,14 +201,3 @@ class _Program:
             able = [s for s in some if paid(s) < inf] or list(one)
             chosen[op.name] = min(able, key=paid)
         return chosen
-
-
-def live(graph: Graph, *, backward: bool) -> list[frozenset[str]]:
-    """Return the sets of operators whose outputs are in memory at the same time, without sets that another set contains. When a backward
-    pass begins, all outputs are in memory. Without a backward pass, each output is freed after its last reader has run."""
-    if backward:
-        return [frozenset(graph.named)]
-    order = {op.name: i for i, op in enumerate(graph.operators)}
-    until = {name: max([order[edge.reader] for edge in graph.readers[name]], default=order[name]) for name in order}
-    sets = [frozenset(name for name in order if order[name] <= now <= until[name]) for now in range(len(order))]
-    return [alive for i, alive in enumerate(sets) if not any(alive < other or (alive == other and i > j) for j, other in enumerate(sets))]

@@ -78,7 +78,7 @@ def fold(graph: Graph) -> Folded:
     return Folded(Graph(graph.dims, graph.inputs, parameters, tuple(ops), graph.itemsize), weight, of)
 
 
-def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
+def layer_costs(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
     """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it."""
     found = {}
     for layer in graph.layers:
@@ -88,7 +88,7 @@ def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[st
             for x, reads in zip(op.inputs, chosen[op.name].reads, strict=True):
                 if x in graph.named:
                     size = graph.size(graph.letters(x)) * graph.itemsize
-                    seconds += change(size, mesh, chosen[x].gives, reads, backward=settings.backward)
+                    seconds += change(size, mesh, chosen[x].gives, reads)
         strategies = [chosen[op.name] for op in mine]
         found[layer] = Cost(seconds, sum(s.state_bytes for s in strategies), sum(s.output_bytes for s in strategies))
     return found
@@ -170,7 +170,7 @@ class Runnable:
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
         """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
-        found = layer_costs(graph, mesh, self.settings, chosen)
+        found = layer_costs(graph, mesh, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input
             found[i] = Cost(found[i].seconds * AGAIN, found[i].state_bytes, min(stream, found[i].output_bytes))

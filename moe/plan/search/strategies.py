@@ -51,11 +51,10 @@ class Strategy:
 @dataclass(frozen=True)
 class Settings:
     """Settings of a search. microbatches: number of micro-batches in a step; parameters' gradients are summed over ranks after the last.
-    backward: False for inference. storage: bytes of a parameter, its gradient and its optimizer states. gradient_bytes: bytes of an element
-    of a sent gradient. sharded: ZeRO stages that may be chosen."""
+    storage: bytes of a parameter, its gradient and its optimizer states. gradient_bytes: bytes of an element of a sent gradient. sharded:
+    ZeRO stages that may be chosen."""
 
     microbatches: int = 1
-    backward: bool = True
     storage: Storage = MIXED_FP32_GRADIENTS
     gradient_bytes: int = 2
     sharded: tuple[Sharded, ...] = (0,)
@@ -100,11 +99,10 @@ def strategy(
     """Return the strategy with these cuts (as in Strategy) and its costs; None if a size does not divide."""
     last = [letter if letter in op.output else to for letter, to in zip(cut, scatter, strict=True)]
     gives = tuple(_place(op.output, letter) for letter in last)
-    absent = LATER if settings.backward else WHOLE
-    reads = tuple(tuple(_place(term, a) if not a or a in term else absent for a in cut) for term in op.terms)
+    reads = tuple(tuple(_place(term, a) if not a or a in term else LATER for a in cut) for term in op.terms)
     if not divides(graph, mesh, cut) or not divides(graph, mesh, last):
         return None
-    seconds = _work(op, graph, mesh, settings, cut) + _sums(op, graph, mesh, settings, cut, scatter)
+    seconds = _work(op, graph, mesh, cut) + _sums(op, graph, mesh, cut, scatter)
     state_bytes = 0.0
     for name, term in zip(op.inputs, op.terms, strict=True):
         if name in graph.parameters:
@@ -122,14 +120,14 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
     return prod(n for letter, n in zip(cut, mesh.sizes, strict=True) if letter and letter in term)
 
 
-def _work(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str]) -> float:
+def _work(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str]) -> float:
     """Return the seconds of a rank's part of the work. The backward pass takes twice as long as the forward pass. Each tensor is read or
     written once."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
-    return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * (3 if settings.backward else 1)
+    return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * 3
 
 
-def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Sequence[str], scatter: Sequence[str]) -> float:
+def _sums(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str], scatter: Sequence[str]) -> float:
     """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
@@ -137,10 +135,9 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, settings: Settings, cut: Seque
             continue
         if letter in op.statistics:  # partial sums of a norm or a loss, in fp32
             rest = "".join(a for a in op.output if a not in op.statistics)
-            once = mesh.all_reduce(graph.size(rest) * 4 / _ways(rest, cut, mesh), axis)
-            seconds += once * (2 if settings.backward else 1)
+            seconds += 2 * mesh.all_reduce(graph.size(rest) * 4 / _ways(rest, cut, mesh), axis)
         elif letter in op.summed and to:
-            seconds += mesh.reduce_scatter(held, axis) + (mesh.all_gather(held, axis) if settings.backward else 0.0)
+            seconds += mesh.reduce_scatter(held, axis) + mesh.all_gather(held, axis)
             held /= mesh.sizes[axis]
         elif letter in op.summed:
             seconds += mesh.all_reduce(held, axis)
@@ -154,7 +151,7 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
     summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient
     held = model_states(mine, stage=sharded, copies=prod(mesh.sizes[a] for a in copies), storage=settings.storage).total
     seconds, sent = 0.0, mine * settings.gradient_bytes
-    for axis in reversed(copies) if settings.backward else ():  # nearest ranks first, so that distant ranks exchange less
+    for axis in reversed(copies):  # nearest ranks first, so that distant ranks exchange less
         if sharded == 0 and (axis not in summed or axis == summed[0]):
             seconds += mesh.all_reduce(sent, axis) / settings.microbatches if axis in summed else 0.0
             continue
@@ -166,7 +163,7 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 
 
 @lru_cache(maxsize=1 << 18)
-def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backward: bool = True) -> float:
+def change(size_bytes: float, mesh: Mesh, gives: State, reads: State) -> float:
     """Return the seconds to reshard a tensor of `size_bytes` (on all ranks together) from `gives` to `reads`, and its gradient back.
 
     Collectives for the tensor / for its gradient on each axis:
@@ -185,9 +182,9 @@ def change(size_bytes: float, mesh: Mesh, gives: State, reads: State, *, backwar
         if a == WHOLE and b == LATER:
             seconds += mesh.all_reduce(whole, axis)
         elif a == WHOLE:
-            seconds += mesh.all_gather(whole, axis) if backward else 0.0
+            seconds += mesh.all_gather(whole, axis)
         elif b >= 0:
-            seconds += mesh.all_to_all(whole / mesh.sizes[axis], axis) * (2 if backward else 1)
+            seconds += 2 * mesh.all_to_all(whole / mesh.sizes[axis], axis)
         else:
             seconds += mesh.all_gather(whole, axis) + (mesh.reduce_scatter(whole, axis) if b == LATER else 0.0)
     return seconds
@@ -210,11 +207,10 @@ def read_together(graph: Graph) -> Graph:
     return Graph(graph.dims, graph.inputs, graph.parameters, tuple(together), graph.itemsize)
 
 
-def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple[Strategy, ...]:
+def reading(op: Operator, graph: Graph, mesh: Mesh) -> tuple[Strategy, ...]:
     """Return the strategies of an operator `NAME.read` (see `read_together`): one for each sharding of its tensor, without costs."""
     found = []
-    ways = [WHOLE, LATER] if settings.backward else [WHOLE]
-    for state in product([*ways, *range(len(op.output))], repeat=len(mesh.sizes)):
+    for state in product([WHOLE, LATER, *range(len(op.output))], repeat=len(mesh.sizes)):
         cut = tuple(op.output[place] if place >= 0 else "" for place in state)
         if divides(graph, mesh, cut) and all(n > 1 or place == WHOLE for place, n in zip(state, mesh.sizes, strict=True)):
             found.append(Strategy(cut, ("",) * len(cut), 0, 0.0, 0.0, 0.0, (state,), state))
@@ -223,7 +219,7 @@ def reading(op: Operator, graph: Graph, mesh: Mesh, settings: Settings) -> tuple
 
 def candidates(graph: Graph, mesh: Mesh, settings: Settings) -> dict[str, tuple[Strategy, ...]]:
     """Return a dict: name -> strategies of each operator of a graph that `read_together` returned."""
-    return {op.name: (reading if op.whole == "read" else strategies)(op, graph, mesh, settings) for op in graph.operators}
+    return {op.name: reading(op, graph, mesh) if op.whole == "read" else strategies(op, graph, mesh, settings) for op in graph.operators}
 
 
 @dataclass(frozen=True)
@@ -235,11 +231,11 @@ class Cost:
     output_bytes: float
 
 
-def cost_of(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[str, Strategy]) -> Cost:
+def cost_of(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> Cost:
     """Return the cost of the graph with the strategies `chosen`. Seconds are inf if a tensor cannot be resharded as its reader needs."""
     seconds = sum(s.seconds for s in chosen.values())
     for edge in graph.edges:
         gives, reads = chosen[edge.writer].gives, chosen[edge.reader].reads[edge.place]
         size = graph.size(graph.letters(edge.writer)) * graph.itemsize
-        seconds += change(size, mesh, gives, reads, backward=settings.backward)
+        seconds += change(size, mesh, gives, reads)
     return Cost(seconds, sum(s.state_bytes for s in chosen.values()), sum(s.output_bytes for s in chosen.values()))

@@ -34,9 +34,6 @@ class Group:
         return self.inside * self.nodes
 
 
-ALONE = Group(1, 1)
-
-
 @lru_cache(maxsize=100_000)
 def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
     """Return a group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the collective, in groups of this kind."""

@@ -2,7 +2,7 @@
 
     1d           all-reduces of n x D elements after attention and after the feed-forward network, forward and backward
     sliced       an all-gather before, and a reduce-scatter after, attention and the feed-forward network, forward and backward
-    2d, 2.5d, 3d bytes as in tensor.py; each matrix product sends one message for each column of the grid
+    2d, 2.5d, 3d bytes as in grid_bytes.py; each matrix product sends one message for each column of the grid
     MoE layers   tokens that tp ranks divide among them (`sharing`); choices in router groups that extend over several ranks (`grouping`)
     sp           bytes of the method (parallel/sequence/kinds.py): keys and values in a ring, or all-to-alls
     ep, etp      the dispatcher's messages over ep, gathers and reduce-scatters over etp
@@ -20,7 +20,7 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.memory.kept import traffic_of
-from moe.plan.time import tensor as tensor_parallel
+from moe.plan.time import grid_bytes
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES
 from parallel.mesh.traffic import Message, distinct
@@ -123,19 +123,19 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> Passes:
     """Times of the collectives of 2D, 2.5D and 3D tensor parallelism, in both passes. left: fraction that products do not hide."""
-    of = tensor_parallel.DenseLayer(
+    of = grid_bytes.DenseLayer(
         *(round(tokens_of(network, plan)), network.width, network.heads, network.channels),
         *(max(network.groups, plan.grid.units), network.hidden, network.gated, plan.compute_bytes),
         source=0 if network.encoder is None else round(tokens_of(network.encoder, plan)),
     )
-    cost = tensor_parallel.cost(plan.grid, of)
+    forward, backward = grid_bytes.sent(plan.grid, of)
     messages = len(of.products) * plan.grid.columns
 
-    def passed(sent: float, times: int) -> Pass:
+    def passed(size: float, times: int) -> Pass:
         latencies = gather(cluster, group, 0.0) + messages * times * cluster.inside.latency_us * 1e-6
-        return Pass(tensor=left * (latencies + gather(cluster, group, sent * group.size / (group.size - 1))), kernels=times * messages)
+        return Pass(tensor=left * (latencies + gather(cluster, group, size * group.size / (group.size - 1))), kernels=times * messages)
 
-    return Passes(passed(cost.forward, 2), passed(cost.backward, 4))
+    return Passes(passed(forward, 2), passed(backward, 4))
 
 
 def cross_sums(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> Passes:

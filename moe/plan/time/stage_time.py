@@ -165,7 +165,7 @@ def _passes(
     parts = recompute == "full" or (recompute == "selective" and program.selective == "second")
     nested = (sum(repeated) + ahead) * program.checkpoint_us * 1e-6 if parts else 0.0
     host_forward = launch * forward.kernels + nested
-    host_backward = launch * (program.backward_launch * backward.kernels + again.kernels) + nested
+    host_backward = launch * (backward.kernels + again.kernels) + nested
 
     def beyond(host: float, device: float) -> float:
         return (1 + program.engine) * (max(host, device) + program.alone * min(host, device))

@@ -9,14 +9,11 @@ which have the same timeline. The pipeline's actions keep their times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
-from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Timeline
-
-_MOST_STEPS = 1000
 
 
 class BubbleWork(NamedTuple):
@@ -40,18 +37,6 @@ class Placed(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Result of `pack`. placed: all work, sorted by start. steps: number of steps until all work is done.
-    utilisation_before, utilisation: busy time of all ranks as a fraction of the steps' time, without and with the work."""
-
-    timeline: Timeline
-    placed: tuple[Placed, ...]
-    steps: int
-    utilisation_before: float
-    utilisation: float
-
-
 class Bubble(NamedTuple):
     """An interval in which a rank waits. start, end: counted from the start of a step."""
 
@@ -73,36 +58,24 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
     return sorted(found, key=lambda bubble: (bubble.start, bubble.rank))
 
 
-def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
-    """Place all work in bubbles. works: the pieces of work, in order of priority.
-    margin: a bubble must be at least `margin` times as long as the work, because real times vary. Raises BadInput if a piece of work fits
-    into no bubble of its rank, or if 1,000 steps are too few for all work. Also raises it if two pieces of work have one name, if `after`
-    has actions of another rank, or if `needs` name missing work or form a cycle."""
+def pack(timeline: Timeline, works: Sequence[BubbleWork], *, steps: int, margin: float = 1.05) -> list[Placed]:
+    """Place work in the bubbles of `steps` steps, and return it sorted by start. Work that fits into none of them is left out.
+    works: the pieces of work, in order of priority. margin: a bubble must be at least `margin` times as long as the work, because real
+    times vary."""
     found = _of_steps(timeline)
-    _check(timeline, works, found, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
-    waiting: dict[int, list[BubbleWork]] = {rank: [w for w in works if w.rank == rank] for rank in range(timeline.schedule.num_ranks)}
+    waiting = {rank: [work for work in works if work.rank == rank] for rank in range(timeline.schedule.num_ranks)}
     done: dict[str, Placed] = {}
-    for step in range(_MOST_STEPS):
-        for bubble in found:
-            if step and bubble.first_step_only:
-                continue
-            at, end = (step * timeline.makespan + time for time in (bubble.start, bubble.end))
-            while (chosen := _earliest(waiting[bubble.rank], at, ends, done, margin, end)) is not None:
-                start, work = chosen
-                done[work.name] = Placed(work, step, start, start + work.time)
-                waiting[bubble.rank].remove(work)
-                at = start + work.time
-        if len(done) == len(works):
-            return _packing(timeline, done, step + 1)
-    left = [work for queue in waiting.values() for work in queue]
-    if any(all(need in done for need in work.needs) for work in left):
-        needed = f"work for at most {_MOST_STEPS:,} steps"
-        raise BadInput(
-            "works", got=f"{left[0].name}, which has no bubble in these steps", needed=needed, fix="give less work, or other `after`"
-        )
-    got = f"{left[0].name}, which waits for {', '.join(left[0].needs)}"
-    raise BadInput("needs", got=got, needed="needs that form no cycle", fix="remove one of the needs")
+    for step, bubble in product(range(steps), found):
+        if step and bubble.first_step_only:
+            continue
+        at, end = (step * timeline.makespan + time for time in (bubble.start, bubble.end))
+        while (chosen := _earliest(waiting[bubble.rank], at, ends, done, margin, end)) is not None:
+            start, work = chosen
+            done[work.name] = Placed(work, step, start, start + work.time)
+            waiting[bubble.rank].remove(work)
+            at = start + work.time
+    return sorted(done.values(), key=lambda placed: (placed.start, placed.work.rank))
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
@@ -132,32 +105,3 @@ def _earliest(
                 if start == at:
                     break
     return best
-
-
-def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing:
-    ranks = timeline.schedule.num_ranks
-    busy = sum(timeline.busy(rank) for rank in range(ranks))
-    whole = ranks * timeline.makespan
-    added = sum(placed.work.time for placed in done.values())
-    placed = tuple(sorted(done.values(), key=lambda p: (p.start, p.work.rank)))
-    return Packing(timeline, placed, steps, busy / whole, (steps * busy + added) / (steps * whole))
-
-
-def _check(timeline: Timeline, works: Sequence[BubbleWork], found: Sequence[Bubble], margin: float) -> None:
-    names = {work.name for work in works}
-    if len(names) < len(works):
-        raise BadInput(
-            "works", got=f"{len(works)} pieces of work with {len(names)} names", needed="unique names", fix="give each a different name"
-        )
-    for work in works:
-        missing = [need for need in work.needs if need not in names]
-        if missing:
-            raise BadInput(work.name, got=f"the need {missing[0]}", needed="the name of other work", fix="add that work or remove the need")
-        if not set(work.after) <= set(timeline.schedule.orders[work.rank]):
-            wanted = " and ".join(map(str, work.after))
-            raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of this rank")
-        room = max((bubble.end - bubble.start for bubble in found if bubble.rank == work.rank), default=0.0)
-        if margin * work.time > room * (1 + 1e-9):
-            got = f"{work.time:g} long, {margin * work.time:g} with its margin"
-            needed = f"at most {room:g}, the longest bubble of rank {work.rank}"
-            raise BadInput(work.name, got=got, needed=needed, fix="cut it into parts, layer by layer, or take fewer micro-batches")

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.errors import counted
 from parallel.pipeline.schedule import Action, Op, Schedule, Span
 from parallel.pipeline.simulator.simulate import Timeline
 from parallel.store.files import write_text, writing
@@ -111,7 +110,7 @@ def draw(titled: Mapping[str, Timeline], path: str | Path, *, unit: str) -> None
     figure = _figure(*titled.values())
     until = max(timeline.makespan for timeline in titled.values())
     for number, (title, timeline) in enumerate(titled.items(), 1):
-        draw_on(figure.add_subplot(len(titled), 1, number), timeline, title=title, unit=unit, legend=False, until=until)
+        draw_on(figure.add_subplot(len(titled), 1, number), timeline, title=title, unit=unit, until=until)
     add_legend(figure, list(titled.values()))
     _save(figure, path)
 
@@ -135,11 +134,9 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
     _save(figure, path)
 
 
-def draw_on(
-    axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
-) -> None:
+def draw_on(axes: Axes, timeline: Timeline, *, title: str, unit: str | None = None, until: float | None = None) -> None:
     """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
-    title: None: name, time and idle time of the schedule. unit: name of the unit; None: no label. until: end of the axis."""
+    unit: name of the unit; None: no label. until: end of the axis."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):
@@ -148,11 +145,7 @@ def draw_on(
             if span.end > span.start:
                 dark = stages.index(span.action.stage) / max(1, len(stages) - 1) > 0.5
                 _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark], until=until)
-    size = f"{schedule.name}, {counted(schedule.microbatches, 'micro-batch')}"
-    said = f"{size}: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
-    _frame(axes, timeline, title or said, unit, until=until)
-    if legend:
-        add_legend(axes.figure, [timeline])
+    _frame(axes, timeline, title, unit, until=until)
 
 
 def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None, *, until: float) -> None:
@@ -199,7 +192,7 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 
 
-def add_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+def add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     """Add a legend of the actions' colours below all axes of `figure`, which needs a constrained layout."""
     from matplotlib.patches import Patch
 

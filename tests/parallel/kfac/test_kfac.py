@@ -33,13 +33,12 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import LossScale
 from parallel.pipeline.schedule import Action, Op, Span, Watcher
 from parallel.pipeline.schedules import catalog
-from parallel.pipeline.simulator.bubbles import Packing, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.process import process
 from parallel.process.process import World
 from tests.measured import kfac as bench
 from tests.measured.kfac import steps_to
-from tests.support.kfac_work import works
+from tests.support.kfac_work import Packing, packing_of, works
 from tests.support.ranks import each_case, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -538,7 +537,7 @@ def packed(name: str, *, without: str = "") -> Packing:
     timeline = simulate(schedule, costs(1, 2, summation=0.5))
     made = works(schedule, FACTORS, SECONDS)
     kept = [w._replace(needs=tuple(need for need in w.needs if not need.startswith(f"{without} "))) if without else w for w in made]
-    return pack(timeline, kept)
+    return packing_of(timeline, kept)
 
 
 def broken_rules(packing: Packing) -> set[str]:

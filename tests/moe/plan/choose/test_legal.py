@@ -142,7 +142,7 @@ def test_the_first_plan_is_the_fastest_of_all_recommended_plans() -> None:
     assert found.found.ranked[0].seconds == every.found.ranked[0].seconds
     network, times = network_of(run), []
     for plan in candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(world)), space=SPACE):
-        if refusal(network, plan) is not None or advice(network, plan, devices_per_node=world) is not None:
+        if refusal(network, plan) is not None or advice(plan, devices_per_node=world) is not None:
             continue
         plan = as_stored(plan, run)
         times.append(step_time(network, plan, cluster).step)

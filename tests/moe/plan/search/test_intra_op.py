@@ -9,7 +9,7 @@ from math import inf, prod
 import pytest
 
 from moe.plan.operators.links import Link, Mesh
-from moe.plan.search.intra_op import intra_op, live
+from moe.plan.search.intra_op import intra_op
 from moe.plan.search.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
 from parallel.annotations.graph import Dim, Graph, Operator
 from parallel.errors import BadInput
@@ -149,7 +149,7 @@ def best_of_all(graph: Graph, on: Mesh, settings: Settings, memory_bytes: float 
     joined = read_together(graph)
     options, best = candidates(joined, on, settings), inf
     for some in product(*options.values()):
-        cost = cost_of(joined, on, settings, dict(zip(options, some, strict=True)))
+        cost = cost_of(joined, on, dict(zip(options, some, strict=True)))
         if cost.state_bytes + cost.output_bytes <= memory_bytes:
             best = min(best, cost.seconds)
     return best
@@ -205,13 +205,6 @@ def test_a_recomputed_layer_pays_its_forward_pass_twice_and_keeps_its_last_outpu
         assert held <= limit * (1 + 1e-9) and mine == pytest.approx(best, rel=1e-6)
     with pytest.raises(BadInput, match="needed room for some choice"):
         intra_op(graph, on, settings, memory_bytes=1.01 * min(costs)[0], in_flight=3)
-
-
-def test_live_tensors_of_a_chain() -> None:
-    """Without a backward pass, a tensor lives until it is read, so two live at a time. Before a backward pass, all live."""
-    graph = chain(4, b=4, d=4, f=8)
-    assert live(graph, backward=False) == [frozenset({f"layer{i}", f"layer{i + 1}"}) for i in range(3)]
-    assert live(graph, backward=True) == [frozenset(f"layer{i}" for i in range(4))]
 
 
 def test_a_relaxed_and_rounded_solution_is_nearly_optimal() -> None:

@@ -126,7 +126,7 @@ def test_folding_equal_layers_does_not_change_a_plans_seconds() -> None:
     every.joined = read_together(graph)
     chosen = every.chosen(plan)
     assert chosen is not None
-    whole = cost_of(every.joined, machine.mesh(1, 4, 1, 1), settings, chosen).seconds
+    whole = cost_of(every.joined, machine.mesh(1, 4, 1, 1), chosen).seconds
     assert few.seconds(plan) == pytest.approx(whole, rel=1e-9) and every.seconds(plan) == pytest.approx(whole, rel=1e-9)
 
 

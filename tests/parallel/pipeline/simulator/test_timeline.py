@@ -65,12 +65,12 @@ def test_a_picture_has_a_bar_for_each_action(name: str, tmp_path: Path) -> None:
 
     timeline = simulate(make_schedule(name, ranks=4, microbatches=4), costs(summation=2))
     axes = Figure().add_subplot()
-    draw_on(axes, timeline)
+    draw_on(axes, timeline, title="x")
     shown = [span for spans in timeline.spans for span in spans if span.end > span.start]
     bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches)
     assert bars == sorted((span.start, span.end - span.start) for span in shown)
     assert axes.get_xlabel() == ""
-    draw_on(axes, timeline, unit="s")
+    draw_on(axes, timeline, title="x", unit="s")
     assert axes.get_xlabel() == "time (s)"
     draw({"x": timeline}, tmp_path / "x.png", unit="s")
     assert read_size(tmp_path / "x.png")[0] > 1000
@@ -82,12 +82,14 @@ def test_the_legend_does_not_cover_the_time_axis(ranks: int) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from parallel.pipeline.simulator.draw import draw_on
+    from parallel.pipeline.simulator.draw import add_legend, draw_on
 
     figure = Figure(figsize=(12, 1.3 + 0.42 * ranks), layout="constrained")
     FigureCanvasAgg(figure).draw()
     axes = figure.add_subplot()
-    draw_on(axes, simulate(make_schedule("1f1b", ranks=ranks, microbatches=8), costs()), unit="s")
+    timeline = simulate(make_schedule("1f1b", ranks=ranks, microbatches=8), costs())
+    draw_on(axes, timeline, title="x", unit="s")
+    add_legend(figure, [timeline])
     figure.canvas.draw()
     (legend,) = figure.legends
     assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
@@ -103,7 +105,7 @@ def test_labels_fit_into_their_bars_if_the_time_axis_is_longer_than_the_timeline
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     timeline = simulate(make_schedule("zb_v", ranks=4, microbatches=8), costs(0.5, 1))
-    draw_on(axes, timeline, until=1.3 * timeline.makespan)
+    draw_on(axes, timeline, title="x", until=1.3 * timeline.makespan)
     figure.canvas.draw()
     scale = axes.get_window_extent().width / (1.3 * timeline.makespan)
     assert all(text.get_window_extent().width <= 0.5 * scale for text in axes.texts if text.get_text())
