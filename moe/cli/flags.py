@@ -139,12 +139,14 @@ def _reads(verb: str, key: str) -> bool:
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
+    from moe.recipe.other_tools import in_our_words
+
     needed, example = _described(kind)
     fix = f"{name} {example}"
     if get_origin(kind) is Literal:
         if text in get_args(kind):
             return text
-        near = did_you_mean(text, get_args(kind))
+        near = did_you_mean(str(in_our_words("precision.compute", text)), get_args(kind))
         fix = f"did you mean {name} {near}?" if near else fix
     elif kind is str or (kind is Path and text):
         return kind(text)
