@@ -198,6 +198,7 @@ def test_a_name_that_is_nearly_another_tools_is_taken_for_it_unless_one_here_is_
         ("simulate 1f1b --num_microbatches 8", "did you mean --microbatches 8?"),
         ("plan a --gpus 8", "name the devices in --cluster: h100-8x4 has 4 nodes of 8, and h100-2 two devices of one node"),
         ("rehearse a --gpus 8", "did you mean --world 8?"),
+        ("train a --sequence-parallel", "did you mean --tensor.sequence_parallel true?"),
         ("train a --cp 2", "did you mean --degrees.sp 2?"),
         ("train a --hidden 64", "did you mean --model.d_model 64?"),
         ("convert a b --dtype float16", "did you mean --dtype fp16?"),
