@@ -110,7 +110,7 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
     """Return the fix for another tool's flag, or for a recipe's key without its section (`--lr`); None if `name` is neither."""
-    from moe.recipe.keys import choices, keys_named, known_keys
+    from moe.recipe.keys import choices, field_of, keys_named, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 
@@ -127,8 +127,11 @@ def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> 
     if word in Run.model_fields:
         of_kind = value is not None and in_our_words(f"{word}.kind", value) in choices(f"{word}.kind")
         return Meant({f"{word}.kind": in_our_words(f"{word}.kind", value)} if of_kind else {f"{word}.KEY": None}).fix(value, typed=True)
-    found = [key for key in keys_named(word, value) if takes[key]]
-    return Meant({found[0]: value}).fix(value, typed=True) if found else None
+    found = next((key for key in keys_named(word, value) if takes[key]), None)
+    if found is None:
+        return None
+    alone = value is None and field_of(found).annotation is bool
+    return Meant({found: "true" if alone else value}).fix(value, typed=True)
 
 
 def _reads(verb: str, key: str) -> bool:
@@ -139,12 +142,14 @@ def _reads(verb: str, key: str) -> bool:
 
 
 def _value(name: str, kind: Any, text: str) -> Any:
+    from moe.recipe.other_tools import in_our_words
+
     needed, example = _described(kind)
     fix = f"{name} {example}"
     if get_origin(kind) is Literal:
         if text in get_args(kind):
             return text
-        near = did_you_mean(text, get_args(kind))
+        near = did_you_mean(str(in_our_words("precision.compute", text)), get_args(kind))
         fix = f"did you mean {name} {near}?" if near else fix
     elif kind is str or (kind is Path and text):
         return kind(text)

@@ -177,7 +177,8 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
         note += "   tight: it uses the last tenth of the memory" if made.tight(ranked) else ""
         note += f"   not recommended: {ranked.advice}" if ranked.advice else ""
         speed = made.speed(ranked)
-        rates = f"{speed.tokens_per_s:>11,.0f} {speed.tflops:>8.3g} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
+        tflops = f"{speed.tflops:,.0f}" if speed.tflops >= 100 else f"{speed.tflops:.3g}"
+        rates = f"{speed.tokens_per_s:>11,.0f} {tflops:>8} {'' if speed.mfu is None else f'{speed.mfu:.1%}':>6}"
         lines.append(f"{place:>3} {ranked.seconds:>9.4g} {rates} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
     lines += ["", f"time of the best: {best.seconds:.4g} s{_range(made, best)}: {shares(made.time(best.plan).parts, best.seconds)}"]

@@ -45,4 +45,5 @@ def _parts(first: Mapping[str, float], second: Mapping[str, float]) -> list[str]
 
 
 def _line(name: str, one: float, other: float) -> str:
-    return f"{name:<28} {one:>12,.4g} {other:>12,.4g} {f'{other / one:.2f}' if one else '':>7}".rstrip()
+    first, second = (f"{size:,.0f}" if size >= 1000 else f"{size:.4g}" for size in (one, other))
+    return f"{name:<28} {first:>12} {second:>12} {f'{other / one:.2f}' if one else '':>7}".rstrip()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 # key -> its names in other tools. A value is used unchanged, or translated by WORDS.
 KEYS: dict[str, str] = {
-    "model.d_model": "hidden_size=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768 emb_dim=768 model_dim=768",
+    "model.d_model": "hidden_size=4096 hidden=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768 "
+    "emb_dim=768 model_dim=768",
     "model.num_layers": "num_hidden_layers=32 n_layer=12 n_layers=32 depth=12",
     "model.num_heads": "num_attention_heads=32 n_head=12 n_heads=32 nheads=12",
     "model.num_kv_heads": "num_key_value_heads=8 n_kv_heads=8 num_query_groups=8 n_kv_head=8",
@@ -69,7 +70,7 @@ KEYS: dict[str, str] = {
     "num_pipeline_stages=2",
     "degrees.ep": "ep_size=2 expert_parallel_size=2 expert_model_parallel_size=2 expert_parallel_degree=2 ep_degree=2",
     "degrees.etp": "expert_tensor_parallel_size=2 expert_tensor_parallel_degree=2",
-    "degrees.sp": "sp_size=2 sequence_parallel_size=2 cp_size=2 context_parallel_size=2 context_parallel_degree=2",
+    "degrees.sp": "sp_size=2 sequence_parallel_size=2 cp_size=2 cp=2 context_parallel=2 context_parallel_size=2 context_parallel_degree=2",
     "sharding.kind": "fsdp_sharding_strategy=FULL_SHARD sharding_strategy=FULL_SHARD",
     "pipeline.microbatches": "gradient_accumulation_steps=8 grad_accum_steps=8 accumulate_grad_batches=8 num_microbatches=8 "
     "num_micro_batches=8 "

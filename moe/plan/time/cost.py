@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
-from moe.plan.job.counts import sizes_of
+from moe.plan.job.counts import Elements, sizes_of
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
@@ -89,7 +89,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     some = () if pipeline == "alone" else sorted({0, len(stages) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, stages[i], _spare(plan, stages, i)) for i in some]
     gradients, parameters, hidden = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))
-    optimizer, offload = _update(plan, cluster, program, *max(((s.dense, s.expert) for s in stages), key=sum))
+    optimizer, offload = _update(plan, cluster, program, max((s.held for s in stages), key=lambda held: held.trained.total))
     crowd = cluster.crowd(plan.world)
     equal = times_of(network.balanced, plan, cluster, program, kinds) if crowd > 1 else stages
     cores = _for_cores(crowd, m, equal, passes)
@@ -149,20 +149,22 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
     by_stage, m = plan.pp > 1 and program.staged == "by stage", plan.microbatches
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
-    expert_copies = group_of(max(1, plan.edp), plan.ep * plan.etp, per_node, world) if stage.expert else Group(1, 1)
-    parts, narrow = ((copies, stage.dense), (expert_copies, stage.expert)), plan.compute_bytes
+    expert_copies = group_of(max(1, plan.edp), plan.ep * plan.etp, per_node, world) if stage.held.expert else Group(1, 1)
+    trained, narrow = stage.held.trained, plan.compute_bytes
     wide = narrow if program.sent_gradients == "computed" else plan.storage.gradients
     if plan.stage == 0:
-        sums = sum(all_reduce(cluster, group, number * wide) for group, number in parts)
+        sums = all_reduce(cluster, copies, trained.dense * wide) + all_reduce(cluster, expert_copies, trained.expert * wide)
         exposed = spare.exposed(sums) if by_stage else _after_backward(sums, stage, program, plan)
         return exposed, 0.0, max(0.0, sums - exposed)
 
-    def gathers(item: int) -> float:
+    def gathers(of: Elements, item: int) -> float:
         limited = plan.stage == 3 and program.gather_gb_s is not None
         rate = program.gather_gb_s * 1e9 if limited and program.gather_gb_s else inf
+        parts = (copies, of.dense), (expert_copies, of.expert)
         return sum(max(gather(cluster, g, n * item), (g.size - 1) / g.size * n * item / rate) for g, n in parts)
 
-    reduced, gathered = gathers(wide), gathers(narrow)
+    # frozen parameters are gathered as well if ranks hold only shards of them
+    reduced, gathered = gathers(trained, wide), gathers(stage.held if plan.stage == 3 else trained, narrow)
     if plan.stage == 1:  # with pipeline stages, DeepSpeed's ZeRO-1 reduces after the rank's last action, while other ranks may compute
         exposed = max(0.0, reduced - spare.others) if by_stage else _after_backward(reduced, stage, program, plan)
         waited, hidden = _overlapped(gathered, stage.forward_seconds, program) if program.parameters == "overlapped" else (gathered, 0.0)
@@ -245,17 +247,17 @@ def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -
     """Seconds to subtract if the program's times include casts of weights at each use, but the engine casts them only once a step. Each
     micro-batch after the first then saves, for each parameter, reading 4 bytes and writing 2."""
     held = program.casts == "use" and plan.stage == 0 and plan.storage.parameters == plan.compute_bytes < plan.storage.gradients
-    return (plan.microbatches - 1) * 6 * (stage.dense + stage.expert) / cluster.device.bandwidth if held else 0.0
+    return (plan.microbatches - 1) * 6 * stage.held.total / cluster.device.bandwidth if held else 0.0
 
 
-def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:
+def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> tuple[float, float]:
     """Return (seconds of the optimizer on the device, seconds of offloading). Offloading consists of transfers to the host and back, AdamW
-    on the host, and reading and writing the disk."""
-    shared = plan.dp * plan.sp if plan.stage >= 1 else 1
-    elements = dense / shared + expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
+    on the host, and reading and writing the disk. Frozen parameters have no gradients and no optimizer states."""
+    trained, shared = held.trained, plan.dp * plan.sp if plan.stage >= 1 else 1
+    elements = trained.dense / shared + trained.expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
     g, ranks = plan.storage.gradients, min(cluster.devices_per_node, plan.world)
     step, host, disk = program.step_ms * 1e-3, cluster.host_gb_s * 1e9, cluster.disk_gb_s * 1e9
-    moved = g * (dense + expert) / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are zeroed
+    moved = g * trained.total / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are zeroed
     offload = 0.0
     if plan.offload_optimizer == "none":
         moved = (ADAM_BYTES + 2 * g) * elements + moved
@@ -264,6 +266,6 @@ def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert
     if plan.offload_optimizer == "nvme":
         offload += 2 * elements * ranks * plan.storage.optimizer / disk
     if plan.offload_parameters != "none":
-        once = (dense + expert) / shared * plan.compute_bytes
+        once = held.total / shared * plan.compute_bytes
         offload += 2 * plan.microbatches * once / (host if plan.offload_parameters == "cpu" else disk / ranks)
     return moved / cluster.device.bandwidth + step, offload

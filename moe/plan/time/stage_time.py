@@ -39,8 +39,7 @@ class Stage:
     """Seconds of one micro-batch on one stage. recompute: recomputation in the backward pass, which `backward` does not include.
 
     weights: seconds of weight gradients, which are part of `backward`. launch_forward, launch_backward: seconds that kernel launches and
-    the engine's work on the host add to the device's time. dense, expert: numbers of parameters that the rank holds outside of experts, and
-    in experts.
+    the engine's work on the host add to the device's time. held: numbers of parameters of the rank.
     """
 
     forward: Pass
@@ -49,8 +48,7 @@ class Stage:
     weights: float
     launch_forward: float
     launch_backward: float
-    dense: float = 0.0
-    expert: float = 0.0
+    held: counts.Elements = counts.Elements()
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -125,8 +123,8 @@ def _stage(network: Network, plan: Plan, cluster: Cluster, program: Program, kin
     if plan.microbatches > 1:  # gradients of each micro-batch are added to the running sums
         summed = _held(_untied(network), small, layers, first, last) if first and last and plan.pp > 1 else held
         each = g if program.accumulates == "within" else 2 * g + ACCUMULATE_BYTES
-        backward += Pass(compute=each * (summed.dense + summed.expert) / cluster.device.bandwidth)
-    return replace(made, backward=backward, dense=held.dense, expert=held.expert)
+        backward += Pass(compute=each * summed.trained.total / cluster.device.bandwidth)
+    return replace(made, backward=backward, held=held)
 
 
 @lru_cache(maxsize=100)

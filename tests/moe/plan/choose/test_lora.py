@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from moe.plan.machine.cluster import load_cluster
 from moe.plan.memory.memory import memory, peak
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.plan.pipeline import layers_of, schedule_of
+from moe.plan.time.collective_times import all_reduce, gather, group_of
+from moe.plan.time.cost import ADAM_BYTES, step_time
+from moe.plan.time.stage_time import own_program
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records.prediction import refusal
@@ -105,6 +109,30 @@ def test_memory_and_flops_are_those_of_a_rehearsed_step(tp: int, pp: int, more: 
     assert max(of.allocated for of in said) == pytest.approx(fullest, rel=0.05)
     core = sum(core_forward(run.model, layer=layer) for layer in range(4))
     assert 8 * 64 * (size(run).training - 3 * core) == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize(("kind", "update", "zeroed"), [("ddp", 1, 1), ("zero", 8, 1), ("fsdp", 8, 8)])
+def test_only_adapters_are_updated_and_only_their_gradients_are_sent(kind: str, update: int, zeroed: int) -> None:
+    """Frozen weights cost time only if ranks hold shards of them and gather them. update, zeroed: number of shards of optimizer states and
+    of gradients."""
+    cluster = load_cluster("h100-8")
+    values: dict[str, Any] = {"lora.targets": ("attention",), "sharding.kind": kind, "degrees.ep": 8, "train.global_batch": 8}
+    values |= {"precision.master": "fp32"} if kind == "zero" else {}  # FSDP carries out ZeRO with 16-bit masters
+    run = check_run(with_values(thirty(), values), 8)
+    network, plan = network_of(run), plan_of(run)
+    waited = {"gradients": "after", "gathers": "waited", "parameters": "after", "step_ms": 0.0, "gather_us": 0.0}
+    program = replace(own_program(cluster), **waited)  # type: ignore[arg-type]
+    found = step_time(network, plan, cluster, program)
+    held, copies = counts.held(network, plan, (range(48),), (0,)), group_of(8, 1, 8, 8)
+    assert 0 < held.trained.expert + held.trained.dense < 0.01 * held.total
+    wide = plan.compute_bytes if program.sent_gradients == "computed" else plan.storage.gradients
+    moved = (ADAM_BYTES + 2 * plan.storage.gradients) / update + plan.storage.gradients / zeroed
+    assert found.optimizer == pytest.approx(moved * held.trained.total / cluster.device.bandwidth)
+    summed = all_reduce(cluster, copies, held.trained.dense * wide) if kind == "ddp" else gather(cluster, copies, held.trained.dense * wide)
+    weights = gather(cluster, copies, {"ddp": 0, "zero": held.trained.dense, "fsdp": held.dense}[kind] * plan.compute_bytes)
+    again = weights if kind == "fsdp" and plan.reshard else 0.0
+    assert found.gradients == pytest.approx(summed + again)
+    assert found.parameters == pytest.approx(weights * (1 + 1 / 48 if kind == "fsdp" else 1))
 
 
 @pytest.mark.parametrize("case", ["lora ep 2"])
