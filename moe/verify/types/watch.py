@@ -173,10 +173,12 @@ class Watch(TorchDispatchMode):
             return
         gate_TK = out.gate_TK.detach() / spec.gate_scale
         if spec.gates == "as_is" and spec.softmax_over == "all":
-            if spec.score == "softmax" and not torch.allclose(gate_TK, out.probs_TE.detach().gather(1, out.expert_TK), rtol=1e-5):
+            probs_TK = out.probs_TE.detach().gather(1, out.expert_TK)
+            if spec.score == "softmax" and not torch.allclose(gate_TK[out.kept_TK], probs_TK[out.kept_TK], rtol=1e-5):
                 yield "not in proportion: gates and probabilities"
         else:
-            whole_T = out.kept_TK.any(1) if spec.gates == "after_drop" else torch.ones(len(gate_TK))
+            some = spec.gates == "after_drop" or not router.method.tokens_choose  # a token may have no gate
+            whole_T = out.kept_TK.any(1) if some else torch.ones(len(gate_TK))
             if not torch.allclose(gate_TK.sum(1), whole_T.to(gate_TK.dtype), rtol=1e-5):
                 yield "not a mean: a token's gates do not sum to gate_scale"
 
@@ -242,16 +244,17 @@ class Watch(TorchDispatchMode):
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])
-            if finite and same and self.gradients[name].any():
+            whole = weight.dtype == torch.float32  # in 16 bits a small update is rounded away
+            if finite and same and whole and self.gradients[name].any():
                 self.seen.remarks.append(f"not updated: {name} (step {step})")
-            if finite and not same and weight.numel() > 8 and torch.equal(weight, weight.bfloat16().to(weight.dtype)):
+            if finite and not same and whole and weight.numel() > 8 and torch.equal(weight, weight.bfloat16().to(weight.dtype)):
                 self.seen.remarks.append(f"rounded to 16 bits: {name} (step {step})")
             if not finite and not (
                 same and all(torch.equal(self.held[kind][name], old[name]) for kind, old in before.items() if name in old)
             ):
                 self.seen.remarks.append(f"changed by a skipped step: {name} (step {step})")
         for name, moment in self.held["exp_avg"].items() if step == 0 else ():
-            if self.engine.layouts[name].is_owner(self.mesh):
+            if self.engine.layouts[name].is_owner(self.mesh) and moment.dtype == torch.float32:
                 m, g = moment.double().flatten(), self.gradients[name].double().flatten()
                 self.seen.moments.append([name, *((a * b).sum().item() for a, b in ((m, g), (m, m), (g, g)))])
 
