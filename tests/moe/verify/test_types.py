@@ -27,6 +27,8 @@ SHOWN = {
     "copies_summed_over_tp": "summed, though it is replicated over tp: allreduce at parallel/mesh/gradients.py",  # tensor
     "colossal_gradients_over_sp": "not conserved: flow of ",  # sequence
     "norm_of_one_stage": "varies, though every rank needs it: ",  # pipeline
+    "tokens_of_rank_0_take_slots": "expert 0 drops a token of group 6, though a slot is free",
+    "every_rank_holds_the_first_experts": "replicated, though it is cut: first value of layers.1.moe.experts.w1",
 }
 
 
