@@ -18,6 +18,7 @@ from tests.mutations.mutation import Edit, Mutation, applied
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, RUN = DOCS / "inside" / "mutations.md", DOCS / "benchmarks" / "verify-mutations.json"
+TYPES = DOCS / "benchmarks" / "verify-types.json"
 ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 
 
@@ -55,6 +56,10 @@ def test_the_docs_page_and_the_recorded_run_have_every_mutation() -> None:
         assert set(re.findall(r"`(\w+)`", examples)) <= {m.name for m in SUBJECTS[subject]}
     run = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
     assert [(row["mutation"], row["passed"]) for row in run] == [(m.name, True) for m in MUTATIONS]
+    types = json.loads(TYPES.read_text(encoding="utf-8"))
+    silent = [row["passed"] for row in types["rows"] if row["mutation"] == "none"]
+    said = rf"\[It finds {types['found']}\].+and {sum(silent)} of {len(silent)} layouts without a fault pass"
+    assert re.search(said, PAGE.read_text(encoding="utf-8")) and all(silent) and 2 * types["found"] >= types["all"] == len(MUTATIONS)
 
 
 def test_the_list_has_a_row_with_its_source_for_every_mutation() -> None:

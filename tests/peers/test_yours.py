@@ -209,6 +209,23 @@ def test_the_scale_of_a_ranks_gradients_is_that_of_a_shard_that_says_its_place()
     assert Comparison(one, ranks, [one]).scales == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "share", "passed"), [("output gradient", 0.5, True), ("output gradient", 0.3, False), ("output", 0.5, False)]
+)
+def test_columns_of_an_output_gradient_may_be_terms_of_a_sum_next_to_copies(kind: str, share: float, passed: bool) -> None:
+    """Found with transformers' latent attention: the rotary columns of its keys are summed over tp after the projection's output."""
+    x, g = (torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+
+    def of(rank: int, own: Tensor) -> Recorded:
+        values = {Key("input", "m", "0"): x, Key(kind, "m"): own}
+        return Recorded(rank, 2, pieces={key: [Piece.of(value, "m", 99, hashed=key.kind == "input")] for key, value in values.items()})
+
+    ranks = [of(rank, torch.cat((g[:, :3], part * g[:, 3:]), 1)) for rank, part in enumerate((share, 0.5))]
+    comparison = Comparison(of(0, g), ranks, [of(0, g)])
+    comparison.run(lambda *_: (None, ""))
+    assert [d.passed for d, _ in comparison.found if d.kind == kind] == [passed]
+
+
 SAMPLES = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 9.0]])
 
 

@@ -37,8 +37,15 @@ _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's con
     "linear_value_head_dim": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_d_state": 8,
     "ssm_state_size": 8, "n_groups": 2, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8, "rel_extent": 16,
     "index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "o_groups": 2, "o_lora_rank": 8, "unpadded_vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
     "sliding_window": 4, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # what the configuration of a family asks for, or refuses, in two layers
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def load() -> None:
@@ -87,10 +94,17 @@ def config_of(model: str, heads: int = 2) -> Any:
     config = transformers.CONFIG_MAPPING[model]()
     # 12 * heads: grouped_mm needs rows of a multiple of 16 bytes
     sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
-    known = {name: value for name, value in sizes.items() if hasattr(config, name)}
+    known = {name: value for name, value in sizes.items() if _has(config, name)}
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head, and rotates 4 elements of each
         known |= {"num_key_value_heads": 4, "head_dim": 4}
-    return transformers.CONFIG_MAPPING[model](**known)
+    return transformers.CONFIG_MAPPING[model](**known | _OF_FAMILY.get(model, {}))
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # layers have different values
+        return True
 
 
 def _one(model: str, heads: int, pin: bool, folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from moe.kernels.activation import GATED
 from moe.recipe.sections import Run
+from moe.verify.types.tokens import of_tokens
 from moe.verify.types.watch import INPUT
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
@@ -119,6 +120,9 @@ def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:
             broken.append(f"varies, though every rank needs it: {_odd(texts)}")
+    broken += dict.fromkeys(text for rank in seen for text in rank["remarks"])
+    broken += [*_moments(run, seen), *_columns(run, seen)]
+    broken += of_tokens(run.router, seen, BOUND[run.precision.compute], zero=run.experts.zero)
     frozen = {name for rank in seen for name in rank["frozen"]}
     trained = {name for rank in seen for name in rank["trained"]}
     every = [*laws(run, trained | frozen)]
@@ -192,6 +196,34 @@ def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
             if len(each) == len(group) and len({hashed for _, hashed, _ in each}) == 1 and all(proper for *_, proper in each):
                 lines[f"summed, though it is replicated over {axis}: {each[0][0]}"] = None
         yield from lines
+
+
+def _moments(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each parameter whose first moment is not one multiple of its gradient: the one that clips the norm to its limit."""
+    norm, limit = seen[0]["norms"][0] / seen[0]["scales"][0], run.optimizer.clip_norm
+    if run.optimizer.kind != "adamw" or not isfinite(norm):
+        return
+    factor = (1 - run.optimizer.beta1) * (1.0 if limit is None or norm <= limit else limit / norm) / seen[0]["scales"][0]
+    for name in dict.fromkeys(name for rank in seen for name, *_ in rank["moments"]):
+        mg, mm, gg = (sum(column) for column in zip(*(sums for rank in seen for n, *sums in rank["moments"] if n == name), strict=True))
+        if gg and not (abs(mg - factor * gg) <= _NORM * factor * gg and mm * gg - mg * mg <= _NORM * mm * gg):
+            yield f"not in proportion: the first moment of {name} is {mg / gg / factor:.4g} times its clipped gradient"
+
+
+def _columns(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line if the head's gradient does not sum to 0 over the vocabulary: one vector added to all rows changes no probability."""
+    if run.model.logit_cap is not None or run.train.loss != "cross_entropy":
+        return
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}  # (step, column) -> of each part: sum, sum of absolute values
+    for step, first, sums in (each for rank in seen for each in rank["columns"]):
+        for column, both in enumerate(sums, first):
+            found.setdefault((step, column), []).append(both)
+    broken = {
+        step
+        for (step, _), parts in found.items()
+        if abs(sum(total for total, _ in parts)) > BOUND[run.precision.compute] * sum(size for _, size in parts)
+    }
+    yield from (f"not balanced: the gradient of head.weight does not sum to 0 over the vocabulary (step {step})" for step in sorted(broken))
 
 
 def _odd(texts: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from moe.verify.cases import Case
+from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.kinds import KINDS, cases, recipe_cases, rows_with
 from moe.verify.layouts import Inside, compute, on_forks, on_one_core
 from moe.verify.types.laws import check
@@ -66,7 +66,7 @@ def main(
 
 def checked(chosen: list[Case], world: int, *, inside: Inside = nullcontext, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
     """Run cases of `world` ranks, and yield a row for each. inside: makes the context in which every rank runs a case."""
-    steps = [replace(case, steps=1 if case.delayed else 2) for case in chosen]
+    steps = [replace(case, steps=1 if case.delayed else OVERFLOWS + 2 if case.overflow else 2) for case in chosen]
     for case, seen in on_forks(partial(_watched, inside=inside), steps, world, timeout_s=timeout_s):
         row = {"layout": case.layout, "kind": case.kind, "world": world, "precision": case.precision, "case": case.in_full}
         if isinstance(seen, str):

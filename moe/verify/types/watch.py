@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,8 @@ from moe.model.transformer import Block, extra_state
 from moe.nn.attention import Attention
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Norm
-from moe.router.router import Router
+from moe.router.methods.method import Method
+from moe.router.router import Router, Routing
 from parallel.data.engine import Engine
 from parallel.mesh.layout import stored as stored_of
 from parallel.mesh.mesh import Mesh
@@ -47,6 +49,14 @@ class Seen:
     flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
     said: texts of the step's numbers (loss, norms), which must be equal on all ranks
     norms: step -> norm of the gradients, with the loss scale
+    choices: [step, router, [position, whether it is no padding, experts, whether each choice has a slot] of each token, tokens of a whole
+        sequence, slots of an expert or None, number of experts] of each pass
+    gates: [step, router, [position, whether each gate has a gradient] of each token] of each pass
+    balance: [step, router, hash, then column sums, minimum and maximum of the gradient of its probabilities over tokens] of each pass
+    scales: step -> loss scale
+    columns: [step, first column, for each column of this rank's part of the head: sum of the gradient, sum of its absolute values]
+    moments: [parameter, sums of m g, m^2 and g^2] after the first step; m: first moment, g: gradient
+    remarks: texts about single tensors
     trained, frozen: names in checkpoints of the parameters of which the rank owns a part, with and without gradients
     """
 
@@ -55,6 +65,13 @@ class Seen:
     flows: list[dict[str, list[list[float]]]] = field(default_factory=lambda: [{}])
     said: list[str] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    choices: list[list[Any]] = field(default_factory=list)
+    gates: list[list[Any]] = field(default_factory=list)
+    balance: list[list[Any]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    columns: list[list[Any]] = field(default_factory=list)
+    moments: list[list[Any]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
 
@@ -65,6 +82,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen, self.noting, self._lock = Seen(), True, threading.Lock()
+        self.biases: dict[tuple[int, str], float] = {}  # (step, router) -> hash of its selection bias in the first pass
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -100,11 +118,69 @@ class Watch(TorchDispatchMode):
                 module.register_forward_hook(self._hook(path, lambda out: out[0]))
             elif isinstance(module, Router):
                 module.register_forward_hook(self._hook(key, lambda out: out.gate_TK))
+                module.register_forward_hook(partial(self._routed, key), with_kwargs=True)
         for name, layout in engine.layouts.items():
             held = self.seen.trained if engine.module.get_parameter(name).requires_grad else self.seen.frozen
             held += [stored.name for stored in stored_of(global_name(name), layout, mesh)]
         with self._silent():
-            self.weights = {name: tensor.detach().clone() for name, tensor in self._of_each("weight", 1.0)}
+            self.held = self._held()
+            for name, tensor in self.held["weight"].items():
+                self._copy("first value", name, tensor)
+                rows = tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[:0]
+                if len(rows) > 1 and len(rows.unique(dim=0)) < len(rows) and rows.any():
+                    self.seen.remarks.append(f"repeated, though first values are random: rows of {name}")
+
+    def _held(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the trained weights and of Adam's first moments: kind -> name -> tensor. Collective."""
+        return {kind: {name: held.detach().clone() for name, held in self._of_each(kind, 1.0)} for kind in ("weight", "exp_avg")}
+
+    def _routed(self, key: str, router: Router, args: Any, kwargs: Any, out: Routing) -> Routing:
+        """Note the choices of a pass. Return the routing with probabilities of which only the balance loss has the gradient."""
+        context, step = kwargs["context"], len(self.seen.flows) - 1
+        valid_T = torch.ones(len(out.expert_TK), dtype=torch.bool) if out.valid_T is None else out.valid_T
+        of_tokens = [context.position_T, valid_T, out.expert_TK, out.kept_TK]
+        with self._lock:
+            self.seen.choices.append([step, key, [*zip(*(x.tolist() for x in of_tokens), strict=True)], context.length, out.capacity])
+            self.seen.choices[-1].append(router.num_experts)
+            self.seen.remarks += [f"{line} in {key} (step {step})" for line in self._of_gates(key, router, out)]
+        if not (torch.is_grad_enabled() and out.gate_TK.requires_grad and out.probs_TE.requires_grad):
+            return out
+        name = fingerprint(out.expert_TK).item() * 31 + fingerprint(context.position_T).item()
+        probs_TE = out.probs_TE.view_as(out.probs_TE)
+
+        def of_probs(g_TE: Tensor) -> None:
+            g_TE = g_TE.detach().double()
+            ends = (g_TE[valid_T].amin(0).tolist(), g_TE[valid_T].amax(0).tolist()) if valid_T.any() else ()
+            with self._lock:
+                self.seen.balance.append([step, key, name, g_TE.sum(0).tolist(), *ends])
+
+        def of_gates(g_TK: Tensor) -> None:
+            with self._lock:
+                self.seen.gates.append([step, key, [*zip(context.position_T.tolist(), (g_TK != 0).tolist(), strict=True)]])
+
+        probs_TE.register_hook(of_probs)
+        out.gate_TK.register_hook(of_gates)
+        return replace(out, probs_TE=probs_TE)
+
+    def _of_gates(self, key: str, router: Router, out: Routing) -> Iterator[str]:
+        """Yield a line if gates do not have the sums that the recipe states, or if a step's passes choose with different biases."""
+        spec, step = router.spec, len(self.seen.flows) - 1
+        if router.bias_E is not None and self.biases.setdefault((step, key), fingerprint(router.bias_E).item()) != fingerprint(
+            router.bias_E
+        ):
+            yield "varies, though a step has one: the selection bias"
+        if router.expert_scale is not None or type(router.method).gates is not Method.gates:
+            return
+        gate_TK = out.gate_TK.detach() / spec.gate_scale
+        if spec.gates == "as_is" and spec.softmax_over == "all":
+            probs_TK = out.probs_TE.detach().gather(1, out.expert_TK)
+            if spec.score == "softmax" and not torch.allclose(gate_TK[out.kept_TK], probs_TK[out.kept_TK], rtol=1e-5):
+                yield "not in proportion: gates and probabilities"
+        else:
+            some = spec.gates == "after_drop" or not router.method.tokens_choose  # a token may have no gate
+            whole_T = out.kept_TK.any(1) if some else torch.ones(len(gate_TK))
+            if not torch.allclose(gate_TK.sum(1), whole_T.to(gate_TK.dtype), rtol=1e-5):
+                yield "not a mean: a token's gates do not sum to gate_scale"
 
     def _hook(self, key: str, pick: Callable[[Any], Tensor]) -> Callable[..., None]:
         return lambda module, args, out: self._listen(key, pick(out))
@@ -128,23 +204,30 @@ class Watch(TorchDispatchMode):
         """Note the gradients that the engine has summed over ranks, and the step's numbers. kind "exp_avg": gradients are exp_avg / scale,
         for engines that have already made the update. Collective."""
         self.seen.said.append(repr(numbers))
+        self.gradients: dict[str, Tensor] = {}
         with self._silent():
             for name, gradient in self._of_each(kind, scale):
+                self.gradients[name] = gradient.detach().clone()
                 self._copy("gradient", name, gradient)
                 if self.engine.layouts[name].is_owner(self.mesh):
                     self._owned(name, gradient)
 
     def _owned(self, name: str, gradient: Tensor) -> None:
         layout = self.engine.layouts[name]
-        both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.weights[name], gradient))
+        both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):
             flows = self.seen.flows[-1].setdefault(weight.name, [])
             flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])  # an owner's pieces all count
+            if weight.name == "head.weight":
+                g_VD = part.tensor.double()
+                sums = [*zip(g_VD.sum(0).tolist(), g_VD.abs().sum(0).tolist(), strict=True)]
+                self.seen.columns.append([len(self.seen.flows) - 1, part.start[1], sums])
 
     def updated(self, norm: GradientNorm, *, loss_scale: float = 1.0) -> None:
         """Note weights and optimizer states after the step. norm: the gradients' norm, without the loss scale. Collective."""
         self.seen.said.append(repr(norm))
         self.seen.norms.append(norm.total * loss_scale)
+        self.seen.scales.append(loss_scale)
         with self._silent():
             for name, layout in self.engine.layouts.items():
                 for kind, tensor in self.engine.state(name).items():
@@ -152,8 +235,28 @@ class Watch(TorchDispatchMode):
                         self._copy(kind, name, tensor)
             for name, bias in extra_state(self.engine.module).items():
                 self.seen.copies.append([len(self.seen.flows) - 1, f"value of {name}", "", fingerprint(bias).item(), True])
-            self.weights = {name: tensor.detach().clone() for name, tensor in self._of_each("weight", 1.0)}
+            before, self.held = self.held, self._held()
+            self._changed(before, finite=norm.finite)
         self.seen.flows.append({})
+
+    def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
+        """Note what a step changed that it should not change, and the reverse. before: weights and moments before the step."""
+        step = len(self.seen.flows) - 1
+        for name, weight in self.held["weight"].items():
+            same = torch.equal(weight, before["weight"][name])
+            whole = weight.dtype == torch.float32  # in 16 bits a small update is rounded away
+            if finite and same and whole and self.gradients[name].any():
+                self.seen.remarks.append(f"not updated: {name} (step {step})")
+            if finite and not same and whole and weight.numel() > 8 and torch.equal(weight, weight.bfloat16().to(weight.dtype)):
+                self.seen.remarks.append(f"rounded to 16 bits: {name} (step {step})")
+            if not finite and not (
+                same and all(torch.equal(self.held[kind][name], old[name]) for kind, old in before.items() if name in old)
+            ):
+                self.seen.remarks.append(f"changed by a skipped step: {name} (step {step})")
+        for name, moment in self.held["exp_avg"].items() if step == 0 else ():
+            if self.engine.layouts[name].is_owner(self.mesh) and moment.dtype == torch.float32:
+                m, g = moment.double().flatten(), self.gradients[name].double().flatten()
+                self.seen.moments.append([name, *((a * b).sum().item() for a, b in ((m, g), (m, m), (g, g)))])
 
     def _of_each(self, kind: str, scale: float) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for each trained parameter. Collective."""

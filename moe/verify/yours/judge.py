@@ -233,7 +233,7 @@ class Comparison:
         seen = [s for s in each if s is not None]
         if len(seen) == len(each) and all(s.deviation <= bound for s in seen):
             return seen
-        if (summed := self._sums(key, own, bound) or numbered(self, key, seen)) is not None:
+        if (summed := self._sums(key, own, bound) or self._by_columns(key, own, bound) or numbered(self, key, seen)) is not None:
             return summed
         if (rows := by_rows(self, key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
             return rows
@@ -289,6 +289,22 @@ class Comparison:
             if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
                 return [s for s in seen if s is not None]
         return None
+
+    def _by_columns(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
+        """Align output gradients in which some columns (last dim) are copies and others terms of a sum, such as those of latent attention's
+        projection with shared rotary keys. Return None for other values, and if a column is neither."""
+        aligned = []
+        for held in ([(rank, piece) for rank in ranks if (piece := own[rank]) is not None] for ranks in self.readers):
+            total = self._sum(key, held, bound) if key.kind == "output gradient" else None
+            each = [self._best(key, rank, piece, bound) for rank, piece in held]
+            if total is None or any(s is None or s.one.shape != total.one.shape or not s.one.shape for s in each):
+                return None
+            for s in (s for s in each if s is not None):
+                scale = max(float(s.one.abs().max()), self._least[key.kind])
+                apart = ((s.one - s.here).abs() > bound * scale).flatten(0, -2).any(0)
+                here = torch.where(apart, total.here, s.here)
+                aligned.append(replace(s, here=here, deviation=self.deviation(key.kind, s.one, here)))
+        return aligned if aligned and all(s.deviation <= bound for s in aligned) else None
 
     def _sum(self, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
         if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):

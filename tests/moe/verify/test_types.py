@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe.recipe.router_spec import RouterSpec
 from moe.verify.cases import Case
 from moe.verify.twin import first_values
 from moe.verify.types.laws import check, laws
+from moe.verify.types.tokens import of_tokens
 from moe.verify.types.types import checked
 from tests.mutations.every import MUTATIONS
 from tests.mutations.mutation import Mutation, applied
@@ -25,6 +27,8 @@ SHOWN = {
     "copies_summed_over_tp": "summed, though it is replicated over tp: allreduce at parallel/mesh/gradients.py",  # tensor
     "colossal_gradients_over_sp": "not conserved: flow of ",  # sequence
     "norm_of_one_stage": "varies, though every rank needs it: ",  # pipeline
+    "tokens_of_rank_0_take_slots": "expert 0 drops a token of group 6, though a slot is free",
+    "every_rank_holds_the_first_experts": "replicated, though it is cut: first value of layers.1.moe.experts.w1",
 }
 
 
@@ -74,6 +78,7 @@ def _seen() -> list[dict[str, Any]]:
         call = ["0,1", "allreduce at a.py:1 in f", 10 + number, True]
         return {
             "trained": names, "frozen": [], "flows": [flows], "norms": [2**0.5], "copies": copies, "sums": [call], "said": ["loss 1.0"],
+            "choices": [], "gates": [], "balance": [], "scales": [1.0], "columns": [], "moments": [], "remarks": [],
         }  # fmt: skip
 
     return [rank(0), rank(1)]
@@ -126,6 +131,93 @@ def test_copies_of_a_value_with_one_gradient_count_once_and_what_was_not_seen_is
     assert check(run, other).broken == ["counted wrongly: the norm is 3, of all gradients 1.414214 (step 0)"]
     other[0]["norms"] = other[1]["norms"] = [inf]  # a step that is skipped
     assert check(run, other).broken == []
+
+
+# two sequences of four tokens, each with the experts of its first and second choice, of which there are three with two slots each
+CHOSEN = [[0, 1], [0, 1], [1, 0], [2, 0], [2, 1], [2, 0], [2, 1], [1, 0]]
+# choices without a slot: (token, choice). First choices get slots before second ones
+FULL = {(2, 1), (3, 1), (1, 1), (6, 0), (6, 1)}
+
+
+def _routed(*, without: set[tuple[int, int]] = FULL, scale: float = 1.0, apart: float = 0.0) -> list[dict[str, Any]]:
+    """Return what two ranks have seen that hold the even and the odd tokens of a router with weight 0.5. scale: of the gradients of its
+    probabilities, whose right values are 0.5 * 3 * the expert's share of all choices; apart: their difference between tokens."""
+    tokens = [[at, True, chosen, [(at, k) not in without for k in range(2)]] for at, chosen in enumerate(CHOSEN)]
+    shares = [sum(chosen.count(expert) for chosen in CHOSEN) / 16 for expert in range(3)]
+    return [
+        {
+            "choices": [[0, "router", tokens[rank::2], 4, 2, 3]], "scales": [1.0],
+            "gates": [[0, "router", [(at, kept) for at, _, _, kept in tokens[rank::2]]]],
+            "balance": [[0, "router", rank, [0.75 * scale * share for share in shares], [0.1] * 3, [0.1 + apart * rank] * 3]],
+        }
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def _of_tokens(seen: list[dict[str, Any]], **changed: Any) -> list[str]:
+    spec = RouterSpec(num_choices=2, capacity_factor=0.75, balance_weight=0.5, **changed)
+    return [line.removesuffix(" in router (step 0)") for line in of_tokens(spec, seen, 1e-5)]
+
+
+def test_slots_of_tokens() -> None:
+    assert _of_tokens(_routed()) == []
+    assert _of_tokens(_routed(without=FULL - {(6, 0)})) == ["expert 2 has 3 tokens of group 1 in 2 slots"]
+    assert _of_tokens(_routed(without=FULL | {(7, 1)})) == ["expert 0 drops a token of group 1, though a slot is free"]
+    swapped = FULL - {(6, 0)} | {(5, 0)}
+    assert _of_tokens(_routed(without=swapped)) == ["expert 2 drops an earlier token of group 1 than it keeps"]
+    assert _of_tokens(_routed(without=swapped), drop="random") == []
+    padded = _routed(without=FULL - {(6, 0)})
+    padded[0]["choices"][0][2][3][1] = False  # token 6
+    assert _of_tokens(padded)[0] == "padding has a slot"
+    other = _routed()
+    other[1]["choices"][0][2].append([0, True, [0, 2], [True, True]])
+    assert _of_tokens(other)[0] == "varies, though it is replicated: the choices of token 0"
+
+
+def test_gates_have_a_gradient_if_their_choice_has_a_slot() -> None:
+    lost, without = _routed(), _routed()
+    lost[0]["gates"][0][2][0] = (0, [True, False])
+    without[1]["gates"][0][2][1] = (3, [True, True])
+    assert _of_tokens(lost) == ["lost: of a token's choices with slots some have no gradient"]
+    assert _of_tokens(without) == ["not lost: a choice without a slot has a gradient"]
+    assert _of_tokens(without, importance_weight=0.1) == []
+
+
+def test_gradients_of_probabilities_are_shares_of_the_balance_losss_weight() -> None:
+    assert _of_tokens(_routed(scale=2.0)) == ["not a mean: the gradients of the probabilities sum to 3, not to weight * experts 1.5"]
+    first = "not in proportion: the gradients of the probabilities [0.375, 0.375, 0.250], choices [0.250, 0.250, 0.500]"
+    assert _of_tokens(_routed(), balance_counts="first") == [first]
+    assert _of_tokens(_routed(apart=0.1)) == []
+    apart = "varies, though it is replicated: the gradient of a probability, over tokens"
+    assert _of_tokens(_routed(apart=0.1), balance_scope="global_batch") == [apart]
+    twice = _routed()  # a rank with the same tokens counts once
+    twice[1]["balance"] += [*twice[0]["balance"]]
+    assert _of_tokens(twice) == []
+    none = _routed()
+    for rank in none:
+        rank["balance"] = []
+    assert _of_tokens(none) == ["not a mean: the gradients of the probabilities sum to 0, not to weight * experts 1.5"]
+
+
+@pytest.mark.parametrize(("sums", "times"), [((0.05, 0.0025, 1.0), "1"), ((0.1, 0.01, 1.0), "2"), ((0.05, 0.004, 1.0), "1")])
+def test_first_moments_are_clipped_gradients(sums: tuple[float, float, float], times: str) -> None:
+    """The norm is twice the limit and Adam's beta1 is 0.9, so a first moment is 0.05 of its gradient."""
+    run, seen = Case("dense", "ddp", 2, 1, 1, "fp32").run(), _seen()
+    limit = 2**0.5 / 2
+    run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"clip_norm": limit, "beta1": 0.9})})
+    seen[0]["moments"] = [["head.weight", *sums]]
+    right = sums[1] == 0.0025
+    said = f"not in proportion: the first moment of head.weight is {times} times its clipped gradient"
+    assert check(run, seen).broken == ([] if right else [said])
+
+
+def test_the_heads_gradient_sums_to_0_over_the_vocabulary() -> None:
+    run, seen = Case("dense", "ddp", 2, 1, 1, "fp32").run(), _seen()
+    for rank, sums in zip(seen, ((2.0, -1.0), (-2.0, 1.0)), strict=True):  # each has half of the rows, of two columns
+        rank["columns"] = [[0, 6, [(total, 3.0) for total in sums]]]
+    assert check(run, seen).broken == []
+    seen[1]["columns"][0][2][1] = (1.1, 3.0)
+    assert check(run, seen).broken == ["not balanced: the gradient of head.weight does not sum to 0 over the vocabulary (step 0)"]
 
 
 def test_euler_holds_for_a_product_of_two_shards() -> None:

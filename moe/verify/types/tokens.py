@@ -1,0 +1,104 @@
+"""The laws of `moe verify --types` about tokens: their experts, slots, and shares of the balance loss.
+
+copies     a token has the same experts on every rank that holds it, and in a recomputed pass
+slots      an expert takes at most its slots of a group, drops no choice while one is free, and serves its queue in order
+gates      a choice without a slot has no gradient; a token's choices with slots all have one, or none has
+balance    the gradients of an expert's probabilities sum to weight * experts * its share of the choices that count, because the
+           balance loss is linear in each of them; over the global batch they are equal for all tokens
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from moe.recipe.router_spec import RouterSpec
+from moe.router.methods.catalog import method_of
+
+# T tokens, E experts, K choices
+
+Token = tuple[bool, list[int], list[bool]]  # whether it is no padding, its experts, whether each choice has a slot
+
+
+def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zero: int = 0) -> Iterator[str]:
+    """Yield a line for each broken law. seen: of each rank, the fields of Seen (watch.py). bound:
+    largest difference of two sums, as a share of the balance loss's gradient. zero: number of zero experts, the last ones."""
+    routers: dict[tuple[int, str], dict[int, Token]] = {}  # (step, router) -> position in the step -> token
+    sizes: dict[str, tuple[int, int | None, int]] = {}  # router -> tokens of a sequence, slots of an expert, experts
+    for step, router, tokens, *size in (each for rank in seen for each in rank["choices"]):
+        known, sizes[router] = routers.setdefault((step, router), {}), (size[0], size[1], size[2])
+        for position, *token in tokens:
+            if known.setdefault(position, tuple(token)) != tuple(token):  # type: ignore[comparison-overlap]
+                yield f"varies, though it is replicated: the choices of token {position} in {router} (step {step})"
+    for (step, router), found in routers.items():
+        length, slots, experts = sizes[router]
+        if spec.group != "rank":
+            for line in dict.fromkeys(_slots(spec, found, length, slots)):
+                yield f"{line} in {router} (step {step})"
+        flags = [each for rank in seen for s, r, each in rank["gates"] if (s, r) == (step, router)]
+        if flags and not spec.importance_weight:  # which gives every gate a gradient
+            yield from (f"{line} in {router} (step {step})" for line in dict.fromkeys(_gates(found, flags, experts - zero)))
+        sums = [(name, *each) for rank in seen for s, r, name, *each in rank["balance"] if (s, r) == (step, router)]
+        yield from (f"{line} in {router} (step {step})" for line in _balance(spec, experts, found, sums, seen[0]["scales"][step], bound))
+
+
+def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int | None) -> Iterator[str]:
+    method, each = method_of(spec), length * (1 if spec.group == "sequence" else int(spec.group))
+    queues: dict[tuple[int, int], list[tuple[tuple[int, int], bool]]] = {}  # (group, expert) -> (place in the queue, whether it has a slot)
+    for position, (valid, chosen, kept) in tokens.items():
+        if not valid and any(kept):
+            yield "padding has a slot"
+        for k, (expert, has) in enumerate(zip(chosen, kept, strict=True)):
+            if valid and (has or (method.tokens_choose and not (k and spec.random_second))):  # others may not ask for a slot
+                place = (k, position) if spec.queue == "choices_first" else (position, k)
+                queues.setdefault((position // each, expert), []).append((place, has))
+    for (group, expert), queue in queues.items():
+        served = [has for _, has in sorted(queue)]
+        if slots is not None and sum(served) > slots:
+            yield f"expert {expert} has {sum(served)} tokens of group {group} in {slots} slots"
+        if not all(served) and (slots is None or sum(served) < slots):
+            yield f"expert {expert} drops a token of group {group}, though a slot is free"
+        if spec.drop == "position" and served != sorted(served, reverse=True):
+            yield f"expert {expert} drops an earlier token of group {group} than it keeps"
+
+
+def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> Iterator[str]:
+    has: dict[int, list[bool]] = {}  # position -> whether each of its gates has a gradient on a rank
+    for position, mine in (pair for each in flags for pair in each):
+        has[position] = [a or b for a, b in zip(mine, has.get(position, mine), strict=True)]
+    for position, gradients in has.items():
+        _, chosen, kept = tokens[position]
+        if any(given and not slot for given, slot in zip(gradients, kept, strict=True)):
+            yield "not lost: a choice without a slot has a gradient"
+        if len({given for given, slot, expert in zip(gradients, kept, chosen, strict=True) if slot and expert < computing}) > 1:
+            yield "lost: of a token's choices with slots some have no gradient"
+
+
+def _balance(
+    spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
+) -> Iterator[str]:
+    once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
+    whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
+    total = spec.balance_weight * experts * scale
+    if not spec.balance_weight or not tokens:
+        return
+    if abs(sum(whole) - total) > bound * total:
+        yield f"not a mean: the gradients of the probabilities sum to {sum(whole) / scale:.6g}, not to weight * experts {total / scale:.6g}"
+    elif spec.balance_counts != "unbiased" and method_of(spec).tokens_choose:
+        first = 1 if spec.balance_counts == "first" else None
+        counts = Counter(expert for valid, chosen, _ in tokens.values() if valid for expert in chosen[:first])
+        shares = [counts[expert] / counts.total() for expert in range(experts)]
+        if any(abs(mine - total * share) > bound * total for mine, share in zip(whole, shares, strict=True)):
+            yield f"not in proportion: the gradients of the probabilities {_short(whole, total)}, choices {_short(shares, 1.0)}"
+    ends = [each[2:] for each in sums if len(each) > 2]  # of passes with tokens
+    if spec.balance_scope == "global_batch" and ends:
+        least, most = (
+            [pick(column) for column in zip(*side, strict=True)] for pick, side in zip((min, max), zip(*ends, strict=True), strict=True)
+        )
+        if any((b - a) * len(tokens) > bound * total for a, b in zip(least, most, strict=True)):
+            yield "varies, though it is replicated: the gradient of a probability, over tokens"
+
+
+def _short(values: list[float], whole: float) -> str:
+    return "[" + ", ".join(f"{value / whole:.3f}" for value in values) + "]"
