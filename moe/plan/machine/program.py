@@ -69,7 +69,7 @@ OWN = Program(
     router="kernels",
     # `moe rehearse --device cuda` counts these three numbers of kernels
     capacity_kernels=2,
-    dispatch_kernels=(12, 9),
+    dispatch_kernels=(11, 8),
     exchange_kernels=(8, 4),
 )
 # this project's trainer on a CPU host, on which a core either computes or communicates

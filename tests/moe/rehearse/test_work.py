@@ -215,16 +215,16 @@ ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which ha
 # dispatch section, degrees, router section, kernels forward, kernels backward; with sp and tp, groups have tokens on several ranks. With
 # sp, two ranks have copies of each expert: one kernel of the backward pass copies their gradients into a bucket of the sum
 LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
-    ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 16),
-    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 16, 16),
-    ({}, {}, {"preset": "mixtral"}, 14, 16),
-    ({}, {}, GROUPS, 16, 16),
-    (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 24, 20),
-    (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 24, 20),
-    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 22, 21),
-    (ALL, {"ep": 4, "sp": 2}, GROUPS, 22, 21),
-    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 24, 21),
-    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 24, 19),
+    ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 15),
+    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 15, 14),
+    ({}, {}, {"preset": "mixtral"}, 13, 14),
+    ({}, {}, GROUPS, 13, 14),
+    (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 23, 19),
+    (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 22, 18),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 21, 19),
+    (ALL, {"ep": 4, "sp": 2}, GROUPS, 21, 19),
+    (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 23, 19),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 23, 17),
 ]
 
 
