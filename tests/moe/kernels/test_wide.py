@@ -51,6 +51,11 @@ def test_products_differ_from_exact_ones_by_rounding_in_sums_alone() -> None:
         assert found.dtype == torch.float32 and ((found - exact).abs() <= (terms + 1) * UNIT * most).all()
 
 
+def test_no_tokens_have_no_products_and_a_gradient_of_0() -> None:
+    y_TO, of_weight, of_input = products(random(0, I, seed=1, dtype=torch.bfloat16), random(O, I, seed=2), random(0, O, seed=3))
+    assert y_TO.shape == (0, O) and of_input.shape == (0, I) and of_weight.shape == (O, I) and not of_weight.any()
+
+
 def test_a_product_and_its_gradients_equal_torchs() -> None:
     x_TI, weight_OI, grad_TO = random(T, I, seed=6, dtype=torch.bfloat16), random(O, I, seed=7), random(T, O, seed=8)
     found = []
