@@ -216,15 +216,15 @@ ALIKE = {"group": "rank", "balance_scope": "micro_batch"}  # one group, which ha
 # sp, two ranks have copies of each expert: one kernel of the backward pass copies their gradients into a bucket of the sum
 LAUNCHES: list[tuple[dict[str, Any], dict[str, int], dict[str, Any], int, int]] = [
     ({}, {}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 16, 15),
-    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 15, 14),
-    ({}, {}, {"preset": "mixtral"}, 13, 14),
-    ({}, {}, GROUPS, 13, 14),
+    ({}, {}, {"preset": "glam", "capacity_factor": 1.25}, 15, 15),
+    ({}, {}, {"preset": "mixtral"}, 13, 15),
+    ({}, {}, GROUPS, 13, 15),
     (ALL, {"ep": 4}, {"preset": "switch", "capacity_factor": 1.25, "jitter": 0.01}, 23, 19),
     (ALL, {"ep": 4}, {"preset": "glam", "capacity_factor": 1.25}, 22, 18),
     (ALL, {"ep": 4, "sp": 2}, {"preset": "mixtral"}, 21, 19),
     (ALL, {"ep": 4, "sp": 2}, GROUPS, 21, 19),
     (ALL, {"ep": 4, "sp": 2}, {"preset": "glam", "capacity_factor": 1.25}, 23, 19),
-    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 23, 17),
+    (ALL, {"ep": 2, "tp": 2}, {"preset": "glam", "capacity_factor": 1.25} | ALIKE, 23, 18),
 ]
 
 
