@@ -53,8 +53,9 @@ if TYPE_CHECKING:  # for annotations only: the layer runs without the packages t
 @dataclass(frozen=True)
 class LayerReport:
     """Measurements of one layer over this rank's valid tokens. `load_E` int64: choices of each expert before dropping.
-    `kept`, `dropped`: numbers of choices; their sum is load_E.sum(). Losses and entropy (in nats) are fp32 means over this micro-batch's
-    tokens. `importance_loss` and `load_loss` are 0 if their weights are 0.
+    `kept`, `dropped`: numbers of choices; their sum is load_E.sum(). Losses and entropy (in nats) are fp32 means over these tokens.
+    `importance_loss` and `load_loss` are 0 if their weights are 0. `share`: these tokens / valid tokens of the micro-batch; below 1 if
+    ranks of tp divide the layer's tokens.
     """
 
     layer: int
@@ -66,6 +67,7 @@ class LayerReport:
     load_loss: Tensor
     z_loss: Tensor
     entropy: Tensor
+    share: float | Tensor = 1.0
 
 
 NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if MoELayer.reporting is False
@@ -112,7 +114,7 @@ class MoELayer(nn.Module):
             return y_TD.view_as(x_BLD), report
         (mine, share), exchange = self.spread.mine(context, batch), self.spread.exchange
         y_TD, report = self._output(exchange.cut(x_TD), mine, self.spread.groups(batch, length))
-        return exchange.join(y_TD, total=len(x_TD)).view_as(x_BLD), self.spread.together(report, share=share)
+        return exchange.join(y_TD, total=len(x_TD)).view_as(x_BLD), replace(report, share=share)
 
     def _output(self, x_TD: Tensor, context: Context, groups: Groups) -> tuple[Tensor, LayerReport]:
         if self.shared is None and self.residual is None:

@@ -15,10 +15,9 @@ group is a set of tokens that share capacity or a balance loss. If a group has t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from moe.nn.context import Context
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
 # B batch, L length, D model, T tokens of this rank, A = B*L tokens of all ranks of tp
-
-Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts, floating-point ones are means over tokens
 
 
 class Exchange(Protocol):
@@ -123,17 +120,3 @@ class Spread:
             len(own(position_T)) / max(1, len(position_T)) if valid_T is None else own(valid_T).sum().double() / valid_T.sum().clamp(min=1)
         )
         return context.of_tokens(own, share=share, together=together), share
-
-    def together(self, report: Report, *, share: float | Tensor) -> Report:
-        """Combine the layer reports of all ranks of tp. `share`: this rank's share of the valid tokens. Collective."""
-        if self.axis.size == 1:
-            return report
-        own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
-        alike = [[name for name in own if own[name].dtype == dtype] for dtype in {own[name].dtype: None for name in own}]
-        parts = [torch.cat([own[name].reshape(-1) for name in names]) for names in alike]  # few kernels: one tensor of each dtype
-        sums = sum_over(torch.cat([part.double() * share if part.is_floating_point() else part.double() for part in parts]), self.axis)
-        found = dict[str, Tensor]()
-        for names, part, total in zip(alike, parts, sums.split([len(part) for part in parts]), strict=True):
-            pieces = total.to(part.dtype).split([own[name].numel() for name in names])
-            found |= {name: piece.view_as(own[name]) for name, piece in zip(names, pieces, strict=True)}
-        return replace(report, **found)

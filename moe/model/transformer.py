@@ -16,6 +16,7 @@ shard of the decoder's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
@@ -36,6 +37,7 @@ from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.losses import join
 from parallel.data.tiling import Tiled
+from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import in_region
 from parallel.numerics.position_bias import Bias
 from parallel.numerics.precision import sum_dtype
@@ -357,6 +359,12 @@ def _in_slices(tokens_BL: Tensor, source: int, slices: int) -> Tensor:
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
     return (m for m in model.modules() if isinstance(m, MoELayer))
+
+
+def divided_over(model: nn.Module) -> Axis:
+    """Return the axis whose ranks divide the tokens of MoE layers among them, but have the same tokens elsewhere."""
+    spreads = (layer.spread for layer in moe_layers(model) if layer.spread is not None)
+    return next((replace(spread.axis, label="numbers of MoE layers") for spread in spreads), Axis("tp"))
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:

@@ -131,7 +131,7 @@ def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.devic
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):
-        names = [f.name for f in fields(LayerReport) if f.name != "layer"]
+        names = [f.name for f in fields(LayerReport) if f.name not in ("layer", "share")]
         parts = {name: [getattr(report, name).to(device) for report in reports] for name in names}
         means = {name: [x * share for x, share in zip(xs, shares, strict=True)] for name, xs in parts.items() if xs[0].is_floating_point()}
         layers.append(LayerReport(reports[0].layer, **{name: sum(xs) for name, xs in (parts | means).items()}))

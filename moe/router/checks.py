@@ -177,6 +177,19 @@ def decides_together(spec: RouterSpec) -> bool:
     return method_of(spec).needs_whole_groups or drops(spec)
 
 
+def fuses(spec: RouterSpec, *, training: bool) -> bool:
+    """Return whether the spec allows one kernel to compute a GPU's gates, losses and report (moe/kernels/triton/router.py)."""
+    dropless = (spec.capacity_factor if training else spec.eval_capacity_factor) is None
+    return (
+        method_of(spec).fuses
+        and spec.score in ("softmax", "sigmoid")
+        and spec.gates != "after_drop"
+        and not spec.importance_weight
+        and not (training and (spec.noise != "none" or spec.random_second))
+        and (spec.balance_scope == "sequence" or dropless or spec.group == "rank")
+    )
+
+
 def group_size(spec: RouterSpec) -> int | None:
     """Return the number of sequences whose tokens the router needs together, for a decision or a balance loss. 0: all sequences of a
     micro-batch. None: the router needs only one token at a time.

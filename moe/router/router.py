@@ -23,7 +23,7 @@ from moe.kernels.cpu import kept_of_rows
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.router.capacity import kept_choices, slots_of
-from moe.router.checks import check_spec
+from moe.router.checks import check_spec, fuses
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
@@ -147,15 +147,10 @@ class Router(nn.Module):
         """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
         all other cases, such as a balance loss over the whole step's tokens, or over groups of which ranks have unequal numbers of tokens.
         """
-        s, dropless = self.spec, (self.spec.capacity_factor if self.training else self.spec.eval_capacity_factor) is None
+        s = self.spec
         return (
             _kernel(self.kernels, "route", logits_TE) is not None
-            and self.method.fuses
-            and s.score in ("softmax", "sigmoid")
-            and s.gates != "after_drop"
-            and not s.importance_weight
-            and not (self.training and (s.noise != "none" or s.random_second))
-            and (s.balance_scope == "sequence" or dropless or s.group == "rank")
+            and fuses(s, training=self.training)
             and not (s.balance_scope == "global_batch" and context.whole_step)
             and (shards is None or s.balance_scope != "sequence" or shards.in_runs(self._num_groups(shards.total, sequence_tokens)))
         )

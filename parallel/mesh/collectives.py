@@ -90,14 +90,14 @@ class Started:
     collective."""
 
     def __init__(self, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
-        self._result, self._work, self._given = result, work, given  # `given` only keeps the input in memory
+        self.result, self._work, self._given = result, work, given  # `given` only keeps the input in memory
 
     def wait(self) -> Tensor:
         if self._work is not None:
             with region("wait for a collective"):
                 self._work.wait()
             self._work = self._given = None
-        return self._result
+        return self.result
 
 
 def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
@@ -325,7 +325,7 @@ class StartedRows:
         self.axis, self.send, self.receive = axis, send, receive
         self.buffer: Tensor | None = None
         self.given: Tensor | None = None
-        self.work: dist.Work | None = None
+        self.work: dist.Work | Started | None = None
 
     def wait(self) -> None:
         assert self.work is not None
@@ -339,18 +339,24 @@ class StartedRows:
         out, self.work = _start_exchange(self.given, axis, send=send, receive=receive)
         return out
 
+    def there(self, rows: Tensor) -> Tensor:
+        return self.start(rows, self.axis, send=self.send, receive=self.receive)
+
+    def back(self, grad: Tensor) -> Tensor:
+        return self.start(grad, self.axis.backward(), send=self.receive, receive=self.send)
+
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, started: StartedRows) -> Tensor:
         ctx.started = started
-        return started.start(rows, started.axis, send=started.send, receive=started.receive)
+        return started.there(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         ctx.started.wait()  # `grad` is unused: the gradients that other ranks sent back are in the buffer
         received, ctx.started.buffer = ctx.started.buffer, None
-        return received, None
+        return received.to(grad.dtype), None
 
 
 class _Finish(torch.autograd.Function):
@@ -362,16 +368,19 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        started = ctx.started
-        started.buffer = started.start(grad, started.axis.backward(), send=started.receive, receive=started.send)
+        ctx.started.buffer = ctx.started.back(grad)
         return grad, None
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
     """Start an `all_to_all`. In the backward pass, this is the place at which the rows' gradients are waited for. All ranks must start and
     finish the same exchanges in the same order."""
-    started = StartedRows(axis, send, receive)
-    started.buffer = rows if axis.size == 1 else _Start.apply(rows, started)
+    return begun(rows, StartedRows(axis, send, receive))
+
+
+def begun(rows: Tensor, started: StartedRows) -> StartedRows:
+    """Start the exchange `started` of these rows, and return it."""
+    started.buffer = rows if started.axis.size == 1 else _Start.apply(rows, started)
     return started
 
 

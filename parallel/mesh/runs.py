@@ -6,6 +6,7 @@ message of a gather    0 1 2   3 4 .   5 6 .      . = padding, which the receive
          forward                                          backward
 cut      all ranks have all rows: keep this rank's run    all_gather of the runs' gradients
 join     all_gather of the runs                           all ranks have the same gradient: keep this rank's run of it
+start    all_gather of equal runs, waited for later       reduce_scatter of the gradients in fp32, waited for later
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.mesh.collectives import gathered, paired
+from parallel.mesh.collectives import StartedRows, begun, gathered, paired, start_gather, start_scatter_sum
 from parallel.mesh.mesh import Axis
 
 
@@ -31,6 +32,22 @@ def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
 def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
     """Return all `total` rows on every rank. run: this rank's run of them."""
     return run if axis.size == 1 else paired(run, axis, _all, _own, total=total)
+
+
+class _Runs(StartedRows):
+    def there(self, rows: Tensor) -> Tensor:
+        self.work = start_gather(rows, self.axis)
+        return self.work.result
+
+    def back(self, grad: Tensor) -> Tensor:
+        self.work = start_scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), self.axis.backward())
+        return self.work.result
+
+
+def start_runs(run: Tensor, axis: Axis) -> StartedRows:
+    """Start to gather the ranks' runs, which have equal lengths. `finish_all_to_all` waits for them. In the backward pass, gradients are
+    summed in fp32 or wider; the sum starts where the runs were waited for, and is waited for here."""
+    return begun(run, _Runs(axis, [], []))
 
 
 def lengthened(rows: Tensor, length: int) -> Tensor:

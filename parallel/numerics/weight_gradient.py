@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -148,41 +148,56 @@ class _Compute(torch.autograd.Function):
         return None, *compute()
 
 
-def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved."""
-    y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
+class Kernels(Protocol):
+    """A module that multiplies tokens [T, I] by a matrix [O, I] with a wider dtype: x W^T, dy W, and dy^T x."""
+
+    def forward(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor: ...
+    def of_input(self, grad_TO: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor: ...
+    def of_weight(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor: ...
+
+
+def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None, kernels: Kernels | None = None) -> Tensor:
+    """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved.
+    kernels: compute the three products without casts, for x [T, I]; None: torch's products."""
+    y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype, kernels)
     return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
     """Return x W in x's dtype; W is [in, out], and is cast to x's dtype in each pass."""
-    y: Tensor = _Product.apply(x, weight_IO, False, x.dtype)
+    y: Tensor = _Product.apply(x, weight_IO, False, x.dtype, None)
     return y
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, dtype: torch.dtype, kernels: Kernels | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.weight, ctx.transposed, ctx.dtype = weight, transposed, x.dtype
+        ctx.weight, ctx.transposed, ctx.dtype, ctx.kernels = weight, transposed, x.dtype, kernels
+        if kernels is not None:
+            return kernels.forward(x, weight)
         x, matrix = x.to(dtype), weight.to(dtype)
         return F.linear(x, matrix) if transposed else x @ matrix
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dtype, transposed = gradient_dtype(ctx.weight), ctx.transposed
+        dtype, transposed, kernels = gradient_dtype(ctx.weight), ctx.transposed, ctx.kernels
 
         def of_weight() -> Tensor:
+            if kernels is not None:
+                return kernels.of_weight(grad, x).to(dtype)  # type: ignore[no-any-return]
             rows, grads = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
             found: Tensor = grads.t() @ rows if transposed else rows.t() @ grads
             return found.to(dtype)
 
         later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # None: frozen
         if not ctx.needs_input_grad[0]:
-            return None, later, None, None
+            return None, later, None, None, None
+        if kernels is not None:
+            return kernels.of_input(grad, weight, ctx.dtype), later, None, None, None
         matrix = weight.to(grad.dtype)
-        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(ctx.dtype), later, None, None
+        return (grad @ matrix if transposed else F.linear(grad, matrix)).to(ctx.dtype), later, None, None, None
 
 
 def splittable(model: nn.Module) -> None:

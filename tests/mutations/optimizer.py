@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.verify.cases import Case
+from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
 
 
@@ -114,8 +115,8 @@ def _of_this_rank(real: Any) -> Any:
 
 
 def _own_load(real: Any) -> Any:
-    """A layer's report has the load of this tp rank's tokens alone."""
-    return lambda self, report, *, share: replace(real(self, report, share=share), load_E=report.load_E)
+    """The step's numbers have the load of this tp rank's tokens alone."""
+    return lambda model: Axis("tp")
 
 
 def _notes_load(real: Any) -> Any:
@@ -231,7 +232,7 @@ MUTATIONS = (
         "pytorch/torchtitan#4154",
         "data",
         Case("deepseek", "ddp", 2, 1, 3, "fp32", tp=2),
-        (Edit("moe.experts.spread:Spread.together", _own_load),),
+        (Edit("moe.train.loop.step:divided_over", _own_load),),
     ),
     Mutation(
         "bias_each_microbatch",

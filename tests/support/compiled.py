@@ -25,9 +25,10 @@ from triton.compiler import ASTSource
 import moe.kernels.triton as kernels
 from moe.kernels import triton_persistent
 from moe.kernels.rows import Plan
-from moe.kernels.triton import device, jitter, network, norm, router, routing, rows
+from moe.kernels.triton import device, jitter, network, norm, router, routing, rows, wide
 from moe.kernels.triton.router import Given, Together
 from moe.recipe.sections import Router, Swiglu
+from parallel.numerics.weight_gradient import linear
 from tests.support.networks import network_of
 
 # limits for one program, from the table of compute capabilities in CUDA's programming guide
@@ -184,11 +185,11 @@ def compute(c: Case, *, capability: int) -> None:
 def main(capability: int, names: list[str]) -> None:
     """Compile these cases of PUBLISHED; without a name, the kernels of routing and the cases of SMALL."""
     triton.knobs.nvidia.dump_ptxas_log = True
-    for module in (kernels.gemm, kernels.moves, norm, router, jitter, triton_persistent):  # type: ignore[attr-defined]
+    for module in (kernels.gemm, kernels.moves, norm, router, jitter, wide, triton_persistent):  # type: ignore[attr-defined]
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.run = compile_instead(kernel, capability)
-    for module in (network, norm, rows, router, routing, jitter, triton_persistent):
+    for module in (network, norm, rows, router, routing, jitter, wide, triton_persistent):
         module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
     device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
     triton_persistent.has_tma, triton_persistent.multiprocessors = lambda _: True, lambda _: 132  # type: ignore[assignment]
@@ -199,6 +200,9 @@ def main(capability: int, names: list[str]) -> None:
         sort(tokens=2000, num_experts=256, k=8)
         x, place = torch.empty(300, 7168, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.arange(300, device="meta")
         kernels.jittered(x, place, key=1, size=0.01).sum().backward()
+        for experts in (8, 256):
+            weight = torch.empty(experts, 7168, device="meta", requires_grad=True)
+            linear(x, weight, dtype=torch.float32, kernels=wide).sum().backward()
         for width, centred in ((128, False), (7168, False), (8192, True)):
             x, gain = torch.empty(300, width, dtype=torch.bfloat16, device="meta", requires_grad=True), torch.empty(width, device="meta")
             norm.norm(x, gain.requires_grad_(), centred=centred, eps=1e-6).sum().backward()

@@ -39,7 +39,8 @@ class AllGather(Dispatcher):
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
         decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, place (placement.py) of the expert in int64
         of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)  # gradients; inputs are tokens and gates
-        return Traffic((longest, decisions), (gather(load.row_bytes), sums(load.width)), (of_results, of_inputs))
+        tokens = gather(load.row_bytes)
+        return Traffic((longest, decisions), (tokens, sums(load.width)), (of_results, of_inputs), meanwhile=(tokens,))
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
         return Gathered.over(("ep",), mesh, sizes)
@@ -48,18 +49,20 @@ class AllGather(Dispatcher):
 class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         from moe.experts.dispatch.network import Arrived, compute
-        from parallel.mesh.collectives import all_gather, reduce_scatter
+        from parallel.mesh.collectives import all_gather, finish_all_to_all, reduce_scatter
+        from parallel.mesh.runs import lengthened, start_runs
 
         (tokens, choices), held = routing.expert_TK.shape, routing.probs_TE.shape[1] // self.axis.size
         place_TK = (self.places(routing) + 1).where(routing.kept_TK, 0)  # 0 for dropped choices, as for padding
         longest, most, rows_N = self._agree(place_TK, held)
-        x_AD = self.gathered(x_TD, longest)
         gate_AK = self.gathered(routing.gate_TK, longest, wider=most - choices)
         place_AK = self.gathered(place_TK, longest, wider=most - choices)
         plan = self._plan_held(place_AK, held=held).cut(rows_N[self.etp.index])  # cut to the rows that this rank computes
         arrived = Arrived(all_gather(plan.counts_E.unsqueeze(0), self.etp), rows_N)
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
-        rows_RD = self.kernels.permute(x_AD, plan)
+        started = start_runs(lengthened(x_TD, longest), self.axis)
+        self.meanwhile()
+        rows_RD = self.kernels.permute(finish_all_to_all(started), plan)
         out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)

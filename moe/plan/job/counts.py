@@ -78,15 +78,16 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
 def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     n, t = network, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
-    of_norms = dense(n, (attentions + 1) * norm(n), "norms") + dense(n, attentions * inner_gains(n), "attention", "norms")
-    found = of_norms + dense(n, attentions * attention(n, t, over=plan.grid.units), "attention")
+    of_norms = dense(n, (attentions + 1) * norm(n) / plan.grid.columns, "norms")
+    of_norms += dense(n, attentions * inner_gains(n, over=plan.grid.units), "attention", "norms")
+    found = of_norms + dense(n, attentions * attention(n, plan), "attention")
     if n.experts is None or index not in n.sparse_layers:
         biases = n.width + n.hidden / t if n.biases else 0
         return found + dense(n, network_elements(n, n.hidden, gated=n.gated) / t + biases, "dense")
     e = n.experts
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
-    found += dense(n, network_elements(n, e.shared_hidden, gated=e.gated) / t + n.width * e.gates, "dense")
+    found += dense(n, network_elements(n, e.shared_hidden, gated=e.gated) + n.width * e.gates, "dense")  # tp ranks divide tokens
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
     of_experts = e.count * one / (plan.ep * plan.etp)
     found += dense(n, n.width * e.count * e.biases, "experts")
@@ -109,19 +110,19 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
     return (3 if gated else 2) * network.width * hidden
 
 
-def attention(network: Network, t: int, *, over: int) -> float:
-    """Number of parameters of one layer's attention on a rank, without norms. t: number of ranks among which its matrices are divided.
-    over: number of ranks among which its heads are divided (on grids, over < t). If there are fewer key-value heads than `over`, several
-    ranks hold the same head."""
-    n, inner = network, network.heads * network.channels
-    keys = max(n.groups, over) / t * n.channels
-    biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-    others = (n.width if n.out_bias else 0) + n.heads / over * (n.sinks + (0 if n.shared_buckets else n.buckets))
-    return attention_matrices(n, t, over=over) + biases + others
+def attention(network: Network, plan: Plan) -> float:
+    """Number of parameters of one layer's attention on a rank, without norms."""
+    n, t, over = network, plan.grid.matrix, plan.grid.units
+    inputs = (n.heads + 2 * max(n.groups, over)) / over * n.channels if n.biases or n.qkv_biases else 0
+    outputs = n.width / plan.grid.columns if n.biases or n.out_bias else 0
+    others = n.heads / over * (n.sinks + (0 if n.shared_buckets else n.buckets))
+    return attention_matrices(n, t, over=over) + inputs + outputs + others
 
 
 def attention_matrices(network: Network, t: int, *, over: int) -> float:
-    """Number of parameters in the matrices of one layer's attention on a rank. t, over: as in `attention`."""
+    """Number of parameters in the matrices of one layer's attention on a rank. t: number of ranks among which its matrices are divided.
+    over: number of ranks among which its heads are divided (on grids, over < t). If there are fewer key-value heads than `over`, several
+    ranks hold the same head."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
         return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
@@ -130,12 +131,11 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
     return n.width * (late.query_rank + late.key_rank + late.rotary_size) + (up + n.heads * late.value_size * n.width) / t
 
 
-def inner_gains(network: Network) -> int:
-    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. They are counted as whole on every tp rank. With
-    model.qk_norm `whole` this is too many, because the tp ranks then divide them."""
+def inner_gains(network: Network, *, over: int) -> float:
+    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. over: as in `attention_matrices`."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
-    return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels + latents
+    return {"none": 0, "heads": 2, "whole": (n.heads + max(n.groups, over)) / over}[n.qk_norm] * n.channels + latents
 
 
 def embedding(network: Network, plan: Plan) -> float:
@@ -153,7 +153,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     rank has the model's first stage, and whether it has the last."""
     positions = network.length * network.width if network.learned_positions and first else 0
     stacks = [stack for stack in network.halves if (last if stack is network else first)]
-    found = dense(network, sum(map(norm, stacks)), "norms") + dense(network, positions)
+    found = dense(network, sum(map(norm, stacks)) / plan.grid.columns, "norms") + dense(network, positions)
     for stack in stacks if network.shared_buckets else ():  # the first layer of a stack holds the stack's T5 bias
         of_first, _ = network.at(network.before if stack is network else 0)
         found += dense(of_first, stack.heads / plan.grid.units * stack.buckets, "attention")

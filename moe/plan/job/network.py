@@ -50,6 +50,7 @@ class Router:
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that the ranks which share a group exchange to decide its routing
     counts: int = 0  # bytes per group that these ranks exchange for the balance loss
+    gathered_counts: bool = False  # a GPU counts the choices that `decides` gathers, so that `counts` are not sent
     balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in each of the two passes
 
 

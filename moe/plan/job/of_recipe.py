@@ -37,7 +37,7 @@ from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
-from moe.router.checks import group_size
+from moe.router.checks import fuses, group_size
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
 from parallel.pipeline.schedules.kind import DEFAULT_CHUNKS
@@ -144,13 +144,16 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
 
     decides: if the routing method needs whole groups, a token's fp32 logits, position and id; otherwise with a capacity, for each of its
     choices the expert, the priority, and whether a random second choice is used. counts: the choices of each expert. balances: the gates
-    (importance loss) and the probabilities of being chosen (load loss)."""
+    (importance loss) and the probabilities of being chosen (load loss).
+    gathered_counts: whether kernels sort the queues on a GPU (`Router._fused`)."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
         decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)
     apart = spec.balance_scope != "global_batch"
     nonlinear = bool(spec.importance_weight) + bool(spec.load_weight)
-    return {"decides": decides, "counts": 4 * num_experts * apart, "balances": 4 * num_experts * nonlinear * apart}
+    sorts = spec.drop == "position" and (spec.queue == "choices_first" or choices == 1) and spec.balance_counts != "unbiased"
+    found = {"decides": decides, "counts": 4 * num_experts * apart, "balances": 4 * num_experts * nonlinear * apart}
+    return found | {"gathered_counts": decides > 0 and sorts and fuses(spec, training=True)}
 
 
 def plan_of(run: Run) -> Plan:

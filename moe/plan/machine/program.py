@@ -42,6 +42,7 @@ class Program:
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
+    router: Literal["kernels", "operations"] = "operations"  # on a GPU, kernels count the choices that ranks have gathered
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time
@@ -64,9 +65,10 @@ OWN = Program(
     shards="micro-batch",
     casts="use",
     shared="overlapped",
+    router="kernels",
     # `moe rehearse --device cuda` counts these three numbers of kernels
     capacity_kernels=2,
-    dispatch_kernels=(12, 9),
+    dispatch_kernels=(11, 8),
     exchange_kernels=(8, 4),
 )
 # this project's trainer on a CPU host, on which a core either computes or communicates
@@ -78,6 +80,7 @@ OWN_ON_CPU = replace(
     gradients="after",
     gathers="waited",
     shared="waited",
+    router="operations",
     alone=1.0,
     capacity_kernels=0,
     dispatch_kernels=(45, 45),

@@ -351,8 +351,8 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
     if recompute == "none" and not (merges and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
-        second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
-        elements += second / plan.grid.matrix
+        dense = network_elements(n, n.hidden, gated=n.gated) / plan.grid.matrix
+        elements += network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else dense
     return plan.compute_bytes * elements
 
 

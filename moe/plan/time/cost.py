@@ -95,7 +95,8 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     cores = _for_cores(crowd, m, equal, passes)
     saved = _casts_saved(plan, cluster, program, slowest)
     passes -= saved
-    busy = m * (slowest.total + 2 * sent * crossings(plan)) - saved
+    messages = 2 * m * sent * crossings(plan)
+    busy = m * slowest.total + messages - saved
     whole = slowest.forward + slowest.backward + slowest.recompute
     return Time(
         forward=m * slowest.forward.compute - saved,
@@ -105,7 +106,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
         sequence=m * whole.sequence,
         experts=m * whole.experts,
         launch=m * (slowest.launch_forward + slowest.launch_backward),
-        transfer=busy + saved - m * slowest.total,
+        transfer=messages,
         bubble=passes - busy,
         cores=cores,
         gradients=gradients,

@@ -77,9 +77,9 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
 _AROUND = {"all_gather": 0}  # number of kernels around a message of `grouping`; the router's kernels read the gathered choices themselves
 
 
-def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return the messages of one MoE layer's (forward, backward) pass for router groups with tokens on several ranks of sp and tp. These
-    ranks exchange the data that routers and losses need (moe/router/slices.py)."""
+    ranks exchange the data that routers and losses need (moe/router/slices.py). router: as in Program."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -92,7 +92,9 @@ def grouping(network: Network, plan: Plan) -> tuple[tuple[Message, ...], tuple[M
     groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
     gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
     back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
-    counts = Message(axis, "all_reduce", groups * e.router.counts, ranks)
+    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # otherwise ranks have unequal parts of groups: no kernel
+    sent = 0 if router == "kernels" and e.router.gathered_counts and aligned else groups * e.router.counts
+    counts = Message(axis, "all_reduce", sent, ranks)
     return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()
 
 
@@ -200,6 +202,8 @@ def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *
     hidden = [(1 - OVERLAP_SLOWDOWN) * min(first, window) for window in computed]
     forward, backward = (
         Pass(experts=(seconds(of) + inner) * left + together(whole) - saved, kernels=n + sum(_AROUND.get(m.name, 1) for m in whole))
-        for of, n, whole, saved in zip((traffic.forward, traffic.backward), kernels, grouping(network, plan), hidden, strict=True)
+        for of, n, whole, saved in zip(
+            (traffic.forward, traffic.backward), kernels, grouping(network, plan, program.router), hidden, strict=True
+        )
     )
     return Passes(forward, backward)

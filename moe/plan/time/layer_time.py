@@ -267,7 +267,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program) -
         Pass(router / 3 + device.stream(moved, kernels=8), kernels=program.dispatch_kernels[0] - unneeded),
         Pass(2 * router / 3 + device.stream(moved, kernels=10), kernels=program.dispatch_kernels[1]),
     )
-    shared = _ffn(network, plan, cluster, program, e.shared_hidden, e.gated) if e.shared_hidden else Passes()
+    shared = _ffns(network, plan, cluster, program, e.shared_hidden, e.gated, rows=n, part="dense") if e.shared_hidden else Passes()
     return passes + shared + exchange(network, plan, cluster, program, tokens=n, shared=shared)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.data.token_shard import TokenShard
-from moe.model.transformer import Output, moe_layers
+from moe.model.transformer import Output, divided_over, moe_layers
 from moe.parallelize.plan import FAMILIES
 from moe.router.losses import updated_bias
 from moe.train.parts.batch_counts import with_whole_step
@@ -51,7 +51,7 @@ def accumulate(
     losses = num_losses(executor.model, tokens, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
-    found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs)
+    found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs, divided=divided_over(executor.model))
 
     def each(number: int, output: Output) -> Tensor | None:
         loss = output.loss / losses if output.hidden_BLD is None else None

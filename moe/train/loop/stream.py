@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
-from moe.model.transformer import Output, moe_layers
+from moe.model.transformer import Output, divided_over, moe_layers
 from moe.parallelize.plan import FAMILIES
 from moe.train.loop.step import move_biases
 from moe.train.parts.batch_counts import with_whole_step
@@ -52,7 +52,8 @@ def stream(
         parts = sequences.chunk(schedule.microbatches_per_update)
         passes += with_whole_step(executor, passes_of(parts, tokens, shard, seed=seed, step=step + number), shard)
         counts.append(tokens)
-    found = [Sums(model.expert_counts, device, tokens.inputs) for tokens in counts]
+    divided = divided_over(model)
+    found = [Sums(model.expert_counts, device, tokens.inputs, divided=divided) for tokens in counts]
     norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
     order = schedule.orders[executor.pp_axis.index]
     biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
@@ -68,7 +69,7 @@ def stream(
         batch = version - 1
         engine.reduce()
         norms[batch] = squares(engine.owned_gradients(), families=FAMILIES, device=device)
-        load = {layer: sum_over_all(mine, shard.axes) for layer, mine in found[batch].loads().items()}
+        load = {layer: sum_over_all(mine, (divided, *shard.axes)) for layer, mine in found[batch].loads().items()}
 
         def change() -> None:
             engine.step(rate(batch))
@@ -77,7 +78,7 @@ def stream(
         versions[stage].update(version, change)
 
     executor.stream(passes, each, schedule=schedule, versions=versions, update=update)
-    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.pp_axis))
+    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (divided, *shard.axes, executor.pp_axis))
     together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
     by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
     rows = zip(packed, counts, by_batch, strict=True)

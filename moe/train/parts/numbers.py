@@ -14,6 +14,7 @@ from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
+ALONE = Axis("tp")
 _MEANS = 7  # number of a layer's packed numbers before the choices of each expert: kept, dropped, and means of four losses and the entropy
 
 
@@ -95,10 +96,11 @@ class Numbers:
 
 class Sums:
     """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts.
-    tokens: number of tokens that all ranks read, without padding."""
+    tokens: number of tokens that all ranks read, without padding. divided: ranks that divide the tokens of MoE layers only, so they have
+    equal losses but other layers' numbers."""
 
-    def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int) -> None:
-        self.expert_counts, self.tokens = expert_counts, tokens
+    def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int, *, divided: Axis = ALONE) -> None:
+        self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.rows: dict[tuple[int, ...], Tensor] = {}  # MoE layers of a forward pass -> their packed numbers, concatenated
 
@@ -108,7 +110,7 @@ class Sums:
         if loss is not None:
             self.loss += loss.detach()
         if layers:
-            key, row = tuple(r.layer for r in layers), torch.cat([_row(r, share) for r in layers])
+            key, row = tuple(r.layer for r in layers), torch.cat([_row(r, r.share * share) for r in layers])
             self.rows[key] = self.rows[key] + row if key in self.rows else row
 
     def loads(self) -> dict[int, Tensor]:
@@ -125,16 +127,17 @@ class Sums:
 
     def packed(self, flag: Tensor | None = None) -> Tensor:
         """Return one float64 tensor: flag [1] (None: 0), loss [1], then the numbers of each MoE layer (zeros for layers of other
-        stages)."""
-        mine = self._by_layer()
+        stages). Of the ranks in `divided`, only the first has flag and loss."""
+        mine, none = self._by_layer(), self.loss.new_zeros(1)
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
-        return torch.cat((self.loss.new_zeros(1) if flag is None else flag, self.loss.reshape(1), *parts))
+        of_pass = (none if flag is None else flag, self.loss.reshape(1)) if self.divided.index == 0 else (none, none)
+        return torch.cat((*of_pass, *parts))
 
     def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
-        """Return the numbers over all ranks. Collective."""
-        return Numbers(sum_over_all(self.packed(flag), axes), self.expert_counts, self.tokens)
+        """Return the numbers over all ranks. axes: ranks with other tokens or stages. Collective."""
+        return Numbers(sum_over_all(self.packed(flag), (self.divided, *axes)), self.expert_counts, self.tokens)
 
 
-def _row(r: LayerReport, share: float) -> Tensor:
+def _row(r: LayerReport, share: float | Tensor) -> Tensor:
     means = torch.stack((r.balance_loss, r.importance_loss, r.load_loss, r.z_loss, r.entropy)).double() * share
     return torch.cat((torch.stack((r.kept, r.dropped)).double(), means, r.load_E.double()))

@@ -30,6 +30,7 @@ from tests.support.ranks import run_on_ranks
 
 D, F, E = 6, 10, 4  # d_model, d_ff, number of experts
 LOSSES = ("balance_loss", "importance_loss")
+COUNTS = ("load_E", "kept", "dropped")
 ROUTERS: dict[str, dict[str, Any]] = {
     "group of a sequence": {"preset": "gshard", "group": "sequence", "capacity_factor": 0.75, "importance_weight": 0.2},
     "group of three sequences": {"preset": "gshard", "group": 3, "capacity_factor": 0.75},
@@ -71,7 +72,7 @@ def layer(router: str, exchange: Copies | Columns | Exchanged | None) -> MoELaye
 
 
 def computed(held: Held, router: str, axis: Axis | None) -> dict[str, Tensor]:
-    """Return this rank's output, gradients and report of one pass, by name. Without an axis, of all tokens."""
+    """Return this rank's output, gradients and part of the report of one pass, by name. Without an axis, of all tokens."""
     batch, length = held.batch, held.length
     x_BLD, weight_BLD = (torch.randn(batch, length, D, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     valid_BL = torch.arange(length) < length - torch.arange(batch).unsqueeze(1) if held.padded else None
@@ -86,18 +87,18 @@ def computed(held: Held, router: str, axis: Axis | None) -> dict[str, Tensor]:
     assert x_BLD.grad is not None
     found = {"y": y_BLD.detach(), "x": x_BLD.grad}
     # if nothing needs the group, the balance loss is reported over each rank's own tokens
-    numbers = ("z_loss", "entropy", "load_E", "kept", "dropped", *(() if router == "no group" else LOSSES))
-    found |= {name: getattr(report, name).detach().double() for name in numbers}
+    numbers = ("z_loss", "entropy", *COUNTS, *(() if router == "no group" else LOSSES))
+    found |= {name: getattr(report, name).detach().double() * (1 if name in COUNTS else report.share) for name in numbers}
     return found | {f"weight {name}": p.grad for name, p in made.named_parameters() if p.grad is not None}
 
 
 def expected_bytes(held: Held, router: str, ranks: int) -> dict[tuple[str, str], float]:
-    """Return the bytes that the planner states for all ranks' calls, by (axis, collective), but the sums of reports."""
+    """Return the bytes that the planner states for all ranks' calls, by (axis, collective)."""
     values = {"model": {"d_model": D, "num_heads": 2, "moe_every": 1}, "experts": {"num_experts": E}, "router": ROUTERS[router]}
     network = replace(network_of(build_run(values)), length=held.length)
     tensor = {"copies": "1d", "columns": "sliced", "channels": "1d"}[held.way]
     plan = Plan(tp=ranks, tensor=tensor, microbatch=held.batch, compute_bytes=4)  # type: ignore[arg-type]
-    forward, backward = grouping(network, plan)
+    forward, backward = grouping(network, plan, "operations")
     found = {("groups", m.name): ranks * m.handed for m in (*forward, *backward)}
     if held.way == "channels":
         return found | {("tp", "all_to_all"): 4 * held.batch * held.length * D * 4}  # x and y, and their gradients
@@ -121,13 +122,13 @@ def test_a_layer_over_ranks_is_the_layer_in_one_process() -> None:
         got, want = [found[number][0] for found in of_ranks], computed(held, router, None)
         counts = [found[number][1] for found in of_ranks]
         if held.batch and not held.padded and router != "experts choose":  # there a token's number of experts depends on the values
-            summed = {key: sum(count[key] for count in counts) for key in counts[0] if key != ("tp", "all_reduce")}
+            summed = {key: sum(count[key] for count in counts) for key in counts[0]}
             assert summed == expected_bytes(held, router, ranks), (held, router)
         dropped += int(want["dropped"])
         for name, value in want.items():
-            if name.startswith("weight"):
+            if name not in ("x", "y"):  # sums of the ranks' gradients, or of their parts of the report
                 joined = [torch.stack([found[name] for found in got]).sum(0)]
-            elif name in ("x", "y") and held.way != "copies":
+            elif held.way != "copies":
                 joined = [torch.cat([found[name] for found in got], {"columns": 1, "channels": 2}[held.way])]
             else:
                 joined = [found[name] for found in got]

@@ -120,28 +120,24 @@ def test_only_the_padded_dispatcher_sends_empty_slots() -> None:
 @pytest.mark.parametrize("kv_heads", [6, 1])
 @pytest.mark.parametrize(("tensor", "tp"), [("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
 def test_counted_matrices_equal_those_that_a_rank_holds(tensor: str, tp: int, kv_heads: int) -> None:
-    """With one key-value head, each tp rank of 1d holds a copy. Norms are left out, because the planner counts them whole on each rank."""
+    """With one key-value head, each tp rank of 1d holds a copy."""
     model = MODEL | {"num_kv_heads": kv_heads, "vocab_size": 260}
     run = build_run({"model": model, "degrees": {"dp": 1, "tp": tp}, "tensor": {"kind": tensor}}).resolve(tp)
     network, plan = network_of(run), plan_of(run)
-    rows = [row for row in plan_rows(run, rank=tp - 1) if "norm" not in row["parameter"]]
-    counted = held(network, plan, (range(network.layers),), (0,)).total - network.width * (2 * network.layers + 1)
-    assert counted == sum(math.prod(row["here"]) for row in rows)
+    counted = held(network, plan, (range(network.layers),), (0,)).total
+    assert counted == sum(math.prod(row["here"]) for row in plan_rows(run, rank=tp - 1))
 
 
 @pytest.mark.parametrize("kv_heads", [6, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("tensor", "tp"), [("1d", 2), ("2.5d", 8), ("3d", 8)])
 def test_of_both_halves_a_rank_of_tp_holds_what_is_counted(tensor: str, tp: int, tied: bool, kv_heads: int) -> None:
-    """Norms are left out, because the planner counts them whole on each rank."""
     model = MODEL | {"kind": "encoder_decoder", "positions": "t5", "vocab_size": 300, "tied_embeddings": tied, "num_kv_heads": kv_heads}
     values = {"model": model, "data": {"objective": "span_corruption"}, "degrees": {"dp": 1, "tp": tp}, "optimizer": {"kind": "adamw"}}
     run = build_run(values | {"tensor": {"kind": tensor}}).resolve(tp)
     network = network_of(run)
-    rows = [row for row in plan_rows(run, rank=tp - 1) if "norm" not in row["parameter"]]
-    norms = network.width * sum(2 * half.layers + 1 + (half.layers if half.encoder else 0) for half in network.halves)
-    counted = held(network, plan_of(run), (range(network.depth),), (0,)).total - norms
-    assert counted == sum(math.prod(row["here"]) for row in rows)
+    counted = held(network, plan_of(run), (range(network.depth),), (0,)).total
+    assert counted == sum(math.prod(row["here"]) for row in plan_rows(run, rank=tp - 1))
 
 
 LATENTS = [{"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}, {"key_rank": 20, "rotary_size": 6, "value_size": 10}]
