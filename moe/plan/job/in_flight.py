@@ -64,26 +64,36 @@ def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much: it has the
-    same layers, at least as many micro-batches in flight and weight versions, and the embedding and the head if the later rank has them.
+    same layers, at least as many micro-batches in flight and weight versions, gradients if the later rank has them, and the embedding and
+    the head if the later rank has them.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
     ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
+    moments = [with_gradients(rank, microbatches) for rank in ranks]
 
     def covers(a: int, b: int) -> bool:
         if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
             return False
         if ranks[a].versions < ranks[b].versions:
             return False
-        return all(any(_exceeds(x, y) for x in ranks[a].moments) for y in ranks[b].moments)
+        return all(any(_exceeds(x, y) and (yet or not none) for x, none in moments[a]) for y, yet in moments[b])
 
     found: list[int] = []
     for number in range(len(ranks)):
         if not any(covers(before, number) for before in found):
             found.append(number)
     return tuple(found)
+
+
+def with_gradients(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
+    """Return (micro-batches in flight, no backward pass has ended yet) at the moments that may be the rank's peak. The moment after the
+    step's first backward pass is included, because gradients exist from then on."""
+    found = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
+    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1]
+    return (*found, *((of, False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:

@@ -16,6 +16,7 @@ from moe.plan.memory.memory import CONTEXT_BYTES, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules.kind import Size
 from parallel.pipeline.simulator.held import peak_held, peak_kept, weight_versions
 from tests.planner.software import MEGATRON, MEGATRON_2022
 
@@ -361,3 +362,17 @@ def test_colossal_ais_ring_keeps_whole_rows_of_probabilities() -> None:
     ring, whole = (sum(layer_parts(GPT, replace(plan, sequence=kind), OURS, 0).values()) for kind in ("ring", "colossal_ring"))  # type: ignore[arg-type]
     assert whole - ring == 2 * 3 * 6 * 8 * 32  # c B H (L / 4) L
     assert peak(GPT, replace(plan, sequence="colossal_ring"), OURS).parts["activations"] == 12 * whole
+
+
+@pytest.mark.parametrize("vocab", [8, 4096])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_is_that_of_the_fullest_rank(vocab: int, recompute: str) -> None:
+    """The planner skips ranks that certainly need no more than another. Inputs that later stages keep may be larger than the embedding."""
+    network = Network(layers=24, width=96, heads=8, hidden=128, vocab=vocab, length=512, tied=False)
+    for name, kind in SCHEDULES.items():
+        for pp, chunks, m in ((2, 1, 8), (4, 3, 8), (6, 2, 8), (8, 1, 16)):
+            chunks = kind.chunks or chunks
+            if kind.batches > 1 or 24 % (pp * chunks) or kind.refusal(Size(pp, m, chunks)) is not None:
+                continue
+            plan = Plan(pp=pp, chunks=chunks, microbatches=m, schedule=name, recompute=recompute)  # type: ignore[arg-type]
+            assert peak(network, plan).allocated == max(of.allocated for of in memory(network, plan)), plan
