@@ -36,6 +36,7 @@ KNOWN_ELEMENTS = 2**24  # larger results of operators have unknown values, even 
 # dtypes that NCCL cannot send
 _NOT_OF_NCCL = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
+_HASHED = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _DEVICE = torch.ops.prim.device.default
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # files that call autograd's C++ code, which makes tensors too
@@ -146,6 +147,8 @@ class Pretended(FakeTensorMode):
                 place = value.fake_device, value.storage_offset(), value.untyped_storage().nbytes()
                 flags = value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference()
                 result.append((value.dtype, value.shape, value.stride(), *place, *flags))
+            elif type(value) in _HASHED:
+                result.append((type(value), value))
             elif isinstance(value, (list, tuple, dict)):
                 result.append((type(value), len(value)))
                 self._prep_args_for_hash(result, value, *rest)
