@@ -69,7 +69,10 @@ class Counted:
 
     @property
     def now(self) -> Work:
-        return self.by_module.setdefault((self._module, self.passing), Work())
+        key = self._module, self.passing
+        if key not in self.by_module:
+            self.by_module[key] = Work()
+        return self.by_module[key]
 
     def wait(self, times: int = 1) -> None:
         """Count a host synchronisation."""
