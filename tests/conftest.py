@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import resource
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -125,7 +126,8 @@ def process_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_visit(request: pytest.FixtureRequest) -> Iterator[None]:
     """Exclude all objects that a module's tests leave from later garbage collections and from `gc.get_objects`, which visit each. Return
-    memory to the system, also that of results in the module's caches."""
+    memory to the system, also that of results in the module's caches. If the module has forked, mend large pages, which forks split."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     yield
     for value in vars(request.module).values():
         if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
@@ -133,6 +135,8 @@ def few_objects_to_visit(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     return_freed_memory()
     gc.freeze()
+    if len(request.session.items) > 500 and resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > before:
+        use_large_pages()
 
 
 @pytest.hookimpl(wrapper=True)
