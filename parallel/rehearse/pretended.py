@@ -265,7 +265,7 @@ class Pretended(FakeTensorMode):
 
 
 # torch's own method does little more than call `dispatch`, through three wrappers
-Pretended.__torch_dispatch__ = Pretended.dispatch  # type: ignore[method-assign]
+Pretended.__torch_dispatch__ = Pretended.dispatch  # type: ignore[assignment]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Any]:
