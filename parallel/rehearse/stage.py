@@ -232,9 +232,9 @@ def _attention(
     return out
 
 
-def _rms_norm(x: Tensor, *args: Any, weight: Tensor, **rest: Any) -> Tensor:
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
     if weight.dtype != x.dtype:  # torch does not fuse the norm
-        return F.rms_norm(x, *args, weight=weight, **rest)
+        return F.rms_norm(x, shape, weight, eps)
     made: Tensor = _FusedRmsNorm.apply(x, weight)
     return made
 
