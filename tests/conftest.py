@@ -97,10 +97,9 @@ def three_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _take_steps(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also draw two runs with random rounding at first, not five: limits become narrower, and `Bound.share` draws more where needed."""
-    from moe.verify import expected, layouts, twin, where
+    from moe.verify import expected, layouts, twin
 
-    for module in (expected, where):
-        monkeypatch.setattr(module, "DRAWS", 2)
+    monkeypatch.setattr(expected, "DRAWS", 2)
     monkeypatch.setattr(layouts, "STEPS", number)
     monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", number)
 
