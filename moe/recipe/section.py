@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -123,15 +124,15 @@ class Section(BaseModel):
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the value; the text "1e3" becomes 1000 if the key takes only integers. Raise ValueError for values that pydantic would
         accept, such as true for a number (`steps: yes` would be 1) or a huge number."""
-        kind = cls.model_fields[str(info.field_name)].annotation
-        if takes_number(kind) and float not in (kind, *get_args(kind)):
+        kind, numbers, integers = _taken(cls, str(info.field_name))
+        if integers:
             value = [whole(each) for each in value] if isinstance(value, list) else whole(value)
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, bool) and kind is not bool:
                 raise ValueError("a number or a name, not true or false")
             if isinstance(number, int) and abs(number) > _LARGEST:
                 raise ValueError(f"at most {_LARGEST}")
-            if isinstance(number, str) and takes_number(kind) and _OCTAL.fullmatch(number):
+            if isinstance(number, str) and numbers and _OCTAL.fullmatch(number):
                 raise ValueError("a number without zeros before it, which some read as octal")
             if isinstance(number, str) and not harmless(number):
                 raise ValueError("text without control characters")
@@ -143,8 +144,7 @@ class Section(BaseModel):
     @classmethod
     def _registered(cls, value: Any, info: ValidationInfo) -> Any:
         """Replace a name that is not built in by module:name of the plugin that an installed package registers under this name."""
-        key = f"{cls.__name__.lower()}.{info.field_name}"
-        if key not in GROUPS or not isinstance(value, str) or is_plugin(value):
+        if not isinstance(value, str) or (key := f"{cls.__name__.lower()}.{info.field_name}") not in GROUPS or is_plugin(value):
             return value
         return value if value in choices_of(cls.model_fields[str(info.field_name)].annotation) else by_name(key, value)
 
@@ -154,3 +154,11 @@ class Section(BaseModel):
         if isinstance(value, float) and value and not 2.0**-126 <= abs(value) < 2.0**128:
             raise ValueError("a number that 32 bits hold, as weights do")
         return value
+
+
+@cache
+def _taken(section: type[Section], name: str) -> tuple[Any, bool, bool]:
+    """Return a key's type, whether it accepts numbers, and whether it accepts integers only."""
+    kind = section.model_fields[name].annotation
+    numbers = takes_number(kind)
+    return kind, numbers, numbers and float not in (kind, *get_args(kind))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from moe.checks.together import check_run
@@ -58,12 +59,14 @@ def hybrid_cases() -> list[Case]:
     return [case_of(row, world=WORLD) for row in covering().rows] + [few_of(row) for row in covering_few().rows]
 
 
+@cache
 def covering() -> Covering:
     """Return rows in which every allowed pair of values of FACTORS occurs, and the refused pairs. Rows use fp32 if possible, because
     reference runs in fp32 are the fastest."""
     return cover(FACTORS, complete=completed, refuse=_refusal(lambda row: case_of(row, world=WORLD)), first_of=("precision",))
 
 
+@cache
 def covering_few() -> Covering:
     """Return rows in which every allowed pair of values of FEW occurs, and the refused pairs."""
     simplest = {factor: values[0] for factor, values in FEW.items()}

@@ -147,34 +147,19 @@ def _within(context: Callable[[], AbstractContextManager[Any]], function: Callab
     return run
 
 
-_IS_CUDA, _IS_CPU = Tensor.is_cuda.__get__, Tensor.is_cpu.__get__  # type: ignore[attr-defined]
-
-
 class _Gpu(TorchFunctionMode):
     """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). So without this
     mode it would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for backward than GPU kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensor: Any = args[0] if args else None
-        if func is Tensor.pin_memory:
-            tensor._pinned = True
-            return tensor
-        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
-            if func == _IS_CUDA:
-                return True
-            if func == _IS_CPU:
-                return False
-            if func is Tensor.cpu:
-                return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
-            if func is Tensor.to:
-                return _to(tensor, *args[1:], **kwargs)
-            if func is F.rms_norm and kwargs["weight"].dtype == tensor.dtype:  # with different dtypes, torch does not fuse the norm
-                return _FusedRmsNorm.apply(tensor, kwargs["weight"])
-            if func is F.silu:
-                return _FusedSilu.apply(tensor)
-            if func is F.scaled_dot_product_attention:
-                return _attention(*args, **kwargs)
+        if func in _OF_GPU:
+            tensor: Any = args[0]
+            if func is Tensor.pin_memory:
+                tensor._pinned = True
+                return tensor
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                return _OF_GPU[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -245,3 +230,22 @@ def _attention(
     shape = *query.shape[:3], key.shape[2]
     out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]
     return out
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
+    if weight.dtype != x.dtype:  # torch does not fuse the norm
+        return F.rms_norm(x, shape, weight, eps)
+    made: Tensor = _FusedRmsNorm.apply(x, weight)
+    return made
+
+
+_OF_GPU: dict[Any, Callable[..., Any]] = {  # torch function -> its replacement for a tensor on the GPU
+    Tensor.pin_memory: Tensor.pin_memory,  # for a tensor on any device
+    Tensor.is_cuda.__get__: lambda _: True,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda _: False,  # type: ignore[attr-defined]
+    Tensor.cpu: lambda x: torch.ops.aten._to_copy(x, device=torch.device("cpu")),
+    Tensor.to: _to,
+    F.rms_norm: _rms_norm,
+    F.silu: lambda x, **_: _FusedSilu.apply(x),
+    F.scaled_dot_product_attention: _attention,
+}

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import getsource
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,10 @@ class Counted:
 
     @property
     def now(self) -> Work:
-        return self.by_module.setdefault((self._module, self.passing), Work())
+        key = self._module, self.passing
+        if key not in self.by_module:
+            self.by_module[key] = Work()
+        return self.by_module[key]
 
     def wait(self, times: int = 1) -> None:
         """Count a host synchronisation."""
@@ -159,10 +163,15 @@ def launches(run: Callable[..., Any]) -> Callable[..., Any]:
         mode: Any = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
         if mode is None:
             return run(kernel, *args, **kwargs)
-        mode.work.launch(tensors, product="dot(" in getsource(kernel.fn))
+        mode.work.launch(tensors, product=_is_product(kernel.fn))
         return None
 
     return launch
+
+
+@cache
+def _is_product(kernel: Any) -> bool:
+    return "dot(" in getsource(kernel)
 
 
 def where(*skipped: str) -> str:

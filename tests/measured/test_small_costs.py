@@ -13,7 +13,9 @@ from tests.measured import small_costs
 def test_every_small_cost_is_a_row_with_its_unit_and_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, small in {"SHAPES": 3, "SEQUENCES": 1, "VOCABULARY": 99, "GROUPS": (1,), "IDLE_RANKS": 2, "IDLE_S": 0.05}.items():
+    tiny = small_costs.TINY | {"d_model": 16, "d_ff": 24, "num_layers": 2}
+    sizes = {"TINY": tiny, "SHAPES": 3, "SEQUENCES": 1, "VOCABULARY": 99, "GROUPS": (1,), "IDLE_RANKS": 2, "IDLE_S": 0.05}
+    for name, small in sizes.items():
         monkeypatch.setattr(small_costs, name, small)  # 99 tokens are not a multiple of the tiles and chunks
     assert small_costs.main(rounds=1, json=str(tmp_path / "costs.json")) == 0
     rows, printed = json.loads((tmp_path / "costs.json").read_text())["rows"], capsys.readouterr().out

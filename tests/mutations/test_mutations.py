@@ -34,7 +34,7 @@ def test_applied_replaces_each_mutations_targets_and_restores_them() -> None:
 
 def test_every_mutation_has_a_case_of_verify_and_a_source() -> None:
     assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
-    listed: dict[str, set[Case | str]] = {kind: set(cases(8, kinds=(kind,))) for kind in KINDS}
+    listed: dict[str, set[Case | str]] = {kind: set(cases(8, kinds=(kind,))) for kind in KINDS if kind in {m.kind for m in MUTATIONS}}
     listed["test"] = {m.case for m in MUTATIONS if isinstance(m.case, str) and _there(m.case)}
     assert [m.name for m in MUTATIONS if m.case not in listed[m.kind]] == []
     assert [m.name for m in MUTATIONS if not re.search(r"[\w-]+/[\w-]+(#\d+|: )|arXiv \d{4}\.\d{5}", m.source)] == []

@@ -160,4 +160,6 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _tensor_bytes() -> int:
     """Return the bytes of all tensors of this process, each storage once."""
-    return sum(storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)).values())
+    things = gc.get_objects()
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
+    return sum(storages(thing for thing in things if type(thing) in kinds).values())

@@ -203,7 +203,7 @@ def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_pa
     ("words", "fixes"),
     [
         (["dense_8b", "--cluster", "v100-8", "--train.global_batch", "16"], 2),
-        (["glam_8b_64e", "--cluster", "a100-40-8", "--train.global_batch", "32"], 2),
+        (["glam_8b_64e", "--cluster", "a100-40-8", "--train.global_batch", "32", "--model.num_layers", "8"], 2),
         (["dense_tiny", "--cluster", "gb200-72"], 1),
     ],
 )

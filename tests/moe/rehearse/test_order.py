@@ -102,7 +102,7 @@ def test_all_ranks_of_a_pipeline_send_and_receive_in_the_same_order(schedule: st
 
 
 LAYOUTS = {
-    "pp dp ep": staged("1f1b", "gshard"),
+    "pp dp ep": replace(staged("1f1b", "gshard"), layers=2),
     "ep fsdp": Case("gshard", "fsdp", 2, 2, 1, "fp32"),
     "tp ep": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
 }

@@ -123,6 +123,7 @@ def test_reorderings_include_the_splits_of_every_16_bit_row_and_no_others() -> N
     assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")
 
 
+@pytest.mark.usefixtures("three_steps")
 def test_parts_and_slices_both_change_the_gradients_if_they_are_combined() -> None:
     """A reference run with Case.parts and Case.slices differs from runs with only one of them."""
     one = Case("dense", "ddp", 1, 1, 1, "bf16", batch=3, length=SLICED)
@@ -130,6 +131,7 @@ def test_parts_and_slices_both_change_the_gradients_if_they_are_combined() -> No
     assert all(any(not torch.equal(both[name], other[name]) for name in both) for other in (parts, slices))
 
 
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("attention", attentions())
 def test_attention_merged_from_slices_equals_the_twin(attention: str) -> None:
     """With Case.slices, one process computes the numbers of the twin in fp32, for every method of sequence parallelism."""
@@ -137,6 +139,7 @@ def test_attention_merged_from_slices_equals_the_twin(attention: str) -> None:
     assert max(compare(compute(replace(one, slices=4, attention=attention)), reference(one)).values()) < 1e-5
 
 
+@pytest.mark.usefixtures("three_steps")
 @pytest.mark.parametrize("attention", ["colossal", "striped"])
 def test_a_row_in_16_bits_has_the_loss_of_its_own_order_on_one_process(attention: str) -> None:
     row = Case("gshard", "ddp", 2, 1, 1, "bf16", batch=4, length=SLICED, sp=2, attention=attention)
@@ -163,6 +166,7 @@ def test_in_parts_also_splits_the_sums_of_cross_attention() -> None:
     )
 
 
+@pytest.mark.usefixtures("three_steps")
 def test_a_failing_16_bit_row_passes_only_if_it_equals_one_process_with_its_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The row fails against the first reference. It passes with the numbers of `own_order`, and fails with numbers 0.1 % larger."""
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))
@@ -192,6 +196,7 @@ def test_a_failing_fp32_row_passes_only_with_the_twins_update_of_gradients_in_it
             assert not verify.judged(row, (wrong, None), expected)["passed"]
 
 
+@pytest.mark.usefixtures("three_steps")
 def test_a_background_process_computes_the_same_expected_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.verify.expected.CUTS", (3,))
     twins = [Case("dense", "ddp", 1, 1, 1, precision, batch=3) for precision in ("fp32", "fp16")]

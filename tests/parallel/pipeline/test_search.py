@@ -29,10 +29,10 @@ def took(schedule: Schedule, F: Sequence[int], B: Sequence[int], share: float, t
 
 
 def test_never_slower_than_the_catalog_at_equal_memory() -> None:
-    """300 random problems with unequal stages. The memory limit is the peak memory of one of the catalog's schedules."""
+    """150 random problems with unequal stages. The memory limit is the peak memory of one of the catalog's schedules."""
     draw = random.Random(11)
     compared = faster = 0
-    for _ in range(300):
+    for _ in range(150):
         placement = draw.choice(("line", "loop", "v"))
         p, m = draw.randint(2, 3 if placement != "line" else 4), draw.randint(1, 5)
         rivals = []
@@ -55,7 +55,7 @@ def test_never_slower_than_the_catalog_at_equal_memory() -> None:
                 other = took(rival, F, B, share, transfer)
                 assert time <= other * (1 + 1e-12), (rival.name, p, m, F, B)
                 faster += time < other
-    assert compared > 400 and faster > 250
+    assert compared > 200 and faster > 125
 
 
 def optimum(p: int, m: int, F: Sequence[int], I: Sequence[int], W: Sequence[int], most: int, limit: float) -> float:  # noqa: E741
