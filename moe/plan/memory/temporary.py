@@ -32,6 +32,7 @@ from moe.plan.memory.kept import (
     tokens_of,
 )
 from moe.plan.memory.stack import Stack
+from moe.recipe.shapes import DECODING_BYTES
 from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
 
@@ -60,6 +61,8 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     if e is not None and sparse:
         wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
         wide += matrix_gradient
+        if network.adapters is not None and network.adapters.blocks:
+            wide += DECODING_BYTES[network.adapters.blocks] * network.width * e.hidden
     else:
         wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":

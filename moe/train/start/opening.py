@@ -196,7 +196,7 @@ def read_data(
 
 def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
     """Load the model from `start`, and a resumed run's training state. Collective."""
-    whole = whole_layouts(run) if run.degrees.pp > 1 else None
+    whole = whole_layouts(run) if run.degrees.pp > 1 or run.lora.in_blocks else None
     engine, found = training.executor.engine, start.found
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
