@@ -120,7 +120,7 @@ class Experts(nn.Module):
 
     def _read(self) -> Network:
         """Return this rank's experts as a Network, with their adapters."""
-        matrices = {name: self.blocks[name][0] if name in self.blocks else getattr(self, name) for name in MATRICES}
+        matrices: dict[str, Any] = {name: self.blocks[name][0] if name in self.blocks else getattr(self, name) for name in MATRICES}
         network = Network.of([*matrices.values(), self.b1, self.b3], self.activation)
         if not self.rank:
             return network

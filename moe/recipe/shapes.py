@@ -25,7 +25,7 @@ _BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it f
 MXFP4_BLOCK = 32  # number of elements that share a scale
 FP8_BLOCK = 128  # rows and columns that share a factor in published files
 BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # of an element in whole blocks
-DECODING_BYTES = {"mxfp4": 14, "fp8": 10}  # temporary bytes an element of a matrix that is decoded, its bf16 values included
+DECODING_BYTES = 12  # temporary bytes an element of a matrix that is decoded
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 

@@ -416,18 +416,28 @@ def _found(windows: Sequence[Window], run: Run) -> list[Finding]:
 
 
 class Live:
-    """Diagnosis of a running job. It sees the steps of this process: after a resume, only the steps since."""
+    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; what they show has been said."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._windows, self._filling, self._said = run, list[Window](), Filling(), set[str]()
+    def __init__(self, run: Run, before: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._run, self._windows, self._filling = run, list[Window](), Filling()
+        for line in before:
+            if line.get("kind", "train") == "train":
+                self._add(line)
+        self._said = {finding.rule for finding in _found(self._windows, run)} if self._windows else set()
 
     def after_step(self, line: Mapping[str, Any]) -> list[Finding]:
         """Add a step's line of metrics.jsonl. At the end of a window, return findings of rules that have not fired before."""
-        self._filling.add(line)
-        if self._filling.count < window_length(self._run.train.steps):
+        if not self._add(line):
             return []
-        self._windows.append(self._filling.window())
-        self._filling = Filling()
         news = [finding for finding in _found(self._windows, self._run) if finding.rule not in self._said]
         self._said |= {finding.rule for finding in news}
         return news
+
+    def _add(self, line: Mapping[str, Any]) -> bool:
+        """Add a step's line. Return whether it ends a window."""
+        self._filling.add(line)
+        if self._filling.count < window_length(self._run.train.steps):
+            return False
+        self._windows.append(self._filling.window())
+        self._filling = Filling()
+        return True

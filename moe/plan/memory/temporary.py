@@ -28,6 +28,7 @@ from moe.plan.memory.kept import (
     layer_pending,
     logits,
     most_rows,
+    padding,
     recompute_of,
     tokens_of,
 )
@@ -59,10 +60,12 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
-        wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        rows = most_rows(network, plan) + padding(network, plan, stack)
+        wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
         wide += matrix_gradient
-        if network.adapters is not None and network.adapters.blocks:
-            wide += DECODING_BYTES[network.adapters.blocks] * network.width * e.hidden
+        if network.adapters is not None and network.adapters.blocks:  # w2 is decoded before the activation has gradients
+            decoding = DECODING_BYTES * network.width * e.hidden
+            wide = max(wide, decoding + c * rows * (e.hidden + network.width))
     else:
         wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":

@@ -147,7 +147,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
     agree = mesh.axis("world") if run.data.is_own else None
     training = replace(training, auditor=auditor)
-    doctor = Live(run) if start.writes else None
+    doctor = Live(run, records.lines()) if start.writes else None
     return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree, doctor)
 
 

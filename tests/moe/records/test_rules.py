@@ -183,6 +183,18 @@ def test_a_running_job_says_each_finding_once(rule: str) -> None:
     assert said.count(rule) == 1 and len(said) == len(set(said))
 
 
+@pytest.mark.parametrize(("rule", "stop"), zip([*CASES][::4], [0, SIZE * 7 + 2, STEPS - 1, SIZE * 12], strict=False))
+def test_a_resumed_job_says_what_the_job_without_a_stop_says(rule: str, stop: int) -> None:
+    """`stop`: steps before the resume, which a job on new records has seen too; it need not end a window."""
+    lines, run = sick(rule)
+    through = Live(run)
+    want = [(line["step"], found.line) for line in lines for found in through.after_step(line)]
+    resumed = Live(run, [{"kind": "event", "event": "begun", "step": 0}, *lines[:stop]])
+    assert [(line["step"], found.line) for line in lines[stop:] for found in resumed.after_step(line)] == [
+        one for one in want if one[0] > stop
+    ]
+
+
 RISES = {
     "ended above": (lambda n: falls(1) + n / 100, "the loss is at 7"),
     "above for long": (lambda n: falls(n) + (6 if 10 < n < 40 else 0), "the loss was above its first value, 5"),

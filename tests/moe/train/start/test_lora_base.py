@@ -181,8 +181,8 @@ def test_memory_is_smaller_by_the_formula(form: str, kind: str) -> None:
         built[base], peaks[base] = walked.built_bytes, (said.allocated, walked.peak_bytes)
     elements = 3 * 3 * 3 * 128 * 256  # of 3 layers with 3 experts on the rank
     assert built["whole"] - built[form] == elements * (4 - (17 / 32 if form == "mxfp4" else 1 + 4 / 128**2))
-    assert peaks[form][0] == pytest.approx(peaks[form][1], rel=0.05)
-    assert peaks["whole"][1] - peaks[form][1] > 0.9 * (built["whole"] - built[form])
+    assert all(said == pytest.approx(peak, rel=0.06) for said, peak in peaks.values())
+    assert peaks["whole"][1] - peaks[form][1] > 0.8 * (built["whole"] - built[form])  # one matrix at a time is decoded
 
 
 def test_experts_in_blocks_are_no_parameters() -> None:
