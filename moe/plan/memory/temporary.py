@@ -61,7 +61,7 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
         rows = most_rows(network, plan) + padding(network, plan, stack)
-        wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + (0 if _apart(network) else network.width))
         wide += matrix_gradient
         if network.adapters is not None and network.adapters.blocks:  # w2 is decoded before the activation has gradients
             decoding = DECODING_BYTES * network.width * e.hidden
@@ -73,6 +73,12 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     else:
         scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
     return again + max(wide, scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+
+
+def _apart(network: Network) -> bool:
+    """Return whether the activation of experts has a backward pass of its own, as with adapters. This is then the layer's peak, and no rows
+    are on their way."""
+    return network.adapters is not None and network.experts is not None and not network.experts.fused
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
@@ -170,7 +176,7 @@ def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> Lay
     kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
     work_of_w = largest_gradient(network, plan, stack, sparse=sparse)
     work, work_of_i = (at_layer(*of, matrix_gradient=size) for size in (work_of_w, 0.0))
-    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
+    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse and not _apart(network) else 0.0
     return LayerBytes(elements, at_once, matrix, *sizes)
 
 

@@ -181,7 +181,7 @@ def test_memory_is_smaller_by_the_formula(form: str, kind: str) -> None:
         built[base], peaks[base] = walked.built_bytes, (said.allocated, walked.peak_bytes)
     elements = 3 * 3 * 3 * 128 * 256  # of 3 layers with 3 experts on the rank
     assert built["whole"] - built[form] == elements * (4 - (17 / 32 if form == "mxfp4" else 1 + 4 / 128**2))
-    assert all(said == pytest.approx(peak, rel=0.06) for said, peak in peaks.values())
+    assert all(said == pytest.approx(peak, rel=0.05) for said, peak in peaks.values())
     assert peaks["whole"][1] - peaks[form][1] > 0.8 * (built["whole"] - built[form])  # one matrix at a time is decoded
 
 
