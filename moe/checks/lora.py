@@ -7,6 +7,7 @@ from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import empty_rank
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
+from moe.recipe.shapes import MXFP4_BLOCK
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Set, written
 
@@ -23,6 +24,7 @@ def check_lora(run: Run) -> None:
     no_adapters = Set("lora.rank", 0)
     check_others(run, "lora.rank", works, no_adapters)
     _check_stages(run)
+    _check_base(run)
     if run.optimizer.kind == "kfac":
         needed = "another kind: K-FAC preconditions whole matrices"
         raise clash(run, "optimizer.kind", "lora.rank", "adamw", "", no_adapters, needed=needed)
@@ -41,6 +43,29 @@ def _check_targets(run: Run) -> None:
     if "dense" in targets and not run.has_dense_networks:
         needed = "layers without experts, shared experts or a residual network"
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix=_without("dense", targets))
+
+
+def _check_base(run: Run) -> None:
+    """Raise BadInput if the frozen experts cannot be kept in the blocks of lora.base."""
+    form = run.lora.in_blocks
+    if form is None:
+        return
+    whole = Set("lora.base", "whole")
+    if not run.model.layers_with_experts():
+        raise BadInput("lora.base", got=f"{form} in a dense model", needed="layers with experts, which alone are kept in blocks", fix=whole)
+    works: dict[str, tuple[object, str]] = {
+        "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),
+        "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
+        "experts.products": ("plain", "matrices are decoded for plain products"),
+    }
+    check_others(run, "lora.base", works, whole)
+    if run.sharding.named.threads:
+        needed = "ddp, fsdp or zero: the replicas of dp would need the blocks on each device"
+        raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)
+    sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
+    for key, size in sizes.items() if form == "mxfp4" else ():
+        if size % MXFP4_BLOCK:
+            raise BadInput(key, got=f"{size} with lora.base=mxfp4", needed=f"a multiple of {MXFP4_BLOCK}, a block's elements", fix=whole)
 
 
 def _check_stages(run: Run) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from moe.kernels.activation import GATED, Activation
 from moe.kernels.network import ByProduct, Counts, Network
 from moe.kernels.products import PRODUCTS
 from moe.kernels.rows import Plan
-from moe.nn.lora import grouped_product
+from moe.nn.blocks import Blocks, Form
+from moe.nn.lora import frozen_product, grouped_product
 from parallel.data.tiling import summed, take
-from parallel.mesh.layout import Tile
+from parallel.mesh.layout import Layout, Tile
 from parallel.mesh.regions import in_region
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ class Routed(NamedTuple):
 
 
 def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+    if not network.adapters:
+        return frozen_product(rows_RI, cast(Blocks, weight_EIO), counts)
     return grouped_product(rows_RI, weight_EIO, counts, *network.adapters[name], scale=scale)
 
 
 class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; or `tiles`, whose outputs are
     summed. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`:
-    bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
+    bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py. `blocks`: name of a frozen matrix that
+    is kept in blocks, not as a parameter -> (its blocks, its layout).
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.activation = biases, Activation(ffn, swiglu)
+        self.blocks: dict[str, tuple[Blocks, Layout]] = {}
         self.rank, self.scale = 0, 1.0  # rank and scale of LoRA's adapters, set by `adapt`; rank 0: no adapters
         self.num_experts, self.d_model, self.d_ff, self.num_tiles = num_experts, d_model, d_ff, tiles
         self.kernels_name, self.products = kernels, (policy := PRODUCTS[products])
@@ -107,9 +112,15 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
+    def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
+        """Replace the matrices by blocks without values yet (`Blocks.put`). layouts: name of a matrix -> its layout."""
+        for name, layout in layouts.items():
+            self.blocks[name] = Blocks.empty(form, tuple(getattr(self, name).shape), device), layout
+            setattr(self, name, None)
+
     def _read(self) -> Network:
         """Return this rank's experts as a Network, with their adapters."""
-        matrices = {name: getattr(self, name) for name in MATRICES}
+        matrices: dict[str, Any] = {name: self.blocks[name][0] if name in self.blocks else getattr(self, name) for name in MATRICES}
         network = Network.of([*matrices.values(), self.b1, self.b3], self.activation)
         if not self.rank:
             return network
@@ -166,7 +177,7 @@ class Experts(nn.Module):
 
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
-        if network.adapters:
+        if network.adapters or self.blocks:
             new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # see `blocks` in moe/kernels/grouped.py
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):

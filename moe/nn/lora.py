@@ -3,7 +3,8 @@
     y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
 The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
-narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert.
+narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. Experts' W may be Blocks
+(moe/nn/blocks.py), which are decoded for one expert after another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.nn.blocks import Blocks
 from parallel.numerics.precision import gradient_dtype, sum_dtype
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ class _Widened(torch.autograd.Function):
 
 
 def grouped_product(
-    rows_RI: Tensor, weight_EIO: Tensor, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
+    rows_RI: Tensor, weight_EIO: Tensor | Blocks, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
 ) -> Tensor:
     """Return rows (W + s first second) in the rows' dtype, for frozen matrices of experts. The rows are sorted by expert, counts[e] of
     expert e."""
@@ -125,9 +127,10 @@ def grouped_product(
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, first: Tensor, second: Tensor, counts: list[int], scale: float) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | Blocks, first: Tensor, second: Tensor, counts: list[int], scale: float) -> Tensor:
         narrow = _times(rows, first, counts)
-        ctx.save_for_backward(rows, narrow, weight, first, second)
+        ctx.blocks = weight if isinstance(weight, Blocks) else None
+        ctx.save_for_backward(rows, narrow, None if isinstance(weight, Blocks) else weight, first, second)
         ctx.counts, ctx.scale, ctx.dtypes = counts, scale, (gradient_dtype(first), gradient_dtype(second))
         return _times(narrow, second, counts, onto=_times(rows, weight, counts), scale=scale)
 
@@ -137,9 +140,27 @@ class _GroupedProduct(torch.autograd.Function):
         grad, grad_rows = grad.contiguous(), None
         grad_narrow = _times(grad, second.mT, counts).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
+            weight = ctx.blocks or weight
             grad_rows = _times(grad_narrow, first.mT, counts, onto=_times(grad, weight.mT, counts))
         grad_first, grad_second = _outer(rows, grad_narrow, counts, ctx.dtypes[0]), _outer(narrow, grad, counts, ctx.dtypes[1])
         return grad_rows, None, grad_first, grad_second.mul_(ctx.scale), None, None
+
+
+def frozen_product(rows_RI: Tensor, blocks: Blocks, counts: list[int]) -> Tensor:
+    """Return rows W in the rows' dtype, for frozen matrices of experts in blocks. The rows are sorted by expert, counts[e] of expert e."""
+    out: Tensor = _FrozenProduct.apply(rows_RI, blocks, counts)
+    return out
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, blocks: Blocks, counts: list[int]) -> Tensor:
+        ctx.blocks, ctx.counts = blocks, counts
+        return _times(rows, blocks, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _times(grad.contiguous(), ctx.blocks.mT, ctx.counts), None, None
 
 
 def _transposed(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,12 +175,14 @@ def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
     return y
 
 
-def _times(rows_RI: Tensor, matrices_EIO: Tensor, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def _times(rows_RI: Tensor, matrices_EIO: Tensor | Blocks, counts: list[int], *, onto: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Multiply each row by the matrix of its expert and by `scale`. Return [R, O] in the rows' dtype. onto: tensor to which the result is
     added in place, and which is returned; None: a new tensor."""
     out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
-    for rows, matrix, into in zip(rows_RI.split(counts), matrices_EIO, out.split(counts), strict=True):
-        torch.addmm(into, rows, matrix.to(rows.dtype), beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
+    for expert, (rows, into) in enumerate(zip(rows_RI.split(counts), out.split(counts), strict=True)):
+        if len(rows):  # otherwise its matrix would be decoded for nothing
+            matrix = matrices_EIO[expert].to(rows.dtype)
+            torch.addmm(into, rows, matrix, beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
     return out
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moe.experts.experts import MATRICES, Experts
 from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.names import global_name
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
+from moe.nn.blocks import Form
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.compiled import compile_between_products
@@ -68,6 +70,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     # not in laid_out: `moe show --plan` calls it, and must not run a user's code
     for num_experts in set(model.expert_counts.values()):
         check_own(run.router, num_experts)
+    if run.lora.in_blocks:
+        layouts = _in_blocks(model, layouts, run.lora.in_blocks, device)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.carrier.cut
     if cut is None:
@@ -83,6 +87,16 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         compile_between_products(model)
     _give_tables(run, model, table, device=device)
     return model, layouts
+
+
+def _in_blocks(model: Transformer, layouts: dict[str, Layout], form: Form, device: torch.device) -> dict[str, Layout]:
+    """Keep experts' matrices in blocks. Return the layouts of all other parameters: engines know no others."""
+    left = dict(layouts)
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            names = [name for name in MATRICES if getattr(module, name) is not None]
+            module.keep_in_blocks(form, {name: left.pop(f"{path}.{name}") for name in names}, device)
+    return left
 
 
 def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: torch.device) -> None:

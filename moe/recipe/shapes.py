@@ -22,6 +22,10 @@ SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's default ignore_index, the target that a loss ignores
 _BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it from other marks; larger than any id
+MXFP4_BLOCK = 32  # number of elements that share a scale
+FP8_BLOCK = 128  # rows and columns that share a factor in published files
+BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # of an element in whole blocks
+DECODING_BYTES = 12  # temporary bytes an element of a matrix that is decoded
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 

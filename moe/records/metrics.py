@@ -70,6 +70,13 @@ class Records:
             except Exception as error:  # a tracker must not stop a run, for example if it has no account or network
                 self._failed(f"{name} is off", error, "has every number")
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of a resumed run's earlier steps; [] if a line is damaged."""
+        try:
+            return [] if self._file is None else read(self._path)
+        except BadInput:
+            return []
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl, and send its numbers to the trackers. Adds `kind` "train" and the present `time` if the line
         lacks them. NaN and inf become null; `nonfinite` lists the paths of these values. Raises BadInput if the file cannot be written."""

@@ -4,7 +4,8 @@
 
 A running job, its trackers, the report and `moe doctor RUN` show the same findings. A rule is one object in RULES. It fires if its
 condition holds in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
-quarter, because a new router is uneven until its balance loss has worked. A rule that finds a cause `hides` the rules of consequences.
+quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run. A rule that finds a
+cause `hides` the rules of consequences.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from parallel.fixes import Fix, Set, Words
 
 LASTING = 3  # windows in a row
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
+HALF = 0.5  # this share if a loss or a bias is at work that evens out the loads
 MOVED = 0.25  # AdamW moves a weight by about the rate: until rates sum to this share of the first weights' size, a router is as drawn
 CROWDED, TWICE = 0.75, 2.0  # (busiest load / fair share - 1) over its maximum, E / k - 1, at which every token goes there; and least load
 DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted
@@ -79,14 +81,14 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
-    part of the run from which windows count. mends: no finding if the measured value falls."""
+    part of the run from which windows count. mends: the run's own losses may mend it, so no finding if the measured value falls."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
         moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * _first_size(run)
-        quarter = min(QUARTER * run.train.steps, MOST_GRACE) if after == "training" else 0
-        grace = 0 if after == "start" else max(run.optimizer.warmup_steps, quarter)
+        early = min((HALF if mends else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
+        grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
         found: list[tuple[int, float, str]] = []
         for window, rates in zip(reversed(windows), reversed(moved), strict=True):
             if window.first <= grace or (after == "training" and rates < unmoved) or (seen := shown(window, run)) is None:
@@ -416,18 +418,28 @@ def _found(windows: Sequence[Window], run: Run) -> list[Finding]:
 
 
 class Live:
-    """Diagnosis of a running job. It sees the steps of this process: after a resume, only the steps since."""
+    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; what they show has been said."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._windows, self._filling, self._said = run, list[Window](), Filling(), set[str]()
+    def __init__(self, run: Run, before: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._run, self._windows, self._filling = run, list[Window](), Filling()
+        for line in before:
+            if line.get("kind", "train") == "train":
+                self._add(line)
+        self._said = {finding.rule for finding in _found(self._windows, run)} if self._windows else set()
 
     def after_step(self, line: Mapping[str, Any]) -> list[Finding]:
         """Add a step's line of metrics.jsonl. At the end of a window, return findings of rules that have not fired before."""
-        self._filling.add(line)
-        if self._filling.count < window_length(self._run.train.steps):
+        if not self._add(line):
             return []
-        self._windows.append(self._filling.window())
-        self._filling = Filling()
         news = [finding for finding in _found(self._windows, self._run) if finding.rule not in self._said]
         self._said |= {finding.rule for finding in news}
         return news
+
+    def _add(self, line: Mapping[str, Any]) -> bool:
+        """Add a step's line. Return whether it ends a window."""
+        self._filling.add(line)
+        if self._filling.count < window_length(self._run.train.steps):
+            return False
+        self._windows.append(self._filling.window())
+        self._filling = Filling()
+        return True

@@ -190,7 +190,13 @@ PATHOLOGIES = (
         busiest,
         after=lambda folder: {"data": {"source": "text", "path": str(code(folder))}},
     ),
-    Sick("warm-up too short", "warm-up", lambda folder: {"optimizer.lr": 0.05, "optimizer.warmup_steps": 0}, loss_on()),
+    Sick(
+        "warm-up too short",
+        "warm-up",
+        lambda folder: {"data": {"source": "text", "path": str(code(folder))}, "optimizer.lr": 0.04, "optimizer.warmup_steps": 0},
+        loss_on(code),
+        after=lambda folder: {"data": {"source": "text", "path": str(code(folder))}},
+    ),
 )
 
 

@@ -98,7 +98,7 @@ def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
             scale = LossScale.of("none")
             finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
         measured = alive.most
-    busiest = busiest_of(numbers, mesh.axis("ep"))
+    busiest = busiest_of(numbers, mesh.axis("ep"), one_layer=run.recompute.kind == "full")
     run = with_values(run.resolve(ranks), {"dispatch.busiest": max(1.0, busiest)})
     said = memory(network_of(run), plan_of(run), OURS_ON_CPU)[mesh.axis("pp").index]
     row = {"case": case, "precision": precision, "busiest": busiest}

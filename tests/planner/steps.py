@@ -247,7 +247,9 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
     return {"bytes": held, "busiest": busiest, "stage": trained.mesh.axis("pp").index} | times
 
 
-def busiest_of(numbers: Numbers, ep: Axis) -> float:
-    """Return the rows of this rank's experts over the mean of the ranks of ep, as a mean over layers; 1 without experts."""
+def busiest_of(numbers: Numbers, ep: Axis, *, one_layer: bool = False) -> float:
+    """Return the rows of this rank's experts over the mean of the ranks of ep; 1 without experts. A mean over layers or, with `one_layer`,
+    the largest: with full recompute, only the layer at work has rows."""
     loads = [torch.tensor(layer.load).reshape(ep.size, -1).sum(1) * ep.size for layer in numbers.layers]
-    return float(torch.stack(loads).mean(0)[ep.index]) if loads else 1.0
+    of_layers = torch.stack(loads)[:, ep.index] if loads else torch.ones(1)
+    return float(of_layers.max() if one_layer else of_layers.mean())

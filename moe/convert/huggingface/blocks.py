@@ -1,12 +1,10 @@
-"""Decodes quantised tensors of published files, which have few bits an element and a scale for each block, to bf16.
+"""Reads quantised tensors of published files as bf16. moe/nn/blocks.py has the formats and decodes them.
 
-    MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16]: 2 elements of 4 bits a byte, the low bits first
-                        key_scales uint8 [E, N, G]: an exponent for 32 elements
-                        element = FP4[4 bits] * 2 ** (scale - 127); the tensor `key` is [E, 32 G, N], as transformers stores it in bf16
+    MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16] and key_scales uint8 [E, N, G]; the tensor `key` is [E, 32 G, N], as transformers
+                        stores it in bf16
     FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
-                        element = fp8 * factor, rounded to bf16
 
-MXFP4 is defined in the OCP Microscaling specification, version 1.0. `quantization_config` in config.json names the format.
+`quantization_config` in config.json names the format.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.nn.blocks import of_fp8, of_mxfp4
+from moe.recipe.shapes import MXFP4_BLOCK
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
 from parallel.store.stored import TensorFile
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-MXFP4_BLOCK = 32  # number of elements that share a scale
 _BLOCKS, _SCALES, _FACTORS = "_blocks", "_scales", "_scale_inv"
 _AS_BF16 = "save the model in bf16 with transformers: from_pretrained(PATH, dtype=torch.bfloat16), save_pretrained(NEW)"
 
@@ -66,10 +64,7 @@ class Mxfp4:
         experts, rows, columns = box
         groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
         packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))
-        exponents = self.scales.read((experts, columns, groups)).to(torch.int32) - 127
-        values = torch.tensor((*FP4, *(-value for value in FP4)), dtype=torch.float32)
-        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)  # [E, out, G, 16, 2]
-        decoded = torch.ldexp(values[pairs], exponents[..., None, None]).to(torch.bfloat16).flatten(2)
+        decoded = of_mxfp4(packed, self.scales.read((experts, columns, groups)))
         first = groups.start * MXFP4_BLOCK
         return decoded[:, :, rows.start - first : rows.stop - first].transpose(1, 2)
 
@@ -90,11 +85,8 @@ class Fp8:
     def read(self, box: Box) -> Tensor:
         """Return a region of the matrix."""
         over = [slice(part.start // size, -(-part.stop // size)) for part, size in zip(box, self.size, strict=True)]
-        factors = self.factors.read(tuple(over)).to(torch.float32)
-        for dim, (part, size) in enumerate(zip(box, self.size, strict=True)):
-            first = over[dim].start * size
-            factors = factors.repeat_interleave(size, dim)[(slice(None),) * dim + (slice(part.start - first, part.stop - first),)]
-        return (self.values.read(box).to(torch.float32) * factors).to(torch.bfloat16)
+        skip = tuple(part.start % size for part, size in zip(box, self.size, strict=True))
+        return of_fp8(self.values.read(box), self.factors.read(tuple(over)).to(torch.float32), self.size, skip)
 
 
 Stored = Plain | Mxfp4 | Fp8

@@ -22,24 +22,26 @@ from parallel.mesh.grids import GRIDS
 @dataclass(frozen=True)
 class Elements(Summed):
     """Numbers of parameters on a rank. dense: outside of experts; Plan.copies ranks hold the same ones. expert: in experts; Plan.edp ranks
-    hold the same ones. frozen_dense, frozen_expert: the frozen ones among them, which have no gradients and optimizer states."""
+    hold the same ones. frozen_dense, frozen_expert: the frozen ones among them, which have no gradients and optimizer states. blocks: in
+    frozen experts that are kept in blocks, counted neither in `expert` nor in `frozen_expert`."""
 
     dense: float = 0.0
     expert: float = 0.0
     frozen_dense: float = 0.0
     frozen_expert: float = 0.0
+    blocks: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.dense + self.expert
+        return self.dense + self.expert + self.blocks
 
     @property
     def frozen(self) -> Elements:
-        return Elements(self.frozen_dense, self.frozen_expert)
+        return Elements(self.frozen_dense, self.frozen_expert, blocks=self.blocks)
 
     @property
     def trained(self) -> Elements:
-        if not (self.frozen_dense or self.frozen_expert):
+        if not (self.frozen_dense or self.frozen_expert or self.blocks):
             return self
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
@@ -88,9 +90,12 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
     found += dense(n, network_elements(n, e.shared_hidden, gated=e.gated) + n.width * e.gates, "dense")  # tp ranks divide tokens
-    one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
-    of_experts = e.count * one / (plan.ep * plan.etp)
+    held = e.count / (plan.ep * plan.etp)
+    matrices, of_experts = held * network_elements(n, e.hidden, gated=e.gated), held * e.hidden * (2 if e.gated else 1) * e.biases
     found += dense(n, n.width * e.count * e.biases, "experts")
+    if n.adapters is not None and n.adapters.blocks:
+        return found + Elements(expert=of_experts, frozen_expert=of_experts, blocks=matrices)
+    of_experts += matrices
     return found + Elements(expert=of_experts, frozen_expert=of_experts * n.freezes("experts"))
 
 

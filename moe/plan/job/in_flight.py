@@ -64,18 +64,18 @@ def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much: it has the
-    same layers, at least as many micro-batches in flight and weight versions, gradients if the later rank has them, and the embedding and
-    the head if the later rank has them.
+    same layers, at least as many micro-batches in flight and weight versions, gradients if the later rank has them, the same embedding, and
+    the head if the later rank has it. A rank without the embedding keeps the inputs that it receives instead, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
-    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
+    first, head = ([[s == end for s in rank.stages] for rank in ranks] for end in (0, last))
     moments = [with_gradients(rank, microbatches) for rank in ranks]
 
     def covers(a: int, b: int) -> bool:
-        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+        if kinds[a] != kinds[b] or first[a] != first[b] or not all(map(ge, head[a], head[b])):
             return False
         if ranks[a].versions < ranks[b].versions:
             return False

@@ -116,10 +116,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA (arXiv 2106.09685): two narrow matrices of `rank` are trained for each matrix of `targets`; everything else is frozen."""
+    """LoRA (arXiv 2106.09685): two narrow matrices of `rank` are trained for each matrix of `targets`; everything else is frozen. blocks:
+    format of the frozen experts' matrices; None: the master dtype."""
 
     rank: int
     targets: tuple[Literal["attention", "dense", "experts"], ...]
+    blocks: Literal["mxfp4", "fp8"] | None = None
 
 
 def attention_shapes(width: int, heads: int, groups: int, channels: int, latent: Latent | None) -> list[tuple[int, int]]:

@@ -36,7 +36,7 @@ from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRA
 from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
-from moe.recipe.shapes import GATED, T5_BUCKETS
+from moe.recipe.shapes import BLOCK_BYTES, GATED, T5_BUCKETS
 from moe.router.checks import fuses, group_size
 from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import SCHEDULES, placed
@@ -92,7 +92,7 @@ def _decoder(run: Run) -> Network:
         documents=m.document_mask,
         experts=_experts(run),
         latent=latent_of(m),
-        adapters=Adapters(run.lora.rank, run.lora.targets) if run.lora.rank else None,
+        adapters=Adapters(run.lora.rank, run.lora.targets, run.lora.in_blocks) if run.lora.rank else None,
         frozen=tuple(part for part in run.train.freeze if part in PARTS),
         frozen_layers=tuple(sorted({layer for part in run.train.freeze for layer in layers_of(part) or ()})),
         sparse_layers=m.layers_with_experts(),
@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
         dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
-        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and "experts" in run.lora.targets),
+        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and ("experts" in run.lora.targets or run.lora.in_blocks)),
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",
@@ -215,10 +215,11 @@ def _chunks(run: Run) -> int:
 def storage_of(run: Run) -> Storage:
     """Return the bytes of a parameter, its gradient and the states of the recipe's optimizer."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
+    in_blocks = BLOCK_BYTES[run.lora.in_blocks] if run.lora.in_blocks else 0.0
     if run.optimizer.kind in ("adamw", "kfac"):
-        return storage
+        return replace(storage, blocks=in_blocks)
     master = storage.optimizer - (4 if storage is BF16 else 8)  # bytes without AdamW's two moments
-    return replace(storage, optimizer=master + dense, of_experts=master + expert)
+    return replace(storage, optimizer=master + dense, of_experts=master + expert, blocks=in_blocks)
 
 
 def _with_adam(run: Run) -> Storage:

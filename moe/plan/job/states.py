@@ -22,12 +22,14 @@ STAGES = (0, 1, 2, 3)
 @dataclass(frozen=True)
 class Storage:
     """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
-    parameter of an expert; None: the same as for other parameters."""
+    parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter in blocks, which no rank shards
+    (moe/nn/blocks.py)."""
 
     parameters: int
     gradients: int
     optimizer: float
     of_experts: float | None = None
+    blocks: float = 0.0
 
     @property
     def total(self) -> float:

@@ -195,6 +195,14 @@ def most_rows(network: Network, plan: Plan) -> float:
     return rows_of(network, plan) * (1.0 if network.experts is None else network.experts.share(plan.ep))
 
 
+def padding(network: Network, plan: Plan, stack: Stack) -> float:
+    """Mean number of rows of zeros that are added to the rows of a rank's experts with adapters, for products of few shapes."""
+    e = network.experts
+    if e is None or e.fused or network.adapters is None or plan.compute_bytes >= FP32_BYTES:
+        return 0.0
+    return e.count / plan.ep * (stack.expert_multiple - 1) / 2
+
+
 def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
     """Return the messages over ep of one MoE layer that sends `rows` rows for `tokens` tokens. number_bytes: bytes of an element."""
     e = network.experts
@@ -227,7 +235,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     shared = c * count * e.shared_hidden * here / plan.tp
     of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
     computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # a returned row is kept by the rank that sent it
-    more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden)
+    more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden) + padding(n, plan, stack) * c * hidden
     return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
 
 

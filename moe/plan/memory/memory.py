@@ -138,7 +138,8 @@ class _Engine:
         held, dense, expert = rank.held, self.dense, self.expert
         trained = dense.total * (held.dense - held.frozen_dense) + expert.total * (held.expert - held.frozen_expert)
         older = (rank.versions - 1) * self.plan.storage.parameters * held.total
-        return trained + older + dense.parameters * held.frozen_dense + expert.parameters * held.frozen_expert
+        frozen = dense.parameters * held.frozen_dense + expert.parameters * held.frozen_expert + self.plan.storage.blocks * held.blocks
+        return trained + older + frozen
 
     def fullest_moment(self, rank: RankMoments) -> _Full:
         """Return the moment of the step at which the rank needs most memory."""
@@ -216,9 +217,10 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
         return dense + model_states(elements.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
 
     def states(stage: int) -> States:
-        if not (held.frozen_dense or held.frozen_expert):
+        if not (held.frozen_dense or held.frozen_expert or held.blocks):
             return of(held, stage)
-        return of(held.trained, stage) + replace(of(held.frozen, stage), gradients=0.0, optimizer=0.0)
+        frozen = of(held.frozen, stage).parameters + plan.storage.blocks * held.blocks
+        return of(held.trained, stage) + States(frozen, 0.0, 0.0)
 
     whole = states(plan.stage)
     if plan.offload_parameters == plan.offload_optimizer == "none":

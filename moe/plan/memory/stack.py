@@ -57,6 +57,7 @@ class Stack:
     expert_rows: int = 1
     expert_plain: int = 2
     expert_gated: int = 3
+    expert_multiple: int = 1  # in 16 bits, rows of each expert with adapters are padded to a multiple of it
     maps: int = 8
     selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; other parts: all
     logits: float = 10  # bytes per logit at the memory peak of the loss
@@ -102,4 +103,4 @@ OURS = Stack(
 )
 # On a CPU, key-value heads are not copied, and norms keep an fp32 copy of their input. torch computes RMSNorm in several kernels and also
 # keeps x / rms(x). Attention with a bias writes its scores to memory.
-OURS_ON_CPU = replace(OURS, name="moe on a cpu", keys="grouped", norm=4, rms=4, biased="scores")
+OURS_ON_CPU = replace(OURS, name="moe on a cpu", keys="grouped", norm=4, rms=4, biased="scores", expert_multiple=32)

@@ -28,10 +28,12 @@ from moe.plan.memory.kept import (
     layer_pending,
     logits,
     most_rows,
+    padding,
     recompute_of,
     tokens_of,
 )
 from moe.plan.memory.stack import Stack
+from moe.recipe.shapes import DECODING_BYTES
 from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
 
@@ -58,8 +60,12 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
-        wide = c * most_rows(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        rows = most_rows(network, plan) + padding(network, plan, stack)
+        wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + (0 if _apart(network) else network.width))
         wide += matrix_gradient
+        if network.adapters is not None and network.adapters.blocks:  # w2 is decoded before the activation has gradients
+            decoding = DECODING_BYTES * network.width * e.hidden
+            wide = max(wide, decoding + c * rows * (e.hidden + network.width))
     else:
         wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
     if network.buckets and plan.sp == 1 and stack.biased == "fused":
@@ -67,6 +73,12 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
     else:
         scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
     return again + max(wide, scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+
+
+def _apart(network: Network) -> bool:
+    """Return whether the activation of experts has a backward pass of its own, as with adapters. This is then the layer's peak, and no rows
+    are on their way."""
+    return network.adapters is not None and network.experts is not None and not network.experts.fused
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
@@ -164,7 +176,7 @@ def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> Lay
     kept = layer_kept(*of, plan.recompute) * (1 - plan.offload_activations)
     work_of_w = largest_gradient(network, plan, stack, sparse=sparse)
     work, work_of_i = (at_layer(*of, matrix_gradient=size) for size in (work_of_w, 0.0))
-    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse else 0.0
+    sizes = kept, layer_pending(*of), work, work_of_i, work_of_w, buffers_of(network, plan) if sparse and not _apart(network) else 0.0
     return LayerBytes(elements, at_once, matrix, *sizes)
 
 

@@ -122,6 +122,18 @@ class Lora(Section, alters="shape"):
         ("attention",), "modules that get adapters; dense: dense layers' networks, shared experts and residual networks", of="lora.rank"
     )
 
+    base: Literal["whole", "mxfp4", "fp8"] = key(
+        "whole",
+        "frozen experts: matrices in the master dtype, or the blocks in which they were published",
+        alters="cost",
+        of="lora.rank",
+    )
+
+    @property
+    def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
+        """The format in which frozen experts are kept; None if they are kept as matrices."""
+        return self.base if self.rank and self.base != "whole" else None
+
     @property
     def scale(self) -> float:
         return self.alpha / self.rank if self.rank else 0.0

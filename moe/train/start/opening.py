@@ -147,7 +147,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
     agree = mesh.axis("world") if run.data.is_own else None
     training = replace(training, auditor=auditor)
-    doctor = Live(run) if start.writes else None
+    doctor = Live(run, records.lines()) if start.writes else None
     return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree, doctor)
 
 
@@ -196,7 +196,7 @@ def read_data(
 
 def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
     """Load the model from `start`, and a resumed run's training state. Collective."""
-    whole = whole_layouts(run) if run.degrees.pp > 1 else None
+    whole = whole_layouts(run) if run.degrees.pp > 1 or run.lora.in_blocks else None
     engine, found = training.executor.engine, start.found
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")

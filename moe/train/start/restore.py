@@ -20,9 +20,9 @@ from moe.model.names import depth_ahead, global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import merged, pair_of
 from moe.parallelize.build import build
-from moe.recipe import hash_table
+from moe.recipe import hash_table, sections
 from moe.recipe.load import build_run
-from moe.recipe.sections import Lora
+from moe.recipe.sections import Run
 from moe.train.start.state import EXTRA, check_values, global_layouts, load_extra, opened
 from parallel.errors import BadInput
 from parallel.mesh.layout import Box
@@ -44,10 +44,12 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
     return path
 
 
-def restore(path: Path) -> Transformer:
-    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. Raises BadInput."""
+def restore(path: Path, run: Run | None = None) -> Transformer:
+    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. run: its recipe, if the caller has built it.
+    Raises BadInput."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
-    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
+    alone = {"degrees": sections.Parallel(dp=1, ep=1), "tiling": sections.Tiling(), "lora": sections.Lora()}
+    run = (run or build_run(reader.state["recipe"])).model_copy(update=alone)
     model, layouts = build(run, mesh, device=World().device, table=reader.state.get(hash_table.STATE))
     check_same_parameters(reader, global_layouts(layouts))
     for name, parameter in model.named_parameters():
@@ -94,7 +96,7 @@ class Merged(Reader):
         recipe = adapters.state["recipe"]
         run = build_run(recipe)
         self.scale, self.ahead = run.lora.scale, run.model.ahead
-        self.state: dict[str, Any] = adapters.state | {"recipe": recipe | {"lora": Lora().model_dump(mode="json")}}
+        self.state: dict[str, Any] = adapters.state | {"recipe": recipe | {"lora": sections.Lora().model_dump(mode="json")}}
         self.entries = {}
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:

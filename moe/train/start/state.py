@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.checks.begins import no_checkpoint
+from moe.experts.experts import Experts
 from moe.model.names import AHEAD, global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
@@ -22,6 +23,7 @@ from moe.recipe.hash_table import Table
 from moe.recipe.load import build_run
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
+from parallel.fixes import Set
 from parallel.kfac.grafted import KfacEngine
 from parallel.kfac.kfac import Kfac
 from parallel.mesh.collectives import largest
@@ -210,15 +212,31 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`. Collective. Raises
-    BadInput, which names the parameter, for a checkpoint of another model."""
+    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if experts are
+    kept in blocks. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
     check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
     if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():
         log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
+    of_all(lambda: _fill_blocks(found, engine.module, mesh), mesh.axis("world"), what="lora.base")
     load_extra(found, engine.module, log=log, staged=whole is not None)
+
+
+def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
+    """Encode the experts' matrices that the model keeps in blocks, one after another. Raises BadInput for a matrix with other values."""
+    for path, experts in model.named_modules():
+        for name, (blocks, layout) in experts.blocks.items() if isinstance(experts, Experts) else ():
+            _, *sizes = blocks.shape
+            for expert in range(len(blocks)):
+                where = f"expert {experts.held[expert]} of {global_name(path)}.{name} in {found.path.name}"
+                box = (slice(expert, expert + 1), *(slice(0, size) for size in sizes))
+                (matrix,) = found.load(global_name(f"{path}.{name}"), "weight", layout, mesh, box)
+                check_values(matrix, where)
+                if not blocks.put(expert, matrix):
+                    needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
+                    raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", "whole"))
 
 
 def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:

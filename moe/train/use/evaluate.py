@@ -113,7 +113,7 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
         answers = ", of chosen and rejected answers" if data.has_pairs else ""
         other = f", and not train.loss {run.train.loss}" if run.train.has_own_loss else ""
         print(f"this is cross-entropy{answers}{other}", file=sys.stderr)
-    found = evaluate(restore(path), _texts(data, whole=another), sequences=sequences)
+    found = evaluate(restore(path, run), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")

@@ -59,4 +59,5 @@ def open(folder: str | Path, *, step: int | None = None) -> Opened:
     """Open a run's newest checkpoint, or the one at `step`, in this process. Raises BadInput for a folder without a valid one."""
     path = choose(Path(folder), step=step)
     state = opened(path).state
-    return Opened(restore(path), load_tokenizer(state["tokenizer"]), build_run(state["recipe"]), int(state["counters"]["step"]))
+    run = build_run(state["recipe"])
+    return Opened(restore(path, run), load_tokenizer(state["tokenizer"]), run, int(state["counters"]["step"]))

@@ -173,6 +173,7 @@ def test_a_fault_that_ends_or_has_just_begun_is_no_finding() -> None:
     assert diagnose(with_fault(41, 150), run) == []
     assert diagnose(with_fault(STEPS + 1 - (LASTING - 1) * SIZE, STEPS), run) == []
     assert [found.rule for found in diagnose(with_fault(STEPS + 1 - LASTING * SIZE, STEPS), run)] == ["uneven load"]
+    assert diagnose(with_fault(1, STEPS)[: STEPS // 2 + SIZE], run) == []  # until then the balance loss has time
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -181,6 +182,18 @@ def test_a_running_job_says_each_finding_once(rule: str) -> None:
     live = Live(run)
     said = [found.rule for line in lines for found in live.after_step(line)]
     assert said.count(rule) == 1 and len(said) == len(set(said))
+
+
+@pytest.mark.parametrize(("rule", "stop"), [*zip([*CASES][::4], [0, SIZE * 7 + 2, STEPS - 1, SIZE * 12], strict=False)])
+def test_a_resumed_job_says_what_the_job_without_a_stop_says(rule: str, stop: int) -> None:
+    """`stop`: steps before the resume, which a job on new records has seen too; it need not end a window."""
+    lines, run = sick(rule)
+    through = Live(run)
+    want = [(line["step"], found.line) for line in lines for found in through.after_step(line)]
+    resumed = Live(run, [{"kind": "event", "event": "begun", "step": 0}, *lines[:stop]])
+    assert [(line["step"], found.line) for line in lines[stop:] for found in resumed.after_step(line)] == [
+        one for one in want if one[0] > stop
+    ]
 
 
 RISES = {

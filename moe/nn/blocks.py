@@ -1,0 +1,144 @@
+"""Frozen matrices in blocks of few bits with a scale each, which are decoded to bf16 for the product at work.
+
+    MXFP4   packed uint8 [..., G, 16]: 2 elements of 4 bits a byte, the low bits first; scales uint8 [..., G]: an exponent for 32 elements
+            element = FP4[4 bits] * 2 ** (scale - 127)
+    FP8     values fp8 e4m3 [M, N]; factors fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
+            element = fp8 * factor, rounded to bf16
+
+`Blocks` holds a stack of experts' matrices in such blocks. `put` finds blocks that decode to a given matrix to the bit. They exist for each
+matrix that a file had in this format, because a decoded matrix has no other values. Source of MXFP4: OCP Microscaling, version 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
+
+# E experts, I and O a matrix's in and out, N blocks, S elements of a block
+
+Form = Literal["mxfp4", "fp8"]
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
+_LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # each significand of fp8 with its largest exponent
+
+
+def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Decode packed [..., G, 16] with scales [..., G] to bf16 [..., 32 G]."""
+    values = torch.tensor((*FP4, *(-value for value in FP4)), dtype=torch.float32, device=packed.device)
+    pairs = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
+    return torch.ldexp(values[pairs], (scales.to(torch.int32) - 127)[..., None, None]).to(torch.bfloat16).flatten(-3)
+
+
+def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
+    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: index of the first value in the first block."""
+    for dim, (count, block, start) in enumerate(zip(values.shape, size, skip, strict=True)):
+        factors = factors.repeat_interleave(block, dim).narrow(dim, start, count)
+    return (values.to(torch.float32) * factors).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A stack of frozen matrices [E, I, O] in blocks. values, scales: tensors of the format, whose matrices are [O, I] as in published
+    files. `blocks[e]` decodes the matrix of expert e to bf16 [I, O]. turned: whether it returns [O, I] instead."""
+
+    form: Form
+    values: Tensor
+    scales: Tensor
+    turned: bool = False
+    requires_grad = False
+
+    @classmethod
+    def empty(cls, form: Form, shape: tuple[int, ...], device: torch.device) -> Blocks:
+        """Allocate blocks for matrices of the shape (E, I, O)."""
+        count, size_in, size_out = shape
+        if form == "mxfp4":
+            groups = size_in // MXFP4_BLOCK
+            packed = torch.zeros(count, size_out, groups, MXFP4_BLOCK // 2, dtype=torch.uint8, device=device)
+            return cls(form, packed, packed.new_zeros(count, size_out, groups))
+        values = torch.zeros(count, size_out, size_in, device=device, dtype=torch.float8_e4m3fn)
+        return cls(form, values, torch.zeros(count, -(-size_out // FP8_BLOCK), -(-size_in // FP8_BLOCK), device=device))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, I, O), or (E, O, I) if it is turned."""
+        count, size_out, size_in = (
+            len(self.values),
+            self.values.shape[1],
+            self.values.shape[2] * (MXFP4_BLOCK if self.form == "mxfp4" else 1),
+        )
+        return (count, size_out, size_in) if self.turned else (count, size_in, size_out)
+
+    @property
+    def mT(self) -> Blocks:  # noqa: N802 the name in torch
+        return replace(self, turned=not self.turned)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        values, scales = self.values[expert], self.scales[expert]
+        matrix_OI = of_mxfp4(values, scales) if self.form == "mxfp4" else of_fp8(values, scales, (FP8_BLOCK, FP8_BLOCK))
+        matrix_IO = matrix_OI.t().contiguous()  # products of other strides may round in another way
+        return matrix_IO.t() if self.turned else matrix_IO
+
+    def split(self, each: int) -> Iterator[Blocks]:
+        """Yield the blocks of `each` experts after another, as views."""
+        parts = zip(self.values.split(each), self.scales.split(each), strict=True)
+        return (replace(self, values=values, scales=scales) for values, scales in parts)
+
+    def put(self, expert: int, matrix_IO: Tensor) -> bool:
+        """Encode the matrix of an expert. Return False if no blocks of this format decode to it to the bit."""
+        matrix_OI = matrix_IO.t().to(self.values.device, torch.float32)
+        values, scales = (_to_mxfp4 if self.form == "mxfp4" else _to_fp8)(matrix_OI)
+        self.values[expert], self.scales[expert] = values, scales
+        return torch.equal(self[expert].to(torch.float32), matrix_IO.to(self.values.device, torch.float32))
+
+
+def _to_mxfp4(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode with the smallest exponent of each block for which its largest element is at most 6 units."""
+    groups = matrix_OI.unflatten(-1, (-1, MXFP4_BLOCK))
+    significand, exponent = torch.frexp(groups.abs().amax(-1))  # largest element = significand * 2 ** exponent, from 1/2 to 1
+    scales = (exponent - torch.where(significand <= 0.75, 3, 2) + 127).clamp(0, 254)
+    units = torch.ldexp(groups, (127 - scales)[..., None])
+    bits = torch.bucketize(units.abs().contiguous(), torch.tensor(FP4, device=units.device)).clamp(max=len(FP4) - 1) + 8 * units.signbit()
+    low, high = bits.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4, scales.to(torch.uint8)
+
+
+def _to_fp8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode with factors found in the decoded values. In each block, the largest element may be any of _LARGEST. For a candidate, all fp8
+    values follow, and each bounds the factor. A factor within all bounds decodes to the same values."""
+    rows, columns = matrix_OI.shape
+    padded = F.pad(matrix_OI, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    down, across = len(padded) // FP8_BLOCK, padded.shape[1] // FP8_BLOCK
+    block_NS = padded.unflatten(1, (across, FP8_BLOCK)).unflatten(0, (down, FP8_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    value_NS, factor_N = block_NS.to(torch.float8_e4m3fn), torch.ones(len(block_NS), device=matrix_OI.device)
+    most_N = block_NS.abs().amax(1)
+    done = most_N == 0
+    left = (~done).nonzero().flatten()
+    for largest in _LARGEST:
+        here, found = block_NS[left], (block_NS[left] * (largest / most_N[left])[:, None]).to(torch.float8_e4m3fn)
+        for factor in _factors(here.abs(), found.float().abs()):
+            exact = ((found.float() * factor[:, None]).to(torch.bfloat16).float() == here).all(1)
+            value_NS.view(torch.uint8)[left[exact]], factor_N[left[exact]] = found.view(torch.uint8)[exact], factor[exact]
+            done[left[exact]] = True
+        left = (~done).nonzero().flatten()
+    values = value_NS.unflatten(0, (down, across)).unflatten(2, (FP8_BLOCK, FP8_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
+    return values[:rows, :columns], factor_N.view(down, across)
+
+
+def _factors(block_NS: Tensor, value_NS: Tensor) -> tuple[Tensor, ...]:
+    """Return candidates for each block's factor: the middle of the interval that its bf16 elements allow, and the next numbers in fp32.
+    Both arguments are magnitudes."""
+    bits = block_NS.view(torch.int32)
+    half = (bits & 0x7F800000).view(torch.float32) * 2.0**-8  # half of the distance to the next number in bf16
+    below = torch.where(bits & 0x7FFFFF == 0, half / 2, half)
+    least = ((block_NS - below) / value_NS).masked_fill_(value_NS == 0, 0.0).amax(1)
+    middle = (least + ((block_NS + half) / value_NS).nan_to_num_(torch.inf).amin(1)) / 2
+    return middle, middle.nextafter(torch.zeros_like(middle)), middle.nextafter(torch.full_like(middle, torch.inf))

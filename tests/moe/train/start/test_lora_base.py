@@ -1,0 +1,192 @@
+"""LoRA with frozen experts in the blocks in which they were published: a run is that with decoded experts, to the bit, in less memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.experts.experts import Experts
+from moe.kernels.network import ByProduct
+from moe.kernels.products import PRODUCTS
+from moe.model.initialise import FirstValues
+from moe.parallelize.build import build
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.memory.memory import memory
+from moe.plan.memory.stack import OURS_ON_CPU
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.rehearse.rehearse import walk
+from moe.train.start.restore import restore, whole
+from parallel.errors import BadInput
+from parallel.mesh.layout import Box
+from parallel.mesh.mesh import Degrees, Mesh
+from parallel.process.process import World
+from tests.support import trained
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+SIZES: dict[str, Any] = {"model": {"d_model": 32, "d_ff": 64, "ffn": "swiglu"}}
+
+
+def in_mxfp4(matrix_IO: Tensor) -> Tensor:
+    """Round each run of 32 inputs to the nearest values of MXFP4."""
+    runs = matrix_IO.t().unflatten(-1, (-1, 32))
+    unit = 2.0 ** (runs.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    nearest = ((runs / unit).abs()[..., None] - FP4).abs().argmin(-1)
+    return (FP4[nearest] * runs.sign() * unit).flatten(-2).t()
+
+
+def in_fp8(matrix_IO: Tensor) -> Tensor:
+    """Round a matrix smaller than a block of 128 x 128 to fp8 times a factor, and then to bf16."""
+    factor = matrix_IO.abs().max() / 448
+    return ((matrix_IO / factor).to(torch.float8_e4m3fn).float() * factor).bfloat16().float()
+
+
+ROUNDED = {"mxfp4": in_mxfp4, "fp8": in_fp8}
+
+
+@pytest.fixture(scope="module")
+def bases(home: Path) -> dict[str, Path]:
+    """Return form -> a run whose experts are frozen and have only values of this form; all other weights were trained for a step."""
+    found, filled = {}, FirstValues.fill
+    for form, rounded in ROUNDED.items():
+
+        def fill(self: FirstValues, name: str, out: Tensor, within: Box | None = None, rounded: Any = rounded) -> None:
+            filled(self, name, out, within)
+            if name.endswith((".experts.w1", ".experts.w2", ".experts.w3")):
+                for matrix in out:
+                    matrix.copy_(rounded(matrix))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FirstValues, "fill", fill)
+            train = {"steps": 1, "save_every": 1, "freeze": ["experts"]}
+            (summary,) = trained.train(trained.recipe(home, **SIZES, train=train), home / form)
+        assert isinstance(summary, dict), summary
+        found[form] = home / form
+    return found
+
+
+def adapted(home: Path, base: str, targets: tuple[str, ...], **sections: Any) -> Run:
+    lora = {"rank": 2, "targets": targets, "base": base}
+    return trained.recipe(home, **SIZES | {"lora": lora, "train": {"steps": 2, "save_every": 1}} | sections)
+
+
+BOTH = ("attention", "experts")
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks", "targets", "sections"),
+    [
+        ("mxfp4", 1, BOTH, {"recompute": {"kind": "full"}}),
+        ("fp8", 1, BOTH, {"precision": {"compute": "bf16"}}),
+        ("fp8", 2, BOTH, {"degrees": {"ep": 2}}),
+        ("mxfp4", 2, BOTH, {"sharding": {"kind": "fsdp"}}),
+        ("mxfp4", 2, ("experts",), {"sharding": {"kind": "zero", "stage": 3}, "degrees": {"ep": 2}}),
+        ("fp8", 2, BOTH, {"degrees": {"dp": 1, "tp": 2}}),
+        ("mxfp4", 2, ("attention", "experts", "dense"), {"degrees": {"dp": 1, "pp": 2}}),
+    ],
+    ids=lambda value: "-".join(str(inner) for part in value.values() for inner in part.values()) if isinstance(value, dict) else None,
+)
+def test_a_run_is_the_run_with_decoded_experts(
+    form: str, ranks: int, targets: tuple[str, ...], sections: Any, home: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Losses, adapters and their moments are equal to the bit, also of a run that was resumed."""
+    if "zero" in str(sections):
+        trained.warm_zero()
+    outs = {base: tmp_path / base for base in ("whole", form)}
+    for base, out in outs.items():
+        summary = trained.train(adapted(home, base, targets, **sections), out, ranks=ranks, init_from=bases[form])[0]
+        assert isinstance(summary, dict), summary
+    want = trained.tensors(outs["whole"] / "checkpoints/step-2")
+    assert trained.losses(outs[form]) == trained.losses(outs["whole"])
+    assert trained.tensors(outs[form] / "checkpoints/step-2") == want
+    shutil.rmtree(outs[form] / "checkpoints/step-2")
+    trained.train(adapted(home, form, targets, **sections), outs[form], ranks=ranks)
+    assert trained.tensors(outs[form] / "checkpoints/step-2") == want
+    if ranks == 1:
+        weights = [restore(out / "checkpoints/step-2").state_dict() for out in outs.values()]
+        assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+        assert whole(outs[form] / "checkpoints/step-2").names() == whole(bases[form] / "checkpoints/step-1").names()
+
+
+def test_experts_without_adapters_are_those_of_plain_products(
+    home: Path, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused kernels sum in another order, so the run with decoded experts multiplies expert by expert too."""
+    read = Experts._read
+
+    def by_product(self: Experts) -> Any:
+        if not self.blocks and not isinstance(self.kernels, ByProduct):
+            self.kernels = ByProduct(self.kernels, lambda _, *operands: PRODUCTS["plain"].product(*operands))
+        return read(self)
+
+    for base in ("whole", "fp8"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Experts, "_read", by_product)
+            trained.train(adapted(home, base, ("attention",)), tmp_path / base, init_from=bases["fp8"])
+    assert trained.losses(tmp_path / "fp8") == trained.losses(tmp_path / "whole")
+    assert trained.tensors(tmp_path / "fp8/checkpoints/step-2") == trained.tensors(tmp_path / "whole/checkpoints/step-2")
+
+
+def test_a_base_with_other_values_is_refused(home: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    for ranks, degrees in ((1, {}), (2, {"ep": 2})):
+        said = trained.train(adapted(home, "mxfp4", BOTH, degrees=degrees), tmp_path / str(ranks), ranks=ranks, init_from=bases["fp8"])
+        assert all("lora.base: got mxfp4, but other values in expert 0 of layers.1.experts.w1 in step-1, needed" in one for one in said), (
+            said
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora": {"base": "fp8"}}, "lora.base: got fp8 with lora.rank=0"),
+        ({"lora": {"rank": 4, "base": "fp8"}, "model": {"moe_every": 0}}, "lora.base: got fp8 in a dense model"),
+        ({"lora": {"rank": 4, "base": "mxfp4"}, "experts": {"d_ff": 40}}, "experts.d_ff: got 40 with lora.base=mxfp4"),
+        ({"lora": {"rank": 4, "base": "fp8"}, "degrees": {"etp": 2}}, "degrees.etp: got 2 with lora.base=fp8"),
+        ({"lora": {"rank": 4, "base": "fp8"}, "experts": {"rebalance_every": 2}}, "experts.rebalance_every: got 2 with lora.base=fp8"),
+        ({"lora": {"rank": 4, "base": "fp8"}, "sharding": {"kind": "dp"}}, "sharding.kind: got dp with lora.base=fp8"),
+        ({"lora": {"rank": 4, "base": "int4"}}, "lora.base"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run({"model": {"moe_every": 2}} | values), 2 if "degrees" in values else 1)
+
+
+@pytest.mark.parametrize(("form", "kind"), [("mxfp4", "ddp"), ("fp8", "fsdp")])
+def test_memory_is_smaller_by_the_formula(form: str, kind: str) -> None:
+    """A rank holds bytes of blocks instead of its experts' matrices: built exactly, at the peak of a rehearsed step within 5 %."""
+    sizes = {
+        "num_layers": 3,
+        "d_model": 128,
+        "num_heads": 4,
+        "d_ff": 256,
+        "max_length": 48,
+        "vocab_size": 264,
+        "ffn": "swiglu",
+        "moe_every": 1,
+    }
+    values: dict[str, Any] = {"model": sizes, "experts": {"num_experts": 6}, "degrees": {"dp": 2, "ep": 2}, "sharding": {"kind": kind}}
+    values |= {"train": {"global_batch": 4, "eval_sequences": 4}, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}}
+    built, peaks = {}, {}
+    for base in ("whole", form):
+        run = check_run(build_run(values | {"lora": {"rank": 2, "targets": BOTH, "base": base}}), 2)
+        walked = walk(run, World(0, 2))
+        (said,) = memory(network_of(run), plan_of(run), OURS_ON_CPU)
+        built[base], peaks[base] = walked.built_bytes, (said.allocated, walked.peak_bytes)
+    elements = 3 * 3 * 3 * 128 * 256  # of 3 layers with 3 experts on the rank
+    assert built["whole"] - built[form] == elements * (4 - (17 / 32 if form == "mxfp4" else 1 + 4 / 128**2))
+    assert all(said == pytest.approx(peak, rel=0.05) for said, peak in peaks.values())
+    assert peaks["whole"][1] - peaks[form][1] > 0.8 * (built["whole"] - built[form])  # one matrix at a time is decoded
+
+
+def test_experts_in_blocks_are_no_parameters() -> None:
+    values = {"model": SIZES["model"] | {"moe_every": 1}, "lora": {"rank": 2, "base": "fp8"}}
+    model, layouts = build(check_run(build_run(values), 1), Mesh.of(Degrees()), device=torch.device("cpu"))
+    assert layouts.keys() == dict(model.named_parameters()).keys()
+    assert not any(name.endswith(("w1", "w2", "w3")) and "experts" in name for name in layouts)
