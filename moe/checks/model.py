@@ -181,9 +181,6 @@ def check_encoder_decoder(run: Run) -> None:
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
-    if m.document_mask and run.degrees.sp > 1:
-        why = "methods of sp have one list of document ids, and cross attention needs one for queries and one for keys"
-        raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"

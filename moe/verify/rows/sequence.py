@@ -62,4 +62,7 @@ def _halves_cases() -> list[Case]:
     ]
     found += [Case("t5", "fsdp", 4, 4, 1, "fp32", "selective", sp=4, attention=a, length=32) for a in ("contiguous", "heads2", "lightseq")]
     found += [Case("t5", "ddp", 4, 2, 1, "fp32", tp=2, tensor=tensor, sp=2, attention="zigzag", length=12) for tensor in ("1d", "sliced")]
+    found += [Case("t5_packed", "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention, length=32) for attention in attentions()]
+    found += [Case("t5_packed", "fsdp", 4, 2, 3, "bf16", sp=2, attention="zigzag", length=32)]
+    found += [Case("t5_packed", "ddp", 4, 2, 1, "fp32", tp=2, tensor=t, sp=2, attention="striped", length=32) for t in ("1d", "sliced")]
     return [*found, Case("t5_untied", "ddp", 2, 2, 3, "bf16", sp=2, attention="ulysses", length=12)]

@@ -42,7 +42,7 @@ def run_of(*, sparse: bool, halves: bool = False) -> Run:
     more: dict[str, Any] = {"moe_every": 2} if sparse else {}
     router = {"router": {"preset": "mixtral"}, "experts": {"num_experts": 6, "d_ff": 24}} if sparse else {}
     train = {"global_batch": 48, "eval_sequences": 48 * 12}
-    more |= {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
+    more |= {"kind": "encoder_decoder", "positions": "t5", "document_mask": True} if halves else {}
     data = {"data": {"objective": "span_corruption"}} if halves else {}
     return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router, **data})
 
