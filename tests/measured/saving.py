@@ -85,12 +85,13 @@ def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list
         found["beside"].append(seconds(product))
         copies.settle()
         dist.barrier()
-        found["bound"].append(seconds(lambda: [move(to, piece.tensor) for to, (_, piece) in zip(there, held, strict=True)]))
+        found["bound"].append(seconds(lambda: moved(held, there)))
     return found
 
 
-def move(to: Tensor, tensor: Tensor) -> None:
-    ctypes.memmove(to.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+def moved(held: list[tuple[str, Piece]], there: list[Tensor]) -> None:
+    for (_, piece), to in zip(held, there, strict=True):
+        ctypes.memmove(to.data_ptr(), piece.tensor.data_ptr(), to.nbytes)
 
 
 def seconds(work: Callable[[], object]) -> float:
