@@ -115,8 +115,6 @@ def _adapters(network: Network, plan: Plan) -> Iterator[str]:
         and empty_rank(plan.stage_layers, homes_of(plan), ends=False) is not None
     ):
         yield "pipeline.layers leaves a rank of the pipeline without layers, and so without adapters"
-    if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
-        yield f"offload does not go with lora.rank={network.adapters.rank}"
 
 
 def _sequence(network: Network, plan: Plan) -> Iterator[str]:
