@@ -81,11 +81,12 @@ def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list
         state = {"counters": {"step": step}}
         found["waits"].append(seconds(lambda step=step, state=state: waits.save(step, held, state=state)))  # type: ignore[misc]
         found["alone"].append(seconds(product))
+        dist.barrier()
+        found["bound"].append(seconds(lambda: moved(held, there)))
+        dist.barrier()
         found["copies"].append(seconds(lambda step=step, state=state: copies.begin(step, held, state=state)))  # type: ignore[misc]
         found["beside"].append(seconds(product))
         copies.settle()
-        dist.barrier()
-        found["bound"].append(seconds(lambda: moved(held, there)))
     return found
 
 
