@@ -73,8 +73,8 @@ def _halves_cases() -> list[Case]:
     found += [replace(staged("t5", "ddp", 2, 2, schedule, precision), layers=4) for schedule, precision in narrow]
     both = replace(staged("t5", "ddp", 4, 2, "1f1b", "fp32"), layers=4, microbatches=3)
     found += [replace(staged("t5_packed", "ddp", 2, 2, "zb_h1", "fp32", "full"), layers=4)]
-    shards = {"sp": 2, "attention": "zigzag", "ep": 2}
-    found += [replace(both, length=12, **shards), replace(both, model="t5_packed", length=32, **shards)]
+    sharded = replace(both, sp=2, length=12, attention="zigzag", ep=2)
+    found += [sharded, replace(sharded, model="t5_packed", length=32)]
     return [*found, replace(both, tp=2, tensor="sliced", ep=2)]
 
 
