@@ -90,9 +90,9 @@ def _check_t5(run: Run) -> None:
 def _check_windows(m: Model) -> None:
     if m.sliding_layers is None:
         return
-    layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
+    layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers + m.ahead})
     if not layers or len(layers) < len(m.sliding_layers):
-        needed = f"different numbers from 0 to {m.num_layers - 1}"
+        needed = f"different numbers from 0 to {m.num_layers + m.ahead - 1}"
         fix: Fix = Set("it", layers) if layers else Set("model.sliding_window", None) & Set("model.sliding_layers", None)
         raise BadInput("model.sliding_layers", got=list(m.sliding_layers), needed=needed, fix=fix)
 
@@ -133,7 +133,6 @@ def _check_ahead(run: Run) -> None:
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),
-        "model.sliding_window": (None, "no key says which blocks of multi-token prediction have a window"),
     }
     check_others(run, "model.ahead", works, off)
     if run.degrees.tp > 1 and run.tensor.kind in GRIDS:
@@ -181,9 +180,6 @@ def check_encoder_decoder(run: Run) -> None:
     if m.spans.inputs != m.max_length:
         needed = f"at least {m.spans.inputs}, for one hidden span"
         raise BadInput("model.max_length", got=m.max_length, needed=needed, fix=Set("it", m.spans.inputs))
-    if m.document_mask and run.degrees.sp > 1:
-        why = "methods of sp have one list of document ids, and cross attention needs one for queries and one for keys"
-        raise clash(run, "degrees.sp", "model.document_mask", 1, why)
     if run.vocab_size < run.least_vocab_size:
         sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
         needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} after them"

@@ -29,8 +29,8 @@ def check_tensor(run: Run) -> None:
     if run.optimizer.kind == "kfac" and kind != "copied":
         why = "K-FAC's direction needs a whole matrix, and ranks of tp hold parts"
         raise clash(run, "optimizer.kind", "degrees.tp", "adamw", why, Set("degrees.tp", 1))
-    if m.latent.key_rank is not None and kind not in ("copied", "1d"):
-        why = "neither a grid nor DTensor cuts latent attention, whose latents belong to all heads"
+    if m.latent.key_rank is not None and kind in GRIDS:
+        why = "no grid cuts latent attention, whose latents belong to all heads"
         raise clash(run, "tensor.kind", "model.latent.key_rank", "1d", why)
     _check_sequences(run)
 

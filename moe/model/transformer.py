@@ -185,6 +185,7 @@ class Transformer(nn.Module):
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers sequences from the ranks' shards
+        self.whole_rows = self.whole_sequences  # likewise, of the encoder's tokens followed by the decoder's
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
         self.router_spec = router
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # must be made before `hold` removes layers
@@ -242,7 +243,7 @@ class Transformer(nn.Module):
         return SEPARATOR if self.config.document_separator is None else self.config.document_separator
 
     def _whole_inner_sequences(self, x_BL: Tensor) -> Tensor:
-        return self.inner_sequences(self.whole_sequences(x_BL))
+        return self.inner_sequences((self.whole_rows if self.halves else self.whole_sequences)(x_BL))
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
         """Return the encoder's output for the tokens of unsharded texts: [B, S, D], for the argument `source_BSD` of `written`."""

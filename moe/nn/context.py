@@ -135,8 +135,11 @@ class Context:
             tokens = self._changed(lambda x_T: x_T.view(-1, length)[:, columns].flatten())
             return replace(self, **tokens, place_L=place_L[columns] - first, source=0, _kept=[])
 
-        whole = self.source * (self.length or length) // length  # ranks hold equal shards of each half
-        return half(slice(0, self.source), 0), half(slice(self.source, length), whole)
+        return half(slice(0, self.source), 0), half(slice(self.source, length), self._whole_source(length))
+
+    def _whole_source(self, columns: int) -> int:
+        """Return the number of tokens that the encoder reads of a whole sequence, of which this rank has `columns` tokens."""
+        return self.source * (self.length or columns) // columns  # ranks hold equal shards of each half
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor
@@ -169,10 +172,11 @@ class Context:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
         which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
         such sentinel.
-        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`.
+        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`, of rows of both halves.
         """
         assert self.tokens_T is not None and self.sequence_B is not None
-        read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
+        tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
+        read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
         marks_BS, marks_BL = ((half >= sentinels).long() for half in (read_BS, written_BL))
         # at index n: the document of the n-th sentinel, counted from 1; initialised with the last document

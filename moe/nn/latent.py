@@ -60,6 +60,7 @@ class LatentAttention(nn.Module):
         self.core: Core = partial(softmax_core, window=window)
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
+        self.for_heads: Slot = as_it_is  # applied to the rotary key after `enter`
         self.bias: RelativeBias | None = None
 
     @in_region("attention")
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
             read = list(self.enter(torch.cat(read, dim=2)).split([part.shape[2] for part in read], dim=2))
         up = self.q if self.q_up is None else self.q_up
         assert up is not None
-        return rearrange(up(read[0]), "b l (h c) -> b h l c", c=self.size.key), read[1], read[2].unsqueeze(1)
+        return rearrange(up(read[0]), "b l (h c) -> b h l c", c=self.size.key), read[1], self.for_heads(read[2]).unsqueeze(1)
 
     def _mixed(self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None) -> Tensor:
         size, heads = self.size, content.shape[1]

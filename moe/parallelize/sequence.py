@@ -31,19 +31,21 @@ from parallel.tensor.sliced import own_columns
 class Exchanging:
     """An attention core (moe/nn/core.py) for sequences that are sharded over ranks.
     `keep`: name under which the output is stored, so that a recomputed pass can reuse it; None: it is computed again. `scale`: factor on
-    the logits; None: 1 / sqrt(C), with C channels of a head.
+    the logits; None: 1 / sqrt(C), with C channels of a head. `cross`: the keys are the encoder's.
     """
 
     method: Method | Ulysses
     keep: str | None
     scale: float | None = None
+    cross: bool = False
 
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
     ) -> Tensor:
         name, q_BHLC = self.keep, q_BHLC if self.scale is None else q_BHLC * (self.scale * q_BHLC.shape[-1] ** 0.5)
         once = None if name is None else (lambda attend: context.once(name, attend))
-        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=bias, sink_H=sink_H, document_BS=context.document_BS, once=once)
+        documents = {"document_BS": context.document_BS, "source_document_BS": context.source_document_BS if self.cross else None}
+        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=bias, sink_H=sink_H, once=once, **documents)
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
@@ -77,17 +79,21 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
         order, name = orders[run.model.half_of(block.layer).start], f"layers.{block.layer}"
         _exchange(run, mesh, order, block.attention, f"{name}.attention")
         if block.cross is not None:
-            _exchange(run, mesh, replace(order, causal=False), block.cross, f"{name}.cross")
-    model.whole_sequences = partial(whole_sequences, axis=replace(sp, label="documents"), positions=places(run.model.decoder_begins))
+            _exchange(run, mesh, replace(order, causal=False), block.cross, f"{name}.cross", cross=True)
+    gathered = partial(whole_sequences, axis=replace(sp, label="documents"))
+    model.whole_sequences = partial(gathered, positions=places(run.model.decoder_begins))
+    if model.halves:
+        source, pairs = run.model.source_length, zip(places(0), places(run.model.decoder_begins), strict=True)
+        model.whole_rows = partial(gathered, positions=[(*read, *(source + place for place in written)) for read, written in pairs])
     for moe in moe_layers(model):
         assert moe.spread is not None
         moe.spread.positions = places(moe.layer)
 
 
-def _exchange(run: Run, mesh: Mesh, order: Order, attention: Attention | LatentAttention, label: str) -> None:
+def _exchange(run: Run, mesh: Mesh, order: Order, attention: Attention | LatentAttention, label: str, *, cross: bool = False) -> None:
     """Give an attention layer a core that communicates between ranks. In cross attention, `order` is the order of the queries."""
     kind = run.sequence.named
     make = kind.make if order.causal else kind.open_make or kind.make
     method = make(mesh.axis("sp_ring", label=label), replace(order, inner=1), attention.window)
     exchanging = method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)
-    attention.core = Exchanging(exchanging, label if run.sequence.keep_attention else None, attention.core_scale)
+    attention.core = Exchanging(exchanging, label if run.sequence.keep_attention else None, attention.core_scale, cross)

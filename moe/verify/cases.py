@@ -164,6 +164,10 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
+    "ahead_windows": {  # layer 1 and the first depth of multi-token prediction have a window
+        "model": {"ahead": 2, "sliding_window": 4, "sliding_layers": [1, 2]},
+        "router": {"preset": "glam", "min_capacity": 1},
+    },
     "t5_packed": {
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},

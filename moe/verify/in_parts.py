@@ -38,7 +38,7 @@ from parallel.numerics.precision import sum_dtype
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.order import Order
-from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
+from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 from parallel.tensor.style import fits
 
 
@@ -135,7 +135,7 @@ def in_slices(model: Transformer, case: Case) -> None:
         order = Order("contiguous", slices, sizes.source_length, causal=False) if encodes else decoder
         block.attention.core = Exchanging(kind(alone, order, block.attention.window), None, block.attention.core_scale)
         if block.cross is not None:
-            block.cross.core = Exchanging(kind(alone, replace(order, causal=False)), None, block.cross.core_scale)
+            block.cross.core = Exchanging(kind(alone, replace(order, causal=False)), None, block.cross.core_scale, cross=True)
 
 
 class _InSlices(Method):
@@ -167,14 +167,14 @@ class _InSlices(Method):
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
         """Yield for each rank (positions of its queries, blocks). A block: (slice of these queries, positions of keys, other arguments).
         num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each rank has a contiguous slice."""
-        tokens = [Tokens(self.order.ranges(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        tokens, keys = ([of(rank, like) for rank in range(self.order.size)] for of in (known.tokens, known.keys))
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
-        places = [own.place_L for own in tokens] if num_keys == self.order.length else other
+        places = [own.place_L for own in keys] if num_keys == sum(len(own.place_L) for own in keys) else other
         for rank, mine in enumerate(tokens):
             work = []
             for source in ((rank - step) % self.order.size for step in range(self.order.size)):
                 for rows, columns, triangle in self.order.blocks(rank, source):
-                    about = {"triangle": triangle, "queries": mine[rows], "keys": tokens[source][columns], "bias": known.bias}
+                    about = {"triangle": triangle, "queries": mine[rows], "keys": keys[source][columns], "bias": known.bias}
                     work.append((rows, places[source][columns], about))
             yield mine.place_L, work
 

@@ -17,6 +17,7 @@ experts in different layers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,13 +86,15 @@ class Edge(NamedTuple):
 class Graph:
     """The operators of a forward pass, in the order in which they run.
     dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
-    parameter (tied embeddings). itemsize: bytes of an element of activations."""
+    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: `readers_of` of a graph of which this one has only
+    some layers; None: it has all."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]
     parameters: Mapping[str, str]
     operators: tuple[Operator, ...]
     itemsize: int = 2
+    whole: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         known = set(self.inputs) | set(self.parameters)
@@ -126,6 +129,11 @@ class Graph:
     def readers(self) -> dict[str, tuple[Edge, ...]]:
         """Return name of an operator -> the edges to the operators that read its output."""
         return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
+
+    @cached_property
+    def readers_of(self) -> Mapping[str, int]:
+        """Return name of a parameter -> the number of operators that read it: several if embeddings are tied."""
+        return self.whole or Counter(name for op in self.operators for name in op.inputs if name in self.parameters)
 
     @cached_property
     def flops(self) -> float:

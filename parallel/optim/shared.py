@@ -4,8 +4,8 @@
     shards    --all-to-all-->  the whole matrix              the owner works   --all-to-all-->   each rank has its shard of the result
 
 A matrix that is sharded over several axes (FSDP and tensor parallelism, for example) is joined axis by axis, and its result is sharded in
-the reverse order. All ranks compute the owners from the shapes alone. Many matrices are sent together, in rounds; a round's results are
-gathered while the next round is computed.
+the reverse order. All ranks compute the owners from the shapes alone. Many matrices are sent together, in rounds. While a round is
+computed, the next rounds are on their way to their owners, and the results of the rounds before are on their way back.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from parallel.data.whole import Whole
-from parallel.mesh.collectives import all_to_all, start_gather
+from parallel.mesh.collectives import StartedRows, finish_all_to_all, start_all_to_all, start_gather
 from parallel.mesh.mesh import Axis
 
 # K matrices of one parameter, R rows, C columns
@@ -28,7 +28,8 @@ from parallel.mesh.mesh import Axis
 _ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
 Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
-Wait = Callable[[], list[Tensor]]  # waits for a round; returns this rank's shard of the results, one tensor for each stack of the round
+# The steps of a round: each ends when a collective has started. Returns this rank's shard of the results, one tensor for each stack.
+Steps = Generator[None, None, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,23 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
     ranks = math.prod(sizes)
     indices = list(itertools.product(*map(range, sizes)))  # for each rank, its index on each axis
     owners = iter([indices[owner] for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
-    started: list[tuple[list[Stack], Wait]] = []
+    under_way: list[tuple[list[Stack], Steps]] = []  # the newest round first, so that it has started to send before another one computes
     for stacks_of_round in _rounds(stacks, ranks):
         batch = [_Matrices(stack, part(stack.number), [next(owners) for _ in range(stack.count)]) for stack in stacks_of_round]
-        started.append((stacks_of_round, _to_owners_and_back(0, batch, work)))
-        if len(started) > 1:  # this round's results are now on their way, so wait for the results of the round before
-            yield from _results(*started.pop(0))
-    yield from _results(*started.pop())
+        under_way.insert(0, (stacks_of_round, _to_owners_and_back(0, batch, work)))
+        yield from _one_step(under_way)
+    while under_way:
+        yield from _one_step(under_way)
 
 
-def _results(stacks: list[Stack], wait: Wait) -> Iterator[tuple[int, Tensor]]:
-    yield from zip((stack.number for stack in stacks), wait(), strict=True)
+def _one_step(rounds: list[tuple[list[Stack], Steps]]) -> Iterator[tuple[int, Tensor]]:
+    """Take a step of each round, in order. Yield (number, result) of the round that ends, and remove it: it is the last."""
+    for stacks, steps in rounds[:]:
+        try:
+            next(steps)
+        except StopIteration as end:
+            rounds.pop()
+            yield from zip((stack.number for stack in stacks), end.value, strict=True)
 
 
 def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
@@ -134,50 +141,56 @@ def _rounds(stacks: list[Stack], ranks: int) -> Iterator[list[Stack]]:
         yield some
 
 
-def _to_owners_and_back(level: int, batch: list[_Matrices], work: Work) -> Wait:
-    """Send a round's matrices to their owners over the axes with index `level` and higher, do the work, and start to send results back."""
+def _to_owners_and_back(level: int, batch: list[_Matrices], work: Work) -> Steps:
+    """Send a round's matrices to their owners over the axes with index `level` and higher, do the work, and send the results back."""
     stack = batch[0].stack
     if level == len(stack.axes):
-        results = [work(m.stack.number, m.tensor) if len(m.tensor) else m.tensor.to(m.stack.dtype) for m in batch]
-        return lambda: results
-    if level == 0 and stack.whole.copies is not None:
-        return _over_copies(stack.whole.copies, batch, work)
-    return _over_shards(level, batch, work)
+        return [work(m.stack.number, m.tensor) if len(m.tensor) else m.tensor.to(m.stack.dtype) for m in batch]
+    over = _over_copies if level == 0 and stack.whole.copies is not None else _over_shards
+    return (yield from over(level, batch, work))
 
 
-def _over_copies(axis: Axis, batch: list[_Matrices], work: Work) -> Wait:
-    results = _to_owners_and_back(1, [m.sent(axis.index, m.tensor[m.of(axis.index)]) for m in batch], work)()
+def _over_copies(level: int, batch: list[_Matrices], work: Work) -> Steps:
+    axis = batch[0].stack.axes[level]
+    results = yield from _to_owners_and_back(level + 1, [m.sent(axis.index, m.tensor[m.of(axis.index)]) for m in batch], work)
     shapes = [[m.shape_of(rank) for m in batch] for rank in range(axis.size)]
     mine = results[0].new_zeros(max(sum(map(math.prod, row)) for row in shapes))  # padded to the same length on all ranks
     flat = torch.cat([tensor.flatten() for tensor in results])
     mine[: len(flat)] = flat
     started = start_gather(mine, axis)
-
-    def wait() -> list[Tensor]:
-        rows = started.wait().view(axis.size, -1)
-        return _joined(batch, [_cut(row, shape) for row, shape in zip(rows, shapes, strict=True)])
-
-    return wait
+    yield
+    rows = started.wait().view(axis.size, -1)
+    return _joined(batch, [_cut(row, shape) for row, shape in zip(rows, shapes, strict=True)])
 
 
-def _over_shards(level: int, batch: list[_Matrices], work: Work) -> Wait:
+def _over_shards(level: int, batch: list[_Matrices], work: Work) -> Steps:
     whole, axis = batch[0].stack.whole, batch[0].stack.axes[level]
     ranks, cuts = range(axis.size), [m.stack.whole.cuts[level - (whole.copies is not None)] for m in batch]
     come = [[cut.part_shape(m.shape_of(axis.index), rank) for m, cut in zip(batch, cuts, strict=True)] for rank in ranks]
-    parts = _exchanged([[m.tensor[m.of(rank)] for m in batch] for rank in ranks], come, axis)
+    started = _start([[m.tensor[m.of(rank)] for m in batch] for rank in ranks], come, axis)
+    yield
+    parts = _arrived(started, come)
     matrices = [torch.cat([parts[rank][n] for rank in ranks], cut.dim) for n, cut in enumerate(cuts)]
-    results = _to_owners_and_back(level + 1, [m.sent(axis.index, tensor) for m, tensor in zip(batch, matrices, strict=True)], work)()
-    back = [[tensor.narrow(cut.dim, *cut.run(rank)) for tensor, cut in zip(results, cuts, strict=True)] for rank in ranks]
-    joined = _joined(batch, _exchanged(back, [[m.shape_of(rank) for m in batch] for rank in ranks], axis))
-    return lambda: joined
+    own = [m.sent(axis.index, tensor) for m, tensor in zip(batch, matrices, strict=True)]
+    results = yield from _to_owners_and_back(level + 1, own, work)
+    back = [[m.shape_of(rank) for m in batch] for rank in ranks]
+    started = _start([[x.narrow(cut.dim, *cut.run(rank)) for x, cut in zip(results, cuts, strict=True)] for rank in ranks], back, axis)
+    yield
+    return _joined(batch, _arrived(started, back))
 
 
-def _exchanged(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Axis) -> list[list[Tensor]]:
-    """All-to-all of lists of tensors. sent: for each rank, the tensors to it. come: for each rank, shapes of the tensors from it."""
+def _start(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Axis) -> StartedRows:
+    """Start an all-to-all of lists of tensors. sent: for each rank, the tensors to it. come: for each rank, shapes of the tensors from
+    it."""
     flats = [torch.cat([tensor.flatten() for tensor in row]) for row in sent]
     receive = [sum(map(math.prod, row)) for row in come]
-    arrived = all_to_all(torch.cat(flats), axis, send=[len(flat) for flat in flats], receive=receive)
-    return [_cut(flat, shapes) for flat, shapes in zip(arrived.split(receive), come, strict=True)]
+    return start_all_to_all(torch.cat(flats), axis, send=[len(flat) for flat in flats], receive=receive)
+
+
+def _arrived(started: StartedRows, come: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
+    """Wait for an all-to-all that `_start` started. Return for each rank the tensors from it."""
+    flats = finish_all_to_all(started).split(started.receive)
+    return [_cut(flat, shapes) for flat, shapes in zip(flats, come, strict=True)]
 
 
 def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:

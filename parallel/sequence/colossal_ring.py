@@ -34,7 +34,7 @@ class ColossalRing(Method):
         mine, heads = known.tokens(self.axis.index, q), q.shape[1]
         score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=sum_dtype(q.dtype))
         for source, k_there in self._round(k):
-            theirs = known.tokens(source, q)
+            theirs = known.keys(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
             score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf) if self.order.causal else score
         whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)")
@@ -60,7 +60,7 @@ class ColossalRing(Method):
         for source, k_there in self._round(k):
             dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
             if known.bias is not None and dtable is not None:
-                dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
+                dtable += table_gradient(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.keys(source, q))
         dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
         return Gradients(dq, self._own(dk), self._own(dv), dtable)
 

@@ -25,6 +25,7 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 class Known:
     """Inputs of attention other than queries, keys and values.
     document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document a sequence.
+    source_document_BS: likewise, of the keys in cross attention, whose positions are contiguous.
     window: see Method.
     sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
@@ -33,16 +34,24 @@ class Known:
     document_BS: Tensor | None = None
     window: int | None = None
     sink_H: Tensor | None = None
+    source_document_BS: Tensor | None = None
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
         """Return positions and documents of the tokens that a rank holds, on the device of `like`."""
         return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
+    def keys(self, rank: int, like: Tensor) -> Tokens:
+        """Return `tokens` of the keys that a rank holds."""
+        if self.source_document_BS is None:
+            return self.tokens(rank, like)
+        order = Order("contiguous", self.order.size, self.source_document_BS.shape[1], causal=False)
+        return Tokens(order.ranges(rank), like.device, self.source_document_BS)
+
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias,
-    documents or window, the keys may be of other sequences than the queries (cross attention).
+    """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias
+    and window, the keys may be of other sequences than the queries (cross attention).
     `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks outside the window are
     sent but not computed."""
 
@@ -71,6 +80,7 @@ class Method(ABC):
         bias: Bias | None = None,
         sink_H: Tensor | None = None,
         document_BS: Tensor | None = None,
+        source_document_BS: Tensor | None = None,
         once: Once | None = None,
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
@@ -78,7 +88,7 @@ class Method(ABC):
         `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
         computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
-        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
+        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, source_document_BS, self, once)
         return out
 
 
@@ -93,24 +103,27 @@ class _Apply(torch.autograd.Function):
         sink_H: Tensor | None,
         bucket: Callable[[Tensor], Tensor] | None,
         document_BS: Tensor | None,
+        source_document_BS: Tensor | None,
         method: Method,
         once: Once | None,
     ) -> Tensor:
-        known = Known(method.order, None if table is None or bucket is None else Bias(table, bucket), document_BS, method.window, sink_H)
+        position_bias = None if table is None or bucket is None else Bias(table, bucket)
+        known = Known(method.order, position_bias, document_BS, method.window, sink_H, source_document_BS)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
-        ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
+        ctx.save_for_backward(q, k, v, table, sink_H, document_BS, source_document_BS, *found)
         ctx.bucket, ctx.method = bucket, method
         return found[0] if once is None else found[0].clone()  # a copy, because autograd would attach its graph to the stored tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, table, sink_H, document_BS, *kept = ctx.saved_tensors
-        known = Known(ctx.method.order, None if table is None else Bias(table, ctx.bucket), document_BS, ctx.method.window, sink_H)
+        q, k, v, table, sink_H, document_BS, source_document_BS, *kept = ctx.saved_tensors
+        position_bias = None if table is None else Bias(table, ctx.bucket)
+        known = Known(ctx.method.order, position_bias, document_BS, ctx.method.window, sink_H, source_document_BS)
         found = ctx.method.backward(grad.contiguous(), q, k, v, tuple(kept), known)
         grad_inputs = (found.q_BHLC.to(q.dtype), found.k_BKSC.to(k.dtype), found.v_BKSC.to(v.dtype))
         grad_sinks = None
         if sink_H is not None:  # d sink = p (<grad, value> - <grad, out>), and a sink's value is 0
             share = ctx.method.share_of_sinks(tuple(kept), sink_H)
             grad_sinks = -(share * (grad.to(share.dtype) * kept[0].to(share.dtype)).sum(-1)).sum((0, 2)).to(sink_H.dtype)
-        return *grad_inputs, found.table_UH, grad_sinks, None, None, None, None
+        return *grad_inputs, found.table_UH, grad_sinks, None, None, None, None, None

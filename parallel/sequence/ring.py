@@ -25,7 +25,7 @@ class Ring(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, merged = known.tokens(self.axis.index, q), nothing(q, known.sink_H)
         for source, (k_there, v_there) in ring_round([k, v], self.axis):
-            theirs = known.tokens(source, q)
+            theirs = known.keys(source, q)
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):
                 k_seen, v_seen = k_there[:, :, columns], v_there[:, :, columns]
                 part = attend(q[:, :, rows], k_seen, v_seen, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=known.bias)
@@ -37,7 +37,7 @@ class Ring(Method):
         mine, bias, total = known.tokens(self.axis.index, q), known.bias, Gradients.zeros(q, k, v, known.bias)
         coming: Messages | None = None
         for source, (k_there, v_there) in ring_round([k, v], self.axis):
-            theirs = known.tokens(source, q)
+            theirs = known.keys(source, q)
             total = total if coming is None else total.of_other_keys()
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):
                 block = grad[:, :, rows], q[:, :, rows], k_there[:, :, columns], v_there[:, :, columns]

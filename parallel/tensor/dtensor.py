@@ -46,7 +46,10 @@ class DTensorColumn(Style):
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
         for path in layers_of(layouts):
-            model.get_submodule(path).enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
+            layer = model.get_submodule(path)
+            layer.enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
+            if hasattr(layer, "for_heads"):
+                layer.for_heads = for_heads  # type: ignore[assignment]
         for name in layouts if self.dim == 0 else ():
             model.get_submodule(name.rpartition(".")[0]).product = partial(column_products, ranks=ranks)  # type: ignore[assignment]
 
@@ -95,6 +98,15 @@ def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
     if not sliced:
         return ranks.placed(x_BLD, Replicate())
     return ranks.placed(x_BLD, Shard(1)).redistribute(placements=[Replicate()])
+
+
+def for_heads(x: Tensor) -> Tensor:
+    """Return a DTensor from `enter`, or a part of it, as a plain tensor that each rank uses for its heads. Backward: gradients are partial
+    sums."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(x, DTensor)
+    return x.to_local(grad_placements=[Partial()])
 
 
 def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:

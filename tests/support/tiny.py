@@ -58,7 +58,7 @@ class Tiny:
         """Run forward and backward for one step's batch; gradients accumulate. Return its loss and counts."""
         self.numbers = accumulate(
             self.executor,
-            self.shard.of_batch(batch(step, length=self.run.model.max_length, size=self.run.train.global_batch)),
+            self.shard.of_batch(batch(step, length=self.run.model.read_length, size=self.run.train.global_batch)),
             shard=self.shard,
             microbatches=self.run.pipeline.microbatches,
             seed=self.run.train.seed,

@@ -53,7 +53,7 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         if plan.tensor == "sliced":
             yield "tensor.sequence_parallel needs degrees.tp above 1"
         return
-    if plan.tensor in (*GRIDS, "dtensor") and network.latent is not None:
+    if plan.tensor in GRIDS and network.latent is not None:
         yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
     yield from _sizes(network, plan)
 
@@ -84,8 +84,6 @@ def _halves(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.pp > 1 and SCHEDULES[plan.schedule].continuous:
         yield f"pipeline.schedule={plan.schedule} does not go with model.kind=encoder_decoder"
-    if network.documents and plan.sp > 1:
-        yield f"degrees.sp={plan.sp} does not go with model.document_mask and an encoder"
     ways = plan.sp * (plan.tp if plan.tensor == "sliced" else 1)
     if network.encoder.length % ways:
         yield f"{ways} ranks that share a sequence do not divide model.max_length={network.encoder.length}"
@@ -119,8 +117,6 @@ def _adapters(network: Network, plan: Plan) -> Iterator[str]:
         and empty_rank(plan.stage_layers, homes_of(plan), ends=False) is not None
     ):
         yield "pipeline.layers leaves a rank of the pipeline without layers, and so without adapters"
-    if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
-        yield f"offload does not go with lora.rank={network.adapters.rank}"
 
 
 def _sequence(network: Network, plan: Plan) -> Iterator[str]:

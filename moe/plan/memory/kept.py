@@ -98,7 +98,8 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
     core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
-    kept += c * _masks(n, plan) * n.length * encoder.length if n.documents else 0  # masks in the queries' dtype
+    if n.documents and plan.sp == 1:  # masks in the queries' dtype; with sp, the backward pass makes them again
+        kept += c * _masks(n, plan) * n.length * encoder.length
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
 

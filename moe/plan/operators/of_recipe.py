@@ -18,6 +18,7 @@ from typing import Any
 from moe.plan.job.flops import attended, rows_of_token
 from moe.plan.job.of_recipe import compute_bytes
 from moe.recipe.sections import Run
+from moe.recipe.shapes import T5_BUCKETS
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
 from parallel.errors import BadInput
 
@@ -29,14 +30,11 @@ _LETTERS = {
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
     """Return the operators of a forward pass. sequences: batch size, of all replicas together. Raises BadInput for latent
-    attention, multi-token prediction and an encoder."""
+    attention and multi-token prediction."""
     if run.model.latent.key_rank is not None:
         needed = "null: latent attention has no sharding rule in this search"
         fix = "take another recipe; moe plan without --search can plan this one"
         raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
-    if run.model.kind != "decoder":
-        needed, fix = "decoder: cross-attention has no sharding rule in this search", "take moe plan without --search"
-        raise BadInput("model.kind", got=run.model.kind, needed=needed, fix=fix)
     if run.model.ahead:
         needed, fix = "0: multi-token prediction has no sharding rule in this search", "take moe plan without --search"
         raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
@@ -45,11 +43,12 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
     from moe.experts.layer import MoELayer
     from moe.model.transformer import Transformer
     from moe.nn.attention import Attention
+    from moe.nn.context import Context
     from moe.nn.linear import FeedForward, Norm
 
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size).eval()
-        tokens_BL = torch.empty(sequences, run.model.max_length, dtype=torch.int64)
+        tokens_BL = torch.empty(sequences, run.model.read_length, dtype=torch.int64)
     trace = _Trace(run, sequences)
     trace.embedding()
     rules: dict[type, Callable[..., None]] = {Norm: trace.norm, Attention: trace.attention, FeedForward: trace.feed_forward}
@@ -61,11 +60,11 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
         elif (rule := rules.get(type(module))) is not None:
             hooks.append(module.register_forward_hook(lambda m, *_, name=name, rule=rule: rule(name, m)))
     with torch.no_grad():
-        model(tokens_BL)
+        model(tokens_BL, Context.of(tokens_BL, source=run.model.source_length))
     for hook in hooks:
         hook.remove()
     trace.head()
-    graph = Graph(trace.dims, {"tokens": "bl", "targets": "bl"}, trace.parameters, tuple(trace.operators), compute_bytes(run))
+    graph = Graph(trace.dims, trace.inputs, trace.parameters, tuple(trace.operators), compute_bytes(run))
     for name, parameter in model.named_parameters():
         assert graph.size(graph.parameters[name]) == parameter.numel(), f"{name} is not in the graph as it is in the model"
     return graph
@@ -74,7 +73,8 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 @dataclass
 class _Trace:
     """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: name of the tensor that the
-    next operator reads. layer: index of the current layer."""
+    next operator reads. layer: index of the current layer. length: letter of the length of the sequences that the current layer reads; its
+    rules are written with `l`. source: name of the encoder's output, and the letter of its length."""
 
     run: Run
     sequences: int
@@ -84,9 +84,13 @@ class _Trace:
     stream: str = ""
     x: str = ""
     layer: int = -1
+    length: str = "l"
+    source: tuple[str, str] = ("", "")
+    inputs: dict[str, str] = field(default_factory=lambda: {"tokens": "bl", "targets": "bl"})
 
     def __post_init__(self) -> None:
-        for role, size in (("batch", self.sequences), ("length", self.run.model.max_length), ("width", self.run.model.d_model)):
+        m = self.run.model
+        for role, size in (("batch", self.sequences), ("length", m.read_length - m.source_length), ("width", m.d_model)):
             self.letter(role, size)
 
     def letter(self, role: str, size: int) -> str:
@@ -98,6 +102,7 @@ class _Trace:
         return wanted
 
     def add(self, name: str, kind: Kind, rule: str, *inputs: str, flops: float | None = None, **more: str) -> str:
+        rule = rule.replace("l", self.length)
         if kind == "product":
             flops = 2.0 * math.prod(self.dims[a].size for a in set(rule) - set(",->"))
         self.operators.append(Operator(name, kind, rule, inputs, flops or 0.0, self.layer, **more))
@@ -116,43 +121,58 @@ class _Trace:
 
     def embedding(self) -> None:
         v = self.letter("vocab", self.run.vocab_size)
-        self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", self.weight("embedding", f"{v}d"))
+        table = self.weight("embedding", f"{v}d")
+        if self.run.model.source_length:
+            self.length = self.letter("length", self.run.model.source_length)
+            self.inputs |= {"tokens": f"b{self.length}", "written": "bl"}
+        self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", table)
+        if self.run.model.source_length:
+            self.operators.append(Operator("embedding.written", "lookup", f"bl,{v}d->bld", ("written", table), 0.0, self.layer))
 
     def norm(self, name: str, module: Any) -> None:
         """Add a norm, and set `layer` to its layer (num_layers for the model's last norm). Norms of q and k are added by `attention`."""
         parts = name.split(".")
         if parts[-1] in ("q_norm", "k_norm"):
             return
-        self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.num_layers
+        ends = name == "encoder_norm"
+        self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.decoder_begins - 1 if ends else self.run.model.num_layers
         self.x = self.add(name, "norm", "bld,d->bld", self.stream, self.weight(f"{name}.weight", "d"), statistics="d")
+        if ends:
+            self.source, self.stream, self.length = (self.x, self.length), "embedding.written", "l"
 
     def _join(self, name: str, y: str) -> None:
         """Add the sum of the residual stream and `y`, the output of attention, a feed-forward network or experts."""
         self.stream = self.add(name, "pointwise", "bld,bld->bld", self.stream, y)
 
     def attention(self, name: str, module: Any) -> None:
-        m = self.run.model
-        groups, length = m.num_kv_heads or m.num_heads, m.max_length
+        m, cross, size = self.run.model, name.endswith(".cross"), self.dims[self.length].size
+        groups, queried = m.num_kv_heads or m.num_heads, self.length
         k, g, c = self.letter("heads", groups), self.letter("queries", m.num_heads // groups), self.letter("channels", module.head_size)
-        s = self.letter("places", length)
-        q = self.product(f"{name}.q", f"bld,d{k}{g}{c}->bl{k}{g}{c}", self.x)
-        keys, values = (self.product(f"{name}.{part}", f"bld,d{k}{c}->bl{k}{c}", self.x) for part in ("k", "v"))
-        if module.q_bias is not None:
-            q = self._add_bias(f"{name}.q_bias", k + g + c, q)
-            keys, values = (self._add_bias(f"{name}.{part}_bias", k + c, x) for part, x in (("k", keys), ("v", values)))
-        if module.q_norm is not None:
-            q, keys = self._head_norm(f"{name}.q_norm", k + g + c, q), self._head_norm(f"{name}.k_norm", k + c, keys)
+        q = self._projection(name, "q", k + g + c, self.x, module)
+        read, self.length = self.source if cross else (self.x, queried)
+        keys, values = (self._projection(name, part, k + c, read, module) for part in ("k", "v"))
+        num_keys, self.length = self.dims[self.length].size, queried
+        s = self.letter("places", num_keys)
         rule, inputs, whole = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values], s + c
-        if module.bias is not None:
-            z = self.letter("buckets", module.bias.buckets)
-            rule, inputs, whole = f"{rule},{z}{k}{g}", [*inputs, self.weight(f"{name}.bias.weight", z + k + g)], whole + z
+        half = m.half_of(self.layer)
+        if m.positions == "t5" and not cross:  # in an encoder-decoder, all layers of a half share the first one's bias
+            z = self.letter("buckets", T5_BUCKETS)
+            of = f"layers.{half.start}.attention" if m.kind == "encoder_decoder" else name
+            rule, inputs, whole = f"{rule},{z}{k}{g}", [*inputs, self.weight(f"{of}.bias.weight", z + k + g)], whole + z
         if module.sinks is not None:
             rule, inputs = f"{rule},{k}{g}", [*inputs, self.weight(f"{name}.sinks.weight", k + g)]
-        flops = 4.0 * self.sequences * m.num_heads * module.head_size * length * attended(m, layer=self.layer)
+        seen = num_keys if cross or self.layer < m.decoder_begins else (size + 1) / 2 if half.start else attended(m, layer=self.layer)
+        flops = 4.0 * self.sequences * m.num_heads * module.head_size * size * seen
         core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
         out = out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out)
         self._join(f"{name}.add", out)
+
+    def _projection(self, name: str, part: str, dims: str, x: str, module: Any) -> str:
+        """Add the product of `x` that gives q, k or v (`part`), with its bias and its norm."""
+        y = self.product(f"{name}.{part}", f"bld,d{dims}->bl{dims}", x)
+        y = y if getattr(module, f"{part}_bias") is None else self._add_bias(f"{name}.{part}_bias", dims, y)
+        return y if getattr(module, f"{part}_norm", None) is None else self._head_norm(f"{name}.{part}_norm", dims, y)
 
     def _add_bias(self, name: str, dims: str, x: str) -> str:
         return self.add(name, "pointwise", f"bl{dims},{dims}->bl{dims}", x, self.weight(f"{name}.weight", dims))
@@ -171,7 +191,7 @@ class _Trace:
         return self.product(f"{name}.w2", f"bl{f},{f}d->bld", act)
 
     def experts(self, name: str, module: Any) -> None:
-        count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
+        count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.dims[self.length].size
         among = module.router.num_experts  # including zero-computation experts, which have no parameters
         slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)

@@ -178,7 +178,8 @@ class Simulator:
             for name, term in zip(op.inputs, op.terms, strict=True):
                 if name in self.graph.parameters:
                     stage, pieces, storage = int(1 in self.settings.sharded), placed.num_pieces(term), self.settings.storage
-                    one += model_states(self.graph.size(term) / pieces, stage=stage, copies=placed.parts // pieces, storage=storage).total
+                    mine = self.graph.size(term) / pieces / self.graph.readers_of[name]
+                    one += model_states(mine, stage=stage, copies=placed.parts // pieces, storage=storage).total
             held[self._devices(placed)] += one * self.weight[op.name]
         return max(0.0, float(held.max()) - self.machine.memory_bytes)
 
@@ -229,6 +230,7 @@ class Simulator:
         number, made = self.number[op.name], {}
         size = self.graph.size(term) * self.settings.gradient_bytes / placed.num_pieces(term)
         seconds = self._all_reduce(size, placed.parts * placed.stride, count) / self.settings.microbatches * self.weight[op.name]
+        seconds /= self.graph.readers_of[op.inputs[place]]
         regions = self._regions(op.factors, term, placed)
         for part, device in enumerate(self._devices(placed).tolist()):
             join = (JOIN, number * 100 + 50 + place, int(regions.group[part]) % 10_000)

@@ -49,14 +49,20 @@ class Folded:
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Return the last operator of each layer. The next layer reads its output, so in a folded graph all these outputs must have the
-        same sharding."""
+        """Return the last operator of each layer. The next layer reads its output."""
         last = {op.layer: op.name for op in self.graph.operators}
         return tuple(last[layer] for layer in self.graph.layers[:-1])
 
+    @cached_property
+    def alike(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs of operators whose outputs must have the same sharding: all that another layer reads."""
+        read = {edge.writer for edge in self.graph.edges if self.graph.named[edge.writer].layer != self.graph.named[edge.reader].layer}
+        return tuple(pairwise(op.name for op in self.graph.operators if op.name in read))
+
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: of all layers with equal operators, keep the first. A layer may read only the last output of the layer before it."""
+    """Fold a graph: of all layers with equal operators, keep the first. A layer may read only the last output of the layer before it,
+    and outputs of layers that equal no other (an encoder-decoder's embedding and last encoder layer)."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}
@@ -66,16 +72,17 @@ def fold(graph: Graph) -> Folded:
     kept = sorted(set(of.values()))
     weight = {layer: float(sum(of[other] == layer for other in graph.layers)) for layer in kept}
     ops: list[Operator] = []
-    stream = ""
+    stream, made = "", set[str]()
     for layer in kept:
         mine = [op for op in graph.operators if op.layer == layer]
         names = {op.name for op in mine}
         for op in mine:
-            ops.append(replace(op, inputs=tuple(stream if x in graph.named and x not in names else x for x in op.inputs)))
+            ops.append(replace(op, inputs=tuple(stream if x in graph.named and x not in names | made else x for x in op.inputs)))
+        made |= names
         stream = mine[-1].name
     read = {x for op in ops for x in op.inputs}
     parameters = {name: letters for name, letters in graph.parameters.items() if name in read}
-    return Folded(Graph(graph.dims, graph.inputs, parameters, tuple(ops), graph.itemsize), weight, of)
+    return Folded(replace(graph, parameters=parameters, operators=tuple(ops), whole=graph.readers_of), weight, of)
 
 
 def layer_costs(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from operator import itemgetter
 from typing import Any, Literal
@@ -113,7 +113,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}
-    alike, again = tuple(pairwise(folded.streams)), dict(zip(folded.blocks, folded.streams[1:], strict=True))
+    alike, again = folded.alike, dict(zip(folded.blocks, folded.streams[1:], strict=True))
     found: list[_Layers] = []
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:

@@ -15,6 +15,7 @@ the operator's rule instead of listed by hand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -107,7 +108,7 @@ def strategy(
     for name, term in zip(op.inputs, op.terms, strict=True):
         if name in graph.parameters:
             sent, held = _parameter(graph.size(term), term, mesh, settings, cut, sharded)
-            seconds, state_bytes = seconds + sent, state_bytes + held
+            seconds, state_bytes = seconds + sent / graph.readers_of[name], state_bytes + held / graph.readers_of[name]
     output = graph.size(op.output) * graph.itemsize / _ways(op.output, last, mesh)
     return Strategy(cut, scatter, sharded, seconds, state_bytes, output, reads, gives)
 
@@ -191,20 +192,22 @@ def change(size_bytes: float, mesh: Mesh, gives: State, reads: State) -> float:
 
 
 def read_together(graph: Graph) -> Graph:
-    """Return the graph with an operator `NAME.read` between a tensor NAME and several products that read it, so that they share one
-    resharding."""
+    """Return the graph with an operator `NAME.read` between a tensor NAME and several products of a layer that read it, so that they share
+    one resharding. (An encoder's output is read by each layer of the decoder: `NAME.read.LAYER`.)"""
     made: list[Operator] = []
+    added: dict[tuple[str, int], str] = {}  # (tensor, layer of its readers) -> name of the operator
     for op in graph.operators:
         made.append(op)
         readers = {edge.reader for edge in graph.readers[op.name] if graph.named[edge.reader].kind in ("product", "dispatch")}
-        if len(readers) > 1:
-            made.append(Operator(f"{op.name}.read", "pointwise", f"{op.output}->{op.output}", (op.name,), layer=op.layer, whole="read"))
-    added = {op.inputs[0] for op in made if op.whole == "read"}
+        for layer, count in sorted(Counter(graph.named[reader].layer for reader in readers).items()):
+            if count > 1:
+                name = added[op.name, layer] = f"{op.name}.read" if layer == op.layer else f"{op.name}.read.{layer}"
+                made.append(Operator(name, "pointwise", f"{op.output}->{op.output}", (op.name,), layer=layer, whole="read"))
     together = [
-        replace(op, inputs=tuple(f"{x}.read" if x in added else x for x in op.inputs)) if op.kind in ("product", "dispatch") else op
+        replace(op, inputs=tuple(added.get((x, op.layer), x) for x in op.inputs)) if op.kind in ("product", "dispatch") else op
         for op in made
     ]
-    return Graph(graph.dims, graph.inputs, graph.parameters, tuple(together), graph.itemsize)
+    return replace(graph, operators=tuple(together))
 
 
 def reading(op: Operator, graph: Graph, mesh: Mesh) -> tuple[Strategy, ...]:

@@ -134,7 +134,9 @@ class Model(Section, alters="shape"):
     out_bias: bool = key(False, "a bias in attention's output projection (GPT-OSS)")
     attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
-    sliding_layers: tuple[int, ...] | None = key(None, "layers with the window; null: all", alters="function", of="model.sliding_window")
+    sliding_layers: tuple[int, ...] | None = key(
+        None, "layers with the window, ahead's blocks last; null: all", alters="function", of="model.sliding_window"
+    )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()
     latent: Latent = Latent()

@@ -237,7 +237,8 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: 
     for sequence, row in enumerate(begins):
         for first in (at for at, here in enumerate(row) if here):
             past[sequence, first:, :first] = False
-    if model.sliding_window and (model.sliding_layers is None or int(name.split(".")[1]) in model.sliding_layers):
+    layer = int(name.split(".")[1]) + model.num_layers * name.startswith("ahead.")
+    if model.sliding_window and (model.sliding_layers is None or layer in model.sliding_layers):
         for at in range(model.sliding_window, length):
             past[:, at, : at - model.sliding_window + 1] = False
     outs = []

@@ -149,4 +149,9 @@ def _options_cases() -> list[Case]:
         for number, kind in enumerate(kinds)
     ]
     found += [Case("latent", "fsdp", 3, 1, 1, "fp32")]  # sizes of matrices are not divisible by 3
-    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16"), Case("ahead", "ddp", 1, 1, 1, "fp16")]
+    return [
+        *found,
+        Case("mixer", "ddp", 2, 2, 1, "bf16"),
+        Case("ahead", "ddp", 1, 1, 1, "fp16"),
+        Case("ahead_windows", "fsdp", 2, 2, 1, "fp32"),
+    ]

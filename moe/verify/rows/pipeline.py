@@ -69,10 +69,13 @@ def _halves_cases() -> list[Case]:
     options = (("zero1", "1f1b", "full"), ("fsdp", "1f1b", "full"), ("fsdp+kept", "zb_v", "none"))
     found += [replace(staged("t5", engine, 4, 2, name, "fp32", again), layers=4) for engine, name, again in options]
     found += [replace(staged("t5", "ddp", 4, 4, "1f1b", "fp32"), layers=4, stages=stages) for stages in ((1, 1, 1, 1), (0, 3, 1, 0))]
-    found += [replace(staged("t5", "ddp", 2, 2, schedule, "bf16"), layers=4) for schedule in ("1f1b", "zb_h1")]
+    narrow = (("1f1b", "bf16"), ("zb_h1", "bf16"), ("1f1b", "fp16"), ("zb_v", "fp16"))
+    found += [replace(staged("t5", "ddp", 2, 2, schedule, precision), layers=4) for schedule, precision in narrow]
     both = replace(staged("t5", "ddp", 4, 2, "1f1b", "fp32"), layers=4, microbatches=3)
     found += [replace(staged("t5_packed", "ddp", 2, 2, "zb_h1", "fp32", "full"), layers=4)]
-    return [*found, replace(both, tp=2, tensor="sliced", ep=2), replace(both, sp=2, length=12, attention="zigzag", ep=2)]
+    sharded = replace(both, sp=2, length=12, attention="zigzag", ep=2)
+    found += [sharded, replace(sharded, model="t5_packed", length=32)]
+    return [*found, replace(both, tp=2, tensor="sliced", ep=2)]
 
 
 def _empty_stage_cases() -> list[Case]:

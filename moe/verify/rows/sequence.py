@@ -46,6 +46,7 @@ def sequence_cases() -> list[Case]:
         found += [
             Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped", packed=attention == "ulysses")
         ]
+    found += [Case("ahead_windows", "ddp", 2, 2, 1, "fp32", sp=2, attention="striped")]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):
@@ -62,4 +63,7 @@ def _halves_cases() -> list[Case]:
     ]
     found += [Case("t5", "fsdp", 4, 4, 1, "fp32", "selective", sp=4, attention=a, length=32) for a in ("contiguous", "heads2", "lightseq")]
     found += [Case("t5", "ddp", 4, 2, 1, "fp32", tp=2, tensor=tensor, sp=2, attention="zigzag", length=12) for tensor in ("1d", "sliced")]
+    found += [Case("t5_packed", "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention, length=32) for attention in attentions()]
+    found += [Case("t5_packed", "fsdp", 4, 2, 3, "bf16", sp=2, attention="zigzag", length=32)]
+    found += [Case("t5_packed", "ddp", 4, 2, 1, "fp32", tp=2, tensor=t, sp=2, attention="striped", length=32) for t in ("1d", "sliced")]
     return [*found, Case("t5_untied", "ddp", 2, 2, 3, "bf16", sp=2, attention="ulysses", length=12)]

@@ -201,6 +201,9 @@ def _dtensor_cases() -> list[Case]:
         found += [sliced, replace(sliced, model="dense", ep=1, kind="zero3"), replace(sliced, precision="bf16")]
     pipeline = replace(staged("gshard", "ddp", 4, 2, "1f1b", "fp32"), microbatches=6, ep=2, tp=2, tensor="dtensor")
     both = Case("dense", "ddp", 4, 1, 1, "fp32", tp=2, tensor="dtensor", sp=2, length=SLICED, attention="zigzag")
+    latent = Case("latent", "ddp", 2, 2, 1, "fp32", "full", tp=2, tensor="dtensor")
+    found += [latent, replace(latent, kind="zero3", ep=1, tensor="dtensor_sliced"), replace(latent, model="ahead", tensor="dtensor_sliced")]
+    found += [replace(latent, precision="bf16"), replace(latent, precision="bf16", tensor="dtensor_sliced")]
     return [*found, pipeline, replace(pipeline, schedule="zb_h1"), both]
 
 

@@ -266,7 +266,6 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
         ([*WORDS, "--order", "order.txt"], "--order: got order.txt, needed a file of actions, *.csv; fix: --order order.csv"),
         ([*WORDS, "--as-is", "--search", "alpa"], "--as-is: got --as-is with --search alpa, needed one of the two"),
-        (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "16"], "GiB a device too much for the smallest plan"),
     ],
 )

@@ -100,11 +100,11 @@ def test_a_cache_of_latents_gives_the_logits_of_recomputation(window: int | None
         ({"latent": {"key_rank": 8, "value_size": 200}}, "model.latent.value_size: got 200, needed at most the 96 channels"),
         ({"rope": {"mscale": 0.7}}, "model.rope.mscale: got 0.7 with model.rope.scaling=none, needed model.rope.scaling yarn"),
         ({"latent": {}, "rope": YARN}, "model.rope.mscale_all: got 1.3 with model.latent.key_rank=null, needed latent attention"),
-        ({"tp": 2}, "tensor.kind: got dtensor with model.latent.key_rank=8, needed 1d"),
+        ({"tp": 4}, "tensor.kind: got 2d with model.latent.key_rank=8, needed 1d"),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
     tp = values.get("tp", 1)
     model = {"latent": {"key_rank": 8}} | {key: value for key, value in values.items() if key != "tp"}
     with pytest.raises(BadInput, match=said):
-        check_run(build_run({"model": model, "degrees": {"tp": tp}, "tensor": {"kind": "dtensor"}}), tp)
+        check_run(build_run({"model": model, "degrees": {"tp": tp}, "tensor": {"kind": "2d"}}), tp)

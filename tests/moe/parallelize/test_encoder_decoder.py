@@ -35,6 +35,8 @@ CASES = {
     "dtensor": replace(HALVES, tp=2, tensor="dtensor"),
     "2d": replace(HALVES, world=4, tp=4, tensor="2d", ep=2),
     "packed": replace(HALVES, model="t5_packed", tp=2, tensor="sliced", ep=2, recompute="full"),
+    "packed ring": replace(HALVES, model="t5_packed", sp=2, attention="zigzag"),
+    "packed colossal": replace(HALVES, model="t5_packed", sp=2, attention="colossal"),
     "1f1b": replace(STAGED, stages=(3, 1)),
     "interleaved": replace(STAGED, schedule="interleaved"),
     "zero bubble": replace(STAGED, schedule="zb_h1"),

@@ -17,6 +17,7 @@ from parallel.data.engine import AdamW, Rule
 from parallel.data.rate import at_rate
 from parallel.data.whole import Cut, Whole
 from parallel.mesh.mesh import Degrees
+from parallel.optim import shared
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.muon import Muon, Orientation, orthogonal, scale
 from parallel.optim.sgd import Sgd
@@ -196,8 +197,12 @@ MUON = Muon(0.95, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("cut", [False, True], ids=["copies", "parts"])
-def test_distributed_muon_equals_one_process_bit_for_bit_and_balances_the_work(ranks: int, cut: bool) -> None:
-    """The ranks' FLOPs add up to those of one process, and differ by at most the work on the largest matrix."""
+def test_distributed_muon_equals_one_process_bit_for_bit_and_balances_the_work(
+    ranks: int, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' FLOPs add up to those of one process, and differ by at most the work on the largest matrix. Two ranks send in rounds."""
+    if ranks == 2:
+        monkeypatch.setattr(shared, "_ROUND_ELEMENTS", 1)
     alone = {name: nn.Parameter(draw(shape, n).float()) for n, (name, shape) in enumerate(UNLIKE.items())}
     flops = steps_of(MUON.build(MUON.groups(alone.items())), {name: (weight, Whole(())) for name, weight in alone.items()})
     found = run_on_ranks(distributed, ranks, ranks, cut)

@@ -42,7 +42,7 @@ def run_of(*, sparse: bool, halves: bool = False) -> Run:
     more: dict[str, Any] = {"moe_every": 2} if sparse else {}
     router = {"router": {"preset": "mixtral"}, "experts": {"num_experts": 6, "d_ff": 24}} if sparse else {}
     train = {"global_batch": 48, "eval_sequences": 48 * 12}
-    more |= {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
+    more |= {"kind": "encoder_decoder", "positions": "t5", "document_mask": True} if halves else {}
     data = {"data": {"objective": "span_corruption"}} if halves else {}
     return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router, **data})
 
@@ -96,13 +96,15 @@ def test_pipeline_layers_follow_the_placement_in_an_order_file(tmp_path: Path) -
         assert refusal(network_of(made), plan_of(made)) is None
 
 
-def test_with_stages_only_the_optimizer_can_be_offloaded() -> None:
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["all weights", "adapters"])
+def test_with_stages_only_the_optimizer_can_be_offloaded(lora: dict[str, Any]) -> None:
     """Planner and checks refuse all other offload with pp = 2. (Offload to disk is left out: a plan does not know if there is a disk.)"""
     run, works = run_of(sparse=False), []
     for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
         sharding = {"kind": "zero", "stage": stage, "allow_slow": True, "offload": {"optimizer": optimizer, "parameters": parameters}}
         degrees = {"pp": 2, "dp": 2}
-        made = build_run({**run.model_dump(), "sharding": sharding, "degrees": degrees, "pipeline": {"microbatches": 4}}).resolve(4)
+        values = {"sharding": sharding, "degrees": degrees, "pipeline": {"microbatches": 4}, "lora": lora}
+        made = build_run({**run.model_dump(), **values}).resolve(4)
         accepted = refusal(network_of(made), plan_of(made)) is None
         with nullcontext() if accepted else pytest.raises(BadInput, match="offload"):
             check_run(made, 4)
@@ -119,7 +121,7 @@ def test_with_stages_only_the_optimizer_can_be_offloaded() -> None:
         ({"attention_sinks": True}, "2d", True),
         ({"qk_norm": "heads"}, "1d", True),
         ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "1d", True),
-        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "dtensor", False),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "dtensor", True),
         ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "2d", False),
         ({"ahead": 1}, "1d", True),
         ({"ahead": 1}, "2d", False),

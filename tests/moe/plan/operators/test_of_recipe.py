@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.model.transformer import Transformer
+from moe.nn.context import Context
 from moe.plan.job.flops import size
 from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import build_run
@@ -34,6 +35,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "model": {"moe_every": 2},
         "router": {"preset": "glam", "input_norm": "rmsnorm", "noise": "noisy_top_k", "expert_scale": "learned"},
     },
+    "encoder and decoder": {
+        "model": {"kind": "encoder_decoder", "encoder_layers": 1, "positions": "t5", "qk_norm": "heads", "document_mask": True},
+        "data": {"objective": "span_corruption"},
+    },
+    "encoder and decoder with experts": {
+        "model": {"kind": "encoder_decoder", "positions": "t5", "moe_every": 2, "tied_embeddings": False, "num_kv_heads": 2},
+        "experts": {"num_experts": 4},
+        "router": {"preset": "glam"},
+        "data": {"objective": "span_corruption"},
+    },
     "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 6), "residual": True, "d_ff": 20}},
 }
 EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in MODELS.items()])
@@ -42,7 +53,7 @@ EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v 
 def run_of(values: dict[str, Any]) -> Run:
     model = {"num_layers": 4, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V} | values.get("model", {})
     router = {"capacity_factor": None} | values.get("router", {})  # no padding: 12 tokens divide evenly among these experts
-    return build_run({**values, "model": model, "router": router, "data": {"tokenizer": "bytes"}})
+    return build_run({**values, "model": model, "router": router, "data": {"tokenizer": "bytes"} | values.get("data", {})})
 
 
 def graph(values: dict[str, Any]) -> Graph:
@@ -54,7 +65,7 @@ def test_every_parameter_is_there_once_and_flops_are_those_of_the_sizes(values: 
     run, made = run_of(values), graph(values)
     whole = size(run)
     assert sum(map(made.size, made.parameters.values())) == whole.total
-    assert made.flops == pytest.approx(B * L * whole.forward, rel=1e-12)
+    assert made.flops == pytest.approx(B * run.model.read_length * whole.forward, rel=1e-12)
     assert {op.layer for op in made.operators} == {-1, 0, 1, 2, 3, 4}
 
 
@@ -67,13 +78,15 @@ def test_dense_products_equal_torchs_flop_counter(values: dict[str, Any]) -> Non
     run = run_of(values)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=V).eval()
-    counter = FlopCounterMode(display=False)
+    counter, m = FlopCounterMode(display=False), run.model
     with counter, torch.no_grad():
-        model(torch.empty(B, L, dtype=torch.int64, device="meta"))
+        tokens = torch.empty(B, m.read_length, dtype=torch.int64, device="meta")
+        model(tokens, Context.of(tokens, source=m.source_length))
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
-    products = sum(op.flops for op in graph(values).operators if op.kind == "product")
+    made = graph(values)
+    products = sum(op.flops for op in made.operators if op.kind == "product")
     if not any("attention" in str(op) for op in counter.get_flop_counts()["Global"]):  # torch computes attention by plain products
-        products += 2 * 2.0 * B * L * L * run.model.num_heads * (run.model.head_size or 6) * run.model.num_layers
+        products += sum(2 * 2.0 * made.size(op.output + op.terms[1][1]) for op in made.operators if op.kind == "attention")
     assert products == counted
 
 
@@ -86,6 +99,16 @@ def test_a_cut_factor_cuts_tensors_by_position() -> None:
     assert roles == {
         "batch": B, "length": L, "places": L, "width": 24, "vocab": V, "heads": 2, "queries": 2, "channels": 6, "hidden": 40,
     }  # fmt: skip
+
+
+def test_cross_attention_reads_the_encoders_output_in_every_layer_of_the_decoder() -> None:
+    made = graph(MODELS["encoder and decoder"])
+    for layer in (1, 2, 3):
+        assert [edge.writer for edge in made.edges if edge.reader == f"layers.{layer}.cross.k"] == ["encoder_norm"]
+        assert "layers.1.attention.bias.weight" in made.named[f"layers.{layer}.attention.core"].inputs
+    core = made.named["layers.2.cross.core"]
+    sizes = [[made.dims[letter].size for letter in term[:2]] for term in (*core.terms, core.output)]
+    assert sizes == [[B, 4], [B, L], [B, L], [B, 4]]  # 12 tokens read, 4 written
 
 
 def test_layers_that_differ_have_letters_of_their_own() -> None:

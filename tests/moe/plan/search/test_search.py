@@ -43,9 +43,11 @@ from tests.support.tiny import Tiny
 SEARCHES = {"alpa": alpa, "flexflow": flexflow}
 
 
-def tiny(model: str = "dense") -> Run:
-    """Return the recipe that `moe verify` has for this model on one process, with four layers."""
-    return Case(model, "ddp", 1, 1, 1, "fp32", layers=4).run()
+def tiny(model: str = "dense", layers: int = 4) -> Run:
+    """Return the recipe that `moe verify` has for this model on one process."""
+    run = Case(model, "ddp", 1, 1, 1, "fp32", layers=layers).run()
+    halves = {"encoder_layers": None if run.model.encoder_layers is None else layers // 2}
+    return run.model_copy(update={"model": run.model.model_copy(update={"num_layers": layers, **halves})})
 
 
 # --- plans and recipes --------------------------------------------------------------------------------------------------------
@@ -113,12 +115,16 @@ def test_all_searches_agree_on_24_layers_over_64_devices() -> None:
     assert max(*times, fastest) <= 1.05 * min(*times, fastest)
 
 
-def test_folding_equal_layers_does_not_change_a_plans_seconds() -> None:
-    """Four layers of two kinds: the folded graph with weights gives the same seconds as the whole graph."""
-    run = tiny("gshard")
+@pytest.mark.parametrize(
+    ("model", "layers", "weight"),
+    [("gshard", 4, {-1: 1.0, 0: 2.0, 1: 2.0, 4: 1.0}), ("t5_untied", 6, {-1: 1.0, 0: 2.0, 2: 1.0, 3: 3.0, 6: 1.0})],
+)
+def test_folding_equal_layers_does_not_change_a_plans_seconds(model: str, layers: int, weight: dict[int, float]) -> None:
+    """The folded graph with weights gives the same seconds as the whole graph. An encoder's last layer has a norm of its own."""
+    run = tiny(model, layers)
     graph, machine, settings = graph_of(run, sequences=12), Machine(1, 4, 1e9, Link(1e-6, 1e-9), Link(1e-6, 1e-9)), Settings()
     folded = fold(graph)
-    assert folded.weight == {-1: 1.0, 0: 2.0, 1: 2.0, 4: 1.0}
+    assert folded.weight == weight
     plan = Plan(dp=4, ep=4, microbatch=3, compute_bytes=4)
     few = Runnable(graph, machine, settings)
     every = Runnable(graph, machine, settings)
@@ -265,6 +271,7 @@ def test_machine_of_has_the_rates_of_the_cluster_file() -> None:
 SLOW = Machine(2, 2, 1e9, Link(1e-5, 1e-8), Link(1e-4, 1e-6))  # a slow network between two nodes
 PROBLEMS = [  # (model, sequences in a micro-batch, micro-batches, machine of 4 devices) for which plans of different kinds are best
     ("dense", 4, 3, SLOW),
+    ("t5_untied", 4, 3, SLOW),
     ("dense", 2, 6, Machine(1, 4, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-11), memory_bytes=260e3)),
     ("gshard", 12, 1, Machine(1, 4, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-11), memory_bytes=700e3)),
 ]
