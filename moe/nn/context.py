@@ -38,8 +38,7 @@ class Context:
     bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance
     loss), given the sums over this pass's tokens; None: this pass is the whole batch. `replay`: stores decisions, such as routing, so that
     a recomputed pass repeats them. `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and
-    take them from `replay_routing`.
-    """
+    take them from `replay_routing`."""
 
     seed: int
     step: int
@@ -78,8 +77,7 @@ class Context:
     ) -> Context:
         """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
         `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
-        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences.
-        """
+        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences."""
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
         assert positions is None or len(positions) == columns
         for record in (record_routing, replay_routing):
@@ -122,8 +120,7 @@ class Context:
 
     def halves(self) -> tuple[Context, Context]:
         """Return the contexts of the encoder's tokens and of the decoder's tokens, whose positions begin at 0 again.
-        Raise BadInput unless `source` is from 1 to L - 1.
-        """
+        Raise BadInput unless `source` is from 1 to L - 1."""
         place_L = self.place_L
         assert place_L is not None
         length = len(place_L)
@@ -169,8 +166,7 @@ class Context:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
         which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
         such sentinel.
-        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`.
-        """
+        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`."""
         assert self.tokens_T is not None and self.sequence_B is not None
         read_BS, written_BL = whole(self.tokens_T.view(len(self.sequence_B), -1)).tensor_split([self.source], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)

@@ -38,8 +38,7 @@ class LatentAttention(nn.Module):
     """Latent attention. `core`, `enter`, `leave` and `window`: as in Attention. `compressed`: `core` gets latents as keys and values.
 
     Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out [D, H
-    V].
-    """
+    V]."""
 
     def __init__(self, model: sections.Model, *, window: int | None = None) -> None:
         super().__init__()

@@ -37,8 +37,7 @@ class Column(Style):
     Fills the slot `products` of the layer (a replaceable function, style.py). A layer without this slot, such as a sum of tiles
     (parallel/data/tiling.py), gets `enter` instead: the gradient of x is then summed over ranks only once, after all tiles.
     sliced: with sequence parallelism between layers (sliced.py). chunks: largest number of chunks into which products are cut, so that the
-    collective of one chunk overlaps with the products of the next (overlapped.py).
-    """
+    collective of one chunk overlaps with the products of the next (overlapped.py)."""
 
     axis: str = "tp"
     dim: int = 0

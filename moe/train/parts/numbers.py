@@ -43,8 +43,7 @@ class Numbers:
     copy.
 
     packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: number of tokens that the global batch
-    reads, without padding.
-    """
+    reads, without padding."""
 
     def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
         self._read, self._expert_counts, self.tokens = read_later(packed), expert_counts, tokens
