@@ -77,40 +77,31 @@ class Method(ABC):
 
         `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
         computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
-        table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
-        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
+        known = Known(self.order, bias, document_BS, self.window, sink_H)
+        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, None if bias is None else bias.table_UH, sink_H, self, known, once)
         return out
 
 
 class _Apply(torch.autograd.Function):
+    """Attention by a method. The bias table and the sinks are arguments only so that they get gradients; the method reads `known`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor | None,
-        sink_H: Tensor | None,
-        bucket: Callable[[Tensor], Tensor] | None,
-        document_BS: Tensor | None,
-        method: Method,
-        once: Once | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, table: Any, sink_H: Any, method: Method, known: Known, once: Once | None
     ) -> Tensor:
-        known = Known(method.order, None if table is None or bucket is None else Bias(table, bucket), document_BS, method.window, sink_H)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
-        ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
-        ctx.bucket, ctx.method = bucket, method
+        ctx.save_for_backward(q, k, v, *found)
+        ctx.method, ctx.known = method, known
         return found[0] if once is None else found[0].clone()  # a copy, because autograd would attach its graph to the stored tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, table, sink_H, document_BS, *kept = ctx.saved_tensors
-        known = Known(ctx.method.order, None if table is None else Bias(table, ctx.bucket), document_BS, ctx.method.window, sink_H)
-        found = ctx.method.backward(grad.contiguous(), q, k, v, tuple(kept), known)
+        q, k, v, *kept = ctx.saved_tensors
+        found, sink_H = ctx.method.backward(grad.contiguous(), q, k, v, tuple(kept), ctx.known), ctx.known.sink_H
         grad_inputs = (found.q_BHLC.to(q.dtype), found.k_BKSC.to(k.dtype), found.v_BKSC.to(v.dtype))
         grad_sinks = None
         if sink_H is not None:  # d sink = p (<grad, value> - <grad, out>), and a sink's value is 0
             share = ctx.method.share_of_sinks(tuple(kept), sink_H)
             grad_sinks = -(share * (grad.to(share.dtype) * kept[0].to(share.dtype)).sum(-1)).sum((0, 2)).to(sink_H.dtype)
-        return *grad_inputs, found.table_UH, grad_sinks, None, None, None, None
+        return *grad_inputs, found.table_UH, grad_sinks, None, None, None

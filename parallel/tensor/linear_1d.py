@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from parallel.data.tiling import by, without_tiles
 from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.layout import Layout, Layouts
-from parallel.mesh.mesh import Axis, Mesh, view_of
+from parallel.mesh.mesh import Axis, Mesh
+from parallel.tensor.grid import Channels
 from parallel.tensor.overlapped import column_products, row_product
 from parallel.tensor.style import Shape, Style, low_rank
 
@@ -40,12 +41,11 @@ class Column(Style):
     collective of one chunk overlaps with the products of the next (overlapped.py)."""
 
     axis: str = "tp"
-    dim: int = 0
     sliced: bool = False
     chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
+        return Channels(self.axis).layout(name, shape)
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path in layers_of(layouts):

@@ -48,9 +48,6 @@ class Numbers:
     def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
         self._read, self._expert_counts, self.tokens = read_later(packed), expert_counts, tokens
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and self._row == other._row
-
     def __repr__(self) -> str:
         return f"Numbers(loss={self.loss}, layers={self.layers}, flags={self.flags})"
 

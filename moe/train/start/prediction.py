@@ -30,7 +30,6 @@ from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.machine import memory_limit_bytes, own_limit_bytes, processor, resident_bytes
-from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.process import process
 from parallel.process.process import World
@@ -63,8 +62,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
     except Exception as error:  # an error in the prediction must not stop a run that would work
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
-    least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
-    *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
+    *least_of_all, host = (-most for most in maxima([-limit for limit in (*limits, host)], process.everyone(world)))
     whole, own = (None if limit == float("inf") else limit for limit in least_of_all)
     if large := _too_large_evaluation(run, host):
         if not force:
@@ -135,13 +133,13 @@ class Measured:
 
     def largest_states(self, mesh: Mesh) -> dict[str, int] | None:
         """Return {kind of model state: most bytes on any rank}; None if no step was made. Collective."""
-        most = maxima(list(self.state_bytes.values()), mesh, self.device)
+        most = maxima(list(self.state_bytes.values()), mesh.axis("world"))
         return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
         """Return the prediction with the measurements (maxima over ranks), for summary.json; None if either is missing. Collective."""
         measured = [self.peak_bytes, self.beside, median(self.seconds or [0.0])]
-        memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh, self.device)
+        memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh.axis("world"))
         if found is None or not self.seconds:
             return None
         return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)

@@ -57,27 +57,15 @@ def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: An
 
 
 def parts(
-    engine: Engine,
-    mesh: Mesh,
-    *,
-    counters: Counters,
-    scale: LossScale,
-    recipe: dict[str, Any],
-    tokenizer: dict[str, Any],
-    data: str,
-    code: dict[str, str] | None = None,
-    base: dict[str, str] | None = None,
-    table: Table | None = None,
-    placed: dict[str, Any] | None = None,
+    engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, table: Table | None = None, placed: Any = None, **described: Any
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
-    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: result of
-    `restore.described`, for adapters. table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. Iterating over
-    `held` is collective."""
-    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
-    optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
-    state |= {key: value for key, value in optional.items() if value is not None}
-    return {"step": counters.step, "held": held(engine, mesh), "state": state}
+    table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. described: the recipe, the tokenizer's description,
+    "data" (key of the tokenized text), "code" (recipe key -> hash of the plug-in's file), and for adapters "base" (result of
+    `restore.described`). Values that are None are left out. Iterating over `held` is collective."""
+    state = {"counters": vars(counters), "loss_scale": scale.state(), hash_table.STATE: table, PLACED: placed, **described}
+    found = {key: value for key, value in state.items() if value is not None}
+    return {"step": counters.step, "held": held(engine, mesh), "state": found}
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
