@@ -75,8 +75,7 @@ def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) ->
 
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
-    out: Tensor = _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
-    return out
+    return _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:

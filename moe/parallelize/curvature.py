@@ -99,9 +99,7 @@ class Seen(ByProduct):
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:
-        out: Tensor = (super().grouped_ffn if self._looks else self.kernels.grouped_ffn)(*given, **named)
-        return out
+        return (super().grouped_ffn if self._looks else self.kernels.grouped_ffn)(*given, **named)
 
     def routed_ffn(self, *given: Any, **named: Any) -> Tensor:
-        out: Tensor = (super().routed_ffn if self._looks else self.kernels.routed_ffn)(*given, **named)
-        return out
+        return (super().routed_ffn if self._looks else self.kernels.routed_ffn)(*given, **named)

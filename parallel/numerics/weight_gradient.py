@@ -150,14 +150,12 @@ class _Compute(torch.autograd.Function):
 
 def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved."""
-    y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
-    return y
+    return _Product.apply(x, weight_OI, True, dtype or x.dtype)
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
     """Return x W in x's dtype; W is [in, out], and is cast to x's dtype in each pass."""
-    y: Tensor = _Product.apply(x, weight_IO, False, x.dtype)
-    return y
+    return _Product.apply(x, weight_IO, False, x.dtype)
 
 
 class _Product(torch.autograd.Function):

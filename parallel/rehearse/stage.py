@@ -185,8 +185,7 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
         device = tensor.device
     if (device, dtype) == (tensor.device, tensor.dtype) and not copy:
         return tensor
-    made: Tensor = torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, non_blocking=ahead, memory_format=form)
-    return made
+    return torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, non_blocking=ahead, memory_format=form)
 
 
 def _one_kernel(*read: Any) -> AbstractContextManager[None]:
@@ -220,8 +219,7 @@ class _FusedSilu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        made: Tensor = grad * ctx.saved_tensors[0]
-        return made
+        return grad * ctx.saved_tensors[0]
 
 
 def _attention(
@@ -243,5 +241,4 @@ def _attention(
     more = -attn_mask.shape[-1] % 16
     mask = F.pad(attn_mask, (0, more))[..., : attn_mask.shape[-1]] if more else attn_mask
     shape = *query.shape[:3], key.shape[2]
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]
-    return out
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]

@@ -130,8 +130,7 @@ class Pipelined:
             self.watchers = tuple(w for w in self.watchers if w is not watcher)
 
     def _train(self, *args: Any) -> Output:
-        output: Output = self.engine.forward(*args, last=False)
-        return output
+        return self.engine.forward(*args, last=False)
 
 
 class _Stages:

@@ -53,8 +53,7 @@ class Numbers:
 
     @cached_property
     def _row(self) -> list[float]:
-        row: list[float] = self._read()[0]
-        return row
+        return self._read()[0]
 
     @property
     def loss(self) -> float:
