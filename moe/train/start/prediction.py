@@ -101,7 +101,8 @@ class Measured:
     def __init__(self, world: World) -> None:
         self.device = world.device
         # on a CPU: bytes of this process other than tensors. On a GPU 0, because torch counts only tensors
-        self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - _tensor_bytes()
+        tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+        self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - sum(storages(tensors).values())
         self.peak_bytes = 0.0
         self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step
         self.seconds: list[float] = []  # seconds of each step
@@ -154,8 +155,3 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
             found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)  # tensors without memory, such as those on the meta device
     return found
-
-
-def _tensor_bytes() -> int:
-    """Return the bytes of all tensors of this process, each storage once."""
-    return sum(storages(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)).values())

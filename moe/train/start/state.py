@@ -201,18 +201,13 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`. Collective. Raises
     BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
-    mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
+    pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
+    mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
     check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
     if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():
         log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")
     engine.load_state(mine, _loaded_by(found, engine, mesh, weights_only=True), steps=0)
     load_extra(found, engine.module, log=log, staged=whole is not None)
-
-
-def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters of the base model: all but the adapters' parameters."""
-    trained, frozen = adapters_of(layouts)
-    return frozen or trained
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}
