@@ -1,7 +1,5 @@
 """Values inside a forward pass, kept for the caller: `model(tokens_BL, keep=("hidden", "routing")).kept`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The training loop. The package can be called: `from moe import train; train(run)` is `moe.train.loop.trainer.train(run)`."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

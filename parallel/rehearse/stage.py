@@ -5,8 +5,6 @@ with rehearsal(world) as pretended:      world.device may be a GPU without a dri
 pretended.ledger.at_peak()               purpose -> bytes at the peak
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

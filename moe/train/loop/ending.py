@@ -1,7 +1,5 @@
 """The end of a run: a sample of text, the summary, and the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
