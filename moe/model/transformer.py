@@ -334,7 +334,6 @@ def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Co
     if not (within.training and within.dropout):
         return x_BLD
     if within.columns is not None:
-        assert context.sequence_B is not None
         context = context.of_columns(within.columns(len(context.position_T) // len(context.sequence_B)))
     return drop(x_BLD, within.dropout, name=f"{place}.dropout", context=context, first=within.first_channel)
 

@@ -119,9 +119,8 @@ class Attention(nn.Module):
         q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
         bias = shared if shared is not None else None if self.bias is None else self.bias()
         if self.rope is not None:
-            place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-            rope = self.rope.at(context.length or len(place_L))
-            turns = context.for_all_layers(turns_of, place_L, rope.turning(self.head_size), rope, dtype=q_BHLC.dtype)
+            rope = self.rope.at(context.length)
+            turns = context.for_all_layers(turns_of, context.place_L, rope.turning(self.head_size), rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
         q_BHLC = scaled(q_BHLC, self.scale)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias, sink_H=None if self.sinks is None else self.sinks())

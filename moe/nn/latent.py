@@ -65,8 +65,7 @@ class LatentAttention(nn.Module):
         assert shared is None and source_BSD is None
         q_BHLC, latent_BLR, turned_B1LP = self._entered(x_BLD)
         content, rotary = q_BHLC.split([self.size.content, self.size.rotary], dim=3)
-        place_L = context.positions(q_BHLC.shape[2], device=x_BLD.device)
-        turns = context.for_all_layers(turns_of, place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
+        turns = context.for_all_layers(turns_of, context.place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
         rotary, turned_B1LP = turned(rotary, turns), turned(turned_B1LP, turns)
         sink_H = None if self.sinks is None else self.sinks()
         mix = self._mixed_latents if self.compressed else self._mixed
