@@ -172,8 +172,8 @@ def _end_early(job: Job) -> None:
 
 def _save(job: Job, *, wait: bool) -> None:
     training, saves = job.training, job.saves
-    if training.auditor is not None:
-        training.auditor.before_save(job.counters.step)
+    if job.auditor is not None:
+        job.auditor.before_save(job.counters.step)
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
     placed = training.rebalancer.state()
     parts = state.parts(job.engine, job.mesh, counters=job.counters, scale=training.scale, placed=placed, **saves.described)

@@ -144,9 +144,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     saved |= {"code": arguments.code or None, "base": base, "table": start.resumed.table}
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
     agree = mesh.axis("world") if run.data.is_own else None
-    training = replace(training, auditor=auditor)
     doctor = Live(run) if start.writes else None
-    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree, doctor)
+    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, auditor, agree, doctor)
 
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
