@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from parallel.data.tiling import by, without_tiles
 from parallel.mesh.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.mesh.layout import Layout, Layouts
-from parallel.mesh.mesh import Axis, Mesh
-from parallel.tensor.grid import Channels
+from parallel.mesh.mesh import Axis, Mesh, view_of
 from parallel.tensor.overlapped import column_products, row_product
 from parallel.tensor.style import Shape, Style, low_rank
 
@@ -43,7 +42,7 @@ class Column(Style):
     chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Channels(self.axis).layout(name, shape)
+        return Layout(shape, {0: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path in layers_of(layouts):
