@@ -52,7 +52,8 @@ def check_precision(run: Run, world: World) -> str | None:
 
 
 def _everywhere(dtype: torch.dtype, world: World) -> bool:
-    return not largest(float(not multiplies(dtype, world.device)), process.everyone(world))
+    lacking = torch.tensor(int(not multiplies(dtype, world.device)), device=world.device)
+    return not max_over(lacking, process.everyone(world)).item()
 
 
 def make_writable(out: Path, world: World) -> None:
