@@ -9,6 +9,8 @@ Set("degrees.tp", 2) & Nproc(2). So a check proposes fixes without knowing the o
 be tested, and is kept.
 """
 
+from __future__ import annotations
+
 import copy
 import time
 from collections.abc import Mapping

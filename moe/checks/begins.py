@@ -1,5 +1,7 @@
 """Checks that a new run has the initial weights that it needs, before torch is imported and ranks are started."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from moe.recipe.sections import Data, Run

@@ -1,5 +1,7 @@
 """Builds the error for two values of a recipe that do not work together."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from moe.recipe.keys import value_of

@@ -1,6 +1,8 @@
 """Checks of frozen weights: lora.rank freezes all but the adapters (moe/nn/lora.py), and train.freeze freezes parts of the model. The named
 parts must exist, some weights must stay trained, and other keys must allow frozen weights."""
 
+from __future__ import annotations
+
 from moe.checks.clash import check_others, clash
 from moe.kernels.products import PRODUCTS
 from moe.plan.job.cut import empty_rank

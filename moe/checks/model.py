@@ -2,6 +2,8 @@
 prediction, and encoder-decoders (model.kind).
 """
 
+from __future__ import annotations
+
 import math
 
 from moe.checks.clash import check_others, clash

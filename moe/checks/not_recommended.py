@@ -1,5 +1,7 @@
 """Reasons not to run a recipe that the checks accept: another recipe computes the same with less time or memory."""
 
+from __future__ import annotations
+
 from moe.checks.pipeline import slow_sharding
 from moe.recipe.sections import Run
 from parallel.pipeline.schedules.catalog import SCHEDULES

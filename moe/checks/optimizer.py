@@ -1,5 +1,7 @@
 """Checks of optimizer.kind: each optimizer works only with some kinds of sharding and tiling (table in docs/use/optimizers.md)."""
 
+from __future__ import annotations
+
 from moe.checks.clash import check_others, clash
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.plan.pipeline import continuous

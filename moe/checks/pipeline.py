@@ -1,5 +1,7 @@
 """Checks of pipeline stages (degrees.pp): the schedule, the division of layers, sharding, and schedules whose steps overlap."""
 
+from __future__ import annotations
+
 from moe.checks.clash import clash
 from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of
 from moe.recipe.sections import Run

@@ -1,5 +1,7 @@
 """Checks of degrees.sp: it must divide positions and heads, and some keys cannot be combined with it."""
 
+from __future__ import annotations
+
 from moe.checks.clash import clash
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

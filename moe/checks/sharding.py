@@ -1,5 +1,7 @@
 """Checks of section `sharding`: the stages, engines and offloading that each sharding.kind supports (docs/parallel/data_parallel.md)."""
 
+from __future__ import annotations
+
 import tempfile
 
 from moe.checks.clash import clash

@@ -1,5 +1,7 @@
 """Checks of degrees.tp and tiling: ranks, tiles and chunks must divide sizes, and some keys cannot be combined with degrees.tp."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 

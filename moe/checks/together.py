@@ -1,5 +1,7 @@
 """`check_run`: all checks of a recipe, and the checks of values that are allowed one by one but not together."""
 
+from __future__ import annotations
+
 import math
 import os
 

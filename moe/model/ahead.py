@@ -9,6 +9,8 @@ The loss is the mean over input tokens and depths, times `model.ahead_weight`. I
 has these blocks and a copy of the embedding. If sequences are sharded, ranks first gather the token ids of entire sequences.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -5,6 +5,8 @@ distribution is a normal one, truncated at 2 sigma, with sigma = sqrt(init_scale
 init_scale 0.1).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 

@@ -1,5 +1,7 @@
 """Values inside a forward pass, kept for the caller: `model(tokens_BL, keep=("hidden", "routing")).kept`."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

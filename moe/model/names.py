@@ -4,6 +4,8 @@ layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one name
 layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: the name of the matrix of which it is a part
 """
 
+from __future__ import annotations
+
 import re
 
 from moe.experts.experts import HIDDEN_DIM

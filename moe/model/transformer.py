@@ -13,6 +13,8 @@ shard of the decoder's.
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, cast

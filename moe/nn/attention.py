@@ -8,6 +8,8 @@ parallelism gives each rank some heads. It replaces `leave` (applied to the outp
 `products`, in which communication overlaps with the products of q, k and v.
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
 from typing import Literal

@@ -7,6 +7,8 @@ In latent attention, latents are cached (moe/nn/latent.py). In cross attention, 
 attention's `core`, cross attention's `products`, and the function that returns the document starts of whole sequences.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 

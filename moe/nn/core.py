@@ -10,6 +10,8 @@ into chunks of W, and each chunk attends to its own keys and to the keys of the 
 mask instead.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Protocol
 

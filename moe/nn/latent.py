@@ -12,6 +12,8 @@ the latents themselves are the keys and values. kv_up has a part U for a head's 
 q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value of all heads. In other passes,
 values are padded to the keys' size."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

@@ -6,6 +6,8 @@ A sequence's loss may depend on that sequence alone, so no layout and no micro-b
 a preferred and a rejected answer (docs/use/dpo.py). The function gets no logits, so ranks may hold shards of the vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -10,6 +10,8 @@ yarn      as llama3, but linear in the pair's index; cos and sin times m(mscale)
           m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any, NamedTuple
 

@@ -8,6 +8,8 @@ routing is balanced. The build gives the memory of parameters. Step 0 allocates 
 gives the collectives and the peak of memory. A save gathers each tensor of a checkpoint, but writes nothing.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,5 +1,7 @@
 """The training loop. The package can be called: `from moe import train; train(run)` is `moe.train.loop.trainer.train(run)`."""
 
+from __future__ import annotations
+
 import sys
 from types import ModuleType
 from typing import Any

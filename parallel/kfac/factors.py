@@ -9,6 +9,8 @@ section 6.3) for lambda = damping (tr A / I) (tr G / O). tr: trace. With this ch
 is stored with a mean eigenvalue of 1. All matrices are fp32. A factor is zero until its linear layer has received a token.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import partial

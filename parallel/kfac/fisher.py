@@ -6,6 +6,8 @@
 Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass

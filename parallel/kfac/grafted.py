@@ -8,6 +8,8 @@ G and A are K-FAC's factors (factors.py). AdamW's learning rates and schedules c
 moments. Parameters outside of K-FAC, and linear layers whose factors have no inverses yet, take AdamW's step.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

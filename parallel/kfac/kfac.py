@@ -13,6 +13,8 @@ Results do not depend on the time at which a unit runs. The Fisher information i
 the step.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence

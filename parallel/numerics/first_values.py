@@ -8,6 +8,8 @@ that computes its n-th number directly. The inverse distribution function turns 
 only additions, products and one division, which IEEE 754 rounds exactly, so every processor gives the same bits.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Callable
 

@@ -10,6 +10,8 @@ For flash attention's cases this is also the choice of scaled_dot_product_attent
 kernel. This file does not use that kernel, because it pads log-sum-exps, and needs outputs in another memory order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

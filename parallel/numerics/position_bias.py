@@ -7,6 +7,8 @@
 If the table were read once for each pair, the backward pass would add L x S gradients to a few rows, which a GPU does one after another.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

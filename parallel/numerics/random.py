@@ -7,6 +7,8 @@ forward pass draws the same numbers again.
 The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finaliser's form), in integers, so all devices give equal numbers.
 """
 
+from __future__ import annotations
+
 import hashlib
 
 import torch

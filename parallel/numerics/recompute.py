@@ -8,6 +8,8 @@ change the choice, and the gradient would belong to another function. `Replay` s
 the second reuses them. Source: Chen et al., arXiv 1604.06174.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

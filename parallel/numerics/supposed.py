@@ -2,6 +2,8 @@
 shape, dtype and device but no values. Outside of a rehearsal, these functions return their tensors unchanged.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -9,6 +9,8 @@ one optimizer state, the running mean of its squared gradients. Each expert is a
 all-reduce the sums from which means are computed: this rank's part of R and C, and three numbers for each matrix.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -11,6 +11,8 @@
 Optimizer states must have the shape of their parameter, because checkpoints shard them like the parameter.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -9,6 +9,8 @@ one of them computes the iterations (parallel/optim/shared.py).
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 M  <-  mu M + G        W  <-  W - lr M - lr decay W        W weights, G gradient, M momentum, lr learning rate
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

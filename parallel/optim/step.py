@@ -1,5 +1,7 @@
 """Base classes of the project's optimizers, and the last operation of an update."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -6,6 +6,8 @@
 Source: torch's notes on reproducibility. NCCL's order of sums depends on the ranks and on its version, and is not set in this file.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,6 +3,8 @@
 Only files and package metadata are read, because importing torch takes two seconds.
 """
 
+from __future__ import annotations
+
 import ctypes.util
 import os
 import shutil

@@ -5,6 +5,8 @@ threads. A rank that raises, dies or hangs ends all ranks. Every rank's error is
 the Python stack of each rank that was still running.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import gc
 import multiprocessing

@@ -4,6 +4,8 @@ Linux's default for freed memory is neither fast nor small. Each tensor of 32 Mi
 128 small experts, this takes a third of a training step on a CPU. Smaller tensors leave holes in the heap that no other process can use.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal

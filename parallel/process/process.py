@@ -4,6 +4,8 @@ Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which DeepSpeed
 the variables of SLURM or Open MPI. Without any of these variables, there is one process and no group. Only this file reads them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import ipaddress

@@ -4,6 +4,8 @@ A storage counts from the operator that makes it until it is freed. Its purpose 
 all allocations are recorded, and the peak is computed at the end.
 """
 
+from __future__ import annotations
+
 import weakref
 from collections import Counter
 from collections.abc import Iterable

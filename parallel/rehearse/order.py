@@ -7,6 +7,8 @@ NCCL has no tags: a rank's call is matched with the other ranks' next call on th
 the calls differ. The numbers of rows in an all-to-all are not compared, because ranks exchange these numbers first.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

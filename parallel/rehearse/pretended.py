@@ -9,6 +9,8 @@ Collectives send nothing. All ranks are assumed to have the values of this rank.
 all-gather repeats the tensor, and an all-to-all receives from each rank the rows that this rank would send to itself.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -5,6 +5,8 @@ with rehearsal(world) as pretended:      world.device may be a GPU without a dri
 pretended.ledger.at_peak()               purpose -> bytes at the peak
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -10,6 +10,8 @@
 Each count is recorded for the module that runs (`watch`) and its pass, forward or backward.
 """
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

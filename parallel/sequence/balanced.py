@@ -12,6 +12,8 @@ Messages of the next step are sent while a step computes. Results are sent back 
 Costs: docs/parallel/sequence_lightseq.md. Source: Li et al., arXiv 2310.03294, whose code needs an even p; this form does not.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,6 +11,8 @@ ColossalAI's code divides gradients by N (issue #3044). This file does not, beca
 Costs: docs/parallel/sequence_colossal_ring.md. Source: Li et al., arXiv 2105.13120, section 3.2.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import torch

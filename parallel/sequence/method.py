@@ -1,5 +1,7 @@
 """The interface of sequence-parallel attention: method(q, k, v) -> out, each at the positions of this rank (method.order)."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,6 +5,8 @@ striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Att
 zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args

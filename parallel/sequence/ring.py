@@ -10,6 +10,8 @@ The order of positions (order.py) decides how equal the work of causal attention
 Costs: docs/parallel/sequence_ring.md. Source: Liu, Zaharia and Abbeel, arXiv 2310.01889.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from parallel.mesh.collectives import Messages, ring_round, start_shift

@@ -10,6 +10,8 @@ that its query heads need; the gradients of the repetitions are summed.
 Costs: docs/parallel/sequence_ulysses.md. Source: Jacobs et al., arXiv 2309.14509.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

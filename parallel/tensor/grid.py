@@ -7,6 +7,8 @@ MoE layer     needs all channels of a token: `Exchanged`
 3D            a rank has other sequences inside a layer than between layers (linear_3d.py): `Turn` converts one split to the other
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,6 +13,8 @@ whose tp_row_copies is t / heads). Each copy serves different query heads, so th
 Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

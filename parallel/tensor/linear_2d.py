@@ -11,6 +11,8 @@ one, with concatenated matrices, so x is sent once. Ranks of a row have the same
 Costs: docs/parallel/tensor_2d.md. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

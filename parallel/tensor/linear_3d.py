@@ -12,6 +12,8 @@ product and gathered again in the backward pass. Several products of one x (q, k
 Costs: docs/parallel/tensor_3d.md. Source: 3D parallelism (arXiv 2105.14450).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -15,6 +15,8 @@ linear_1d.py up to rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et 
 (ASPLOS 2023).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 

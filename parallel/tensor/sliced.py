@@ -8,6 +8,8 @@ A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.
 Costs: docs/parallel/tensor_slices.md. Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 

@@ -8,6 +8,8 @@ A style returns a parameter's layout. It also fills the slots (replaceable funct
 they compute with shards. In a pattern, `*` is one word between dots, and `**` any number of words.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,5 +1,7 @@
 """The end of a run: a sample of text, the summary, and the report."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Work after a step: counters, a line of metrics.jsonl, evaluation, and an error if gradients are repeatedly not finite."""
 
+from __future__ import annotations
+
 import time
 from functools import partial
 from typing import Any

@@ -8,6 +8,8 @@ For any sharding, the loss is the mean over the predicted tokens of the *global*
 auxiliary losses are means over the routed tokens of the global batch. Padding is neither predicted nor routed.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

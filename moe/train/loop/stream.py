@@ -6,6 +6,8 @@
 No update waits for the gradient norm of the whole model, so nothing is clipped and no step is skipped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import torch

@@ -5,6 +5,8 @@
 A signal only sets a flag, which is summed over ranks with the step's numbers, so that all ranks end after the same step.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -10,6 +10,8 @@ repeated until two agree, and the step uses these gradients. If a tensor has no 
 checkpoint to resume from.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -6,6 +6,8 @@
 Passes with and without gradient route tokens equally: noise is a function of (seed, step, layer, token), and weights are the same.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -11,6 +11,8 @@ Every rank calls them, so a callback may use the model's shards or a collective.
 An exception on one rank ends the run on all ranks; if one rank calls `now.stop`, all ranks stop after this step.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

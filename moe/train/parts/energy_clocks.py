@@ -5,6 +5,8 @@ error, all clocks are unlocked. If one rank cannot set its clock, no rank follow
 clocks together.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

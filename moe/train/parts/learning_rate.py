@@ -9,6 +9,8 @@ inverse_sqrt   sqrt(warmup_steps / update), independent of the length of the run
 module:name    a user's function (index of the update after the warm-up, number of such updates) -> share, 0 or more
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Results of a step over all micro-batches and ranks: loss; load, drops and losses of each MoE layer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

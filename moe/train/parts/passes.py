@@ -1,5 +1,7 @@
 """Splits a rank's sequences into micro-batches, each with the context that the model's forward pass needs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 

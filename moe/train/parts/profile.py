@@ -9,6 +9,8 @@ starts. An operation of the backward pass counts for the region of the forward o
 identifies that operation. Time outside regions is `between`: norms, residual sums, Python. The rows of the table add up to the step.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -7,6 +7,8 @@ optimizer states are exchanged over the ep axis; layouts and dispatchers get the
 (docs/moe/dispatch.md). A checkpoint stores placement and load, so a run resumed with the same ep gives the same bits as without a stop.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

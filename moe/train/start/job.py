@@ -1,5 +1,7 @@
 """`Job`: all objects that one rank needs for training. opening.py builds it; the training loop uses it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

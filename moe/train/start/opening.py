@@ -3,6 +3,8 @@
 A run resumes from its own checkpoint, or starts from another run's weights and tokenizer (--init_from), or from random weights.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

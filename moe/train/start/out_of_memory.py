@@ -8,6 +8,8 @@ memory for activations (recompute, smaller micro-batches, sequence parallelism),
 to a disk), then tiles of the largest layer.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import re

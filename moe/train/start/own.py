@@ -3,6 +3,8 @@
 The run's recipe then has `data.source: given` or `optimizer.kind: given`. A later start that does not give the object is refused.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

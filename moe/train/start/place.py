@@ -1,5 +1,7 @@
 """Checks the machine before a run (writable folder, dtypes that every rank supports), measures memory, and catches stop signals."""
 
+from __future__ import annotations
+
 import os
 import resource
 import signal

@@ -7,6 +7,8 @@ Model states are counted from the engine's live tensors, each storage once. `par
 between backward pass and update. `optimizer`: the optimizer's states, and the master weights if the model reads other copies.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 from collections.abc import Callable, Iterable

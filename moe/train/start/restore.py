@@ -6,6 +6,8 @@ Adapters (LoRA, moe/nn/lora.py) are merged into the base model that their checkp
     whole(path)           reader of the weights W + s B A under the base's parameter names, with a recipe without adapters
 """
 
+from __future__ import annotations
+
 import hashlib
 import sys
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Saves and loads a run's state as checkpoints: weights, optimizer states, routers' biases, counters, loss scale, recipe, tokenizer."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ For the recipe's text and `train.eval_sequences` sequences, the loss equals the 
 (data.sources) it differs: in training a source has sequences in proportion to its weight, in `moe eval` to its length.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections.abc import Iterator, Sequence

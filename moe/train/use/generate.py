@@ -1,5 +1,7 @@
 """`moe generate`: continues texts with a trained model, with a key-value cache if the model allows one (decode.py)."""
 
+from __future__ import annotations
+
 import codecs
 import json as json_text
 import sys

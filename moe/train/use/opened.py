@@ -7,6 +7,8 @@ run.model(tokens_BL[:, :-1], None, tokens_BL[:, 1:]).loss.backward()
 run.expert(layer=1, number=3)["w1"].gradient
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
