@@ -214,7 +214,7 @@ class Transformer(nn.Module):
         part = part or self.parts[0]
         if keep:
             with keeping([self.layers[layer] for layer in part.layers], keep, batch=len(tokens_BL)) as kept:
-                return self(tokens_BL, context, targets_BL, part)._replace(kept=kept)
+                return self(tokens_BL, context, targets_BL, part)._replace(kept=kept)  # type: ignore[no-any-return]
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):

@@ -171,7 +171,7 @@ class Context:
         key = (compute, *given, dtype)
         for places, known, found in self._kept:
             if places is place_L and known == key:
-                return found
+                return found  # type: ignore[no-any-return]
         found = compute(place_L, *given, dtype=dtype)
         self._kept.append((place_L, key, found))
         return found
@@ -184,7 +184,8 @@ class Context:
         """Return random numbers in [0, 1], fp32 [T, width], for `name`: columns `first` to `first` + width - 1 of each token's numbers. In
         a rehearsal (parallel/rehearse/), in which tensors have no values, all are 0.5."""
         numbers = uniform(self.key(name), self.position_T, width, first=first)
-        return supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
+        same: Tensor = supposed_as(numbers, lambda made: torch.full_like(made, 0.5), numbers)
+        return same
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
         """Return dropout's factors, fp32 [T, width]: 0 with probability p, else 1 / (1 - p)."""

@@ -103,7 +103,8 @@ class LatentAttention(nn.Module):
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
         latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # keys and values: the output's rotary channels are cut off
         mixed = self.core(self._scaled(queries), latents, latents, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
-        return einsum(mixed, for_values, "b h l r, h v r -> b h l v")
+        out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
+        return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
         """Return queries times a factor, so that the core's logits are divided by sqrt(C) and multiplied by YaRN's factor."""

@@ -71,7 +71,8 @@ def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype:
 
 def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
     """Return x (W + s left right)^T in x's dtype, for a frozen W [out, in]."""
-    return _Product.apply(x, weight, left, right, scale)
+    y: Tensor = _Product.apply(x, weight, left, right, scale)
+    return y
 
 
 class _Product(torch.autograd.Function):
@@ -94,7 +95,8 @@ class _Product(torch.autograd.Function):
 
 def widened(y: Tensor, narrow: Tensor, left: Tensor, *, scale: float) -> Tensor:
     """Return y + s narrow left^T in y's dtype, given y = x W^T and narrow = x right^T."""
-    return _Widened.apply(y, narrow, left, scale)
+    out: Tensor = _Widened.apply(y, narrow, left, scale)
+    return out
 
 
 class _Widened(torch.autograd.Function):
@@ -116,7 +118,8 @@ def grouped_product(
 ) -> Tensor:
     """Return rows (W + s first second) in the rows' dtype, for frozen matrices of experts. The rows are sorted by expert, counts[e] of
     expert e."""
-    return _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
+    out: Tensor = _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
+    return out
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -75,7 +75,8 @@ def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) ->
 
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
-    return _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
+    out: Tensor = _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
+    return out
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:

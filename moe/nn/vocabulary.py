@@ -148,7 +148,8 @@ def _look_up_here(tokens: Tensor, matrix: Matrix, others: Others | None) -> Tens
 def _embedded(row: Tensor, weight_VD: Tensor) -> Tensor:
     if weight_VD.dtype not in (torch.bfloat16, torch.float16):
         return F.embedding(row, weight_VD)
-    return _Embedded16.apply(row, weight_VD)
+    found: Tensor = _Embedded16.apply(row, weight_VD)
+    return found
 
 
 class _Embedded16(torch.autograd.Function):
@@ -227,7 +228,8 @@ def summed_loss(
             return _kept_scores(_product(x_ND, weight_VD, others, recast=recast), *_local(targets_N, first, weight_VD), cap)
         if others is not None and others.product is not None:
             return _recomputed_scores(x_ND, weight_VD, targets_N, first, chunks, others.product, cap)
-        return _Scores.apply(x_ND, weight_VD, targets_N, first, chunks, cap)
+        scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks, cap)
+        return scores
 
     scores = _each(matrix, x_ND, use)
     total_N = scores[0][0] if len(scores) == 1 else torch.stack([s[0] for s in scores]).logsumexp(0)

@@ -99,7 +99,9 @@ class Seen(ByProduct):
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:
-        return (super().grouped_ffn if self._looks else self.kernels.grouped_ffn)(*given, **named)
+        out: Tensor = (super().grouped_ffn if self._looks else self.kernels.grouped_ffn)(*given, **named)
+        return out
 
     def routed_ffn(self, *given: Any, **named: Any) -> Tensor:
-        return (super().routed_ffn if self._looks else self.kernels.routed_ffn)(*given, **named)
+        out: Tensor = (super().routed_ffn if self._looks else self.kernels.routed_ffn)(*given, **named)
+        return out

@@ -32,7 +32,8 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
         out = part(*args)
         return (_Return.apply(out[0]), *out[1:]) if isinstance(out, tuple) else _Return.apply(out)
 
-    return checkpoint(whole, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    out: Value = checkpoint(whole, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    return out
 
 
 class _Return(torch.autograd.Function):
@@ -60,4 +61,5 @@ class Replay:
         """Return decide() on the first call with this name, and its stored result on later calls."""
         if name not in self._made:
             self._made[name] = decide()
-        return self._made[name]
+        value: Value = self._made[name]
+        return value

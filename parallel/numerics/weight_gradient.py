@@ -150,12 +150,14 @@ class _Compute(torch.autograd.Function):
 
 def linear(x: Tensor, weight_OI: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return x W^T in `dtype` (None: x's); W is [out, in]. Forward and backward pass each cast x and W, so that no cast copy is saved."""
-    return _Product.apply(x, weight_OI, True, dtype or x.dtype)
+    y: Tensor = _Product.apply(x, weight_OI, True, dtype or x.dtype)
+    return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
     """Return x W in x's dtype; W is [in, out], and is cast to x's dtype in each pass."""
-    return _Product.apply(x, weight_IO, False, x.dtype)
+    y: Tensor = _Product.apply(x, weight_IO, False, x.dtype)
+    return y
 
 
 class _Product(torch.autograd.Function):

@@ -231,7 +231,8 @@ def connect(degrees: Degrees, world: World) -> Mesh:
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Make a process group. Only its members call this, because making all groups on each of 100,000 ranks would take too long."""
-        return dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
+        return made
 
     return mesh.connect(new_group, world=dist.group.WORLD if world.size > 1 else None)
 

@@ -185,7 +185,8 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
         device = tensor.device
     if (device, dtype) == (tensor.device, tensor.dtype) and not copy:
         return tensor
-    return torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, non_blocking=ahead, memory_format=form)
+    made: Tensor = torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, non_blocking=ahead, memory_format=form)
+    return made
 
 
 def _one_kernel(*read: Any) -> AbstractContextManager[None]:
@@ -219,7 +220,8 @@ class _FusedSilu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
+        made: Tensor = grad * ctx.saved_tensors[0]
+        return made
 
 
 def _attention(
@@ -241,4 +243,5 @@ def _attention(
     more = -attn_mask.shape[-1] % 16
     mask = F.pad(attn_mask, (0, more))[..., : attn_mask.shape[-1]] if more else attn_mask
     shape = *query.shape[:3], key.shape[2]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]
+    return out

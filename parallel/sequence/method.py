@@ -78,7 +78,8 @@ class Method(ABC):
         `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
         computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
         known = Known(self.order, bias, document_BS, self.window, sink_H)
-        return _Apply.apply(q_BHLC, k_BKLC, v_BKLC, None if bias is None else bias.table_UH, sink_H, self, known, once)
+        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, None if bias is None else bias.table_UH, sink_H, self, known, once)
+        return out
 
 
 class _Apply(torch.autograd.Function):

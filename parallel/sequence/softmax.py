@@ -237,7 +237,8 @@ def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
     """Sum over the query heads that each key-value head serves: [B, H, S, C] to [B, K, S, C]."""
     if x_BHSC.shape[1] == kv_heads:
         return x_BHSC
-    return reduce(x_BHSC, "b (k g) s c -> b k s c", "sum", k=kv_heads)
+    found: Tensor = reduce(x_BHSC, "b (k g) s c -> b k s c", "sum", k=kv_heads)
+    return found
 
 
 def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:

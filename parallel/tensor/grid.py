@@ -92,7 +92,8 @@ def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) 
 
     Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward."""
     wide = sum_dtype(torch.promote_types(x.dtype, gain_D.dtype))
-    return _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
+    y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
+    return y
 
 
 class _Normed(torch.autograd.Function):

@@ -62,7 +62,8 @@ def products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor
 
     `row`, `column`: the ranks in this rank's row and column of the grid. Partial products are summed in fp32 or wider. Blocks of other
     ranks are not saved for the backward pass."""
-    return _Summa.apply(x, row, column, len(weights_OI), *weights_OI, *narrow_rI)
+    found: tuple[Tensor, ...] = _Summa.apply(x, row, column, len(weights_OI), *weights_OI, *narrow_rI)
+    return found
 
 
 class _Summa(torch.autograd.Function):

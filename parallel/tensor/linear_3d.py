@@ -71,7 +71,8 @@ def products(
     `narrow_rI`, which is cut along its inputs alone, and not over depth.
     `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
     so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
-    return _Products.apply(x, into, out, depth, deep, len(weights_OI), *weights_OI, *narrow_rI)
+    found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, len(weights_OI), *weights_OI, *narrow_rI)
+    return found
 
 
 class _Products(torch.autograd.Function):

@@ -37,7 +37,8 @@ from parallel.numerics.weight_gradient import gradient_of, gradients_of_trained
 def row_product(h_BLI: Tensor, weight_OI: Tensor, *, axis: Axis, chunks: int, sliced: bool) -> Tensor:
     """Return the sum over the axis of h W^T, in h's dtype: [B, L, O], or if `sliced` this rank's [B, l, O], computed in `chunks` chunks."""
     product = _SlicedRow if sliced else _Row
-    return product.apply(h_BLI, weight_OI, axis, chunks)
+    y: Tensor = product.apply(h_BLI, weight_OI, axis, chunks)
+    return y
 
 
 def column_products(
@@ -55,7 +56,8 @@ def column_products(
 
     The gradient of x is summed over the axis. recast: cast weights are not saved (moe/nn/linear.py). chunks: largest number of chunks."""
     products = _SlicedColumns if sliced else _Columns
-    return products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
+    found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
+    return found
 
 
 class _Row(torch.autograd.Function):

@@ -136,7 +136,8 @@ class OtherRows:
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
     """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: the same two numbers for
     this rank's rows alone; the logit of a target in another rank's rows is 0."""
-    return _Merged.apply(scores_2N, axis)
+    found: Tensor = _Merged.apply(scores_2N, axis)
+    return found
 
 
 def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:

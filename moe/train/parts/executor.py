@@ -130,7 +130,8 @@ class Pipelined:
             self.watchers = tuple(w for w in self.watchers if w is not watcher)
 
     def _train(self, *args: Any) -> Output:
-        return self.engine.forward(*args, last=False)
+        output: Output = self.engine.forward(*args, last=False)
+        return output
 
 
 class _Stages:

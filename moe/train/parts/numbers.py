@@ -53,7 +53,8 @@ class Numbers:
 
     @cached_property
     def _row(self) -> list[float]:
-        return self._read()[0]
+        row: list[float] = self._read()[0]
+        return row
 
     @property
     def loss(self) -> float:
