@@ -18,8 +18,7 @@ def clash(run: Run, key: str, other: str, works: object, why: str = "", *fixes: 
                 fix: set tiling.ffn to 1, or optimizer.kind to adamw
 
     other: a key, or the cause in words. works: a value of `key` that works. fixes: alternatives to setting `key`. needed: the text after
-    "needed", instead of `works: why`.
-    """
+    "needed", instead of `works: why`."""
     cause = other if " " in other else f"{other}={written(value_of(run, other))}"
     got = f"{written(value_of(run, key))} with {cause}"
     return BadInput(key, got=got, needed=needed or f"{written(works)}{f': {why}' if why else ''}", fix=any_of([Set(key, works), *fixes]))

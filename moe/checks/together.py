@@ -6,8 +6,7 @@ import math
 import os
 
 from moe.checks.clash import check_others, clash
-from moe.checks.freeze import check_freeze
-from moe.checks.lora import check_lora
+from moe.checks.frozen import check_freeze, check_lora
 from moe.checks.model import check_encoder_decoder, check_model
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline

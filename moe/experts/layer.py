@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         each row."""
 
         def scale(position_R: Tensor) -> Tensor:
-            rows = Context(context.seed, context.step, position_R)
+            rows = replace(context, position_T=position_R)
             return rows.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
 
         return Dropout(context.position_T, scale)

@@ -53,10 +53,9 @@ def multi_token_loss(
 ) -> Tensor:
     """Return the mean over depths of the loss, which is a mean over valid input tokens: fp32 []. `targets_BL`: the token after each input
     token. `look_up`: returns embeddings. `summed_loss(hidden, targets)`: applies the head, and returns the loss, summed over tokens.
-    `whole_sequences`: gathers [B, L] over ranks to [B, S].
-    """
-    place_L = context.positions(targets_BL.shape[1], device=targets_BL.device)
-    total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)
+    `whole_sequences`: gathers [B, L] over ranks to [B, S]."""
+    place_L, next_BS = context.place_L, whole_sequences(targets_BL)
+    total = hidden_BLD.new_zeros((), dtype=torch.float32)
     for depth in depths:
         later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)
         later_BS = later_BS.masked_fill(next_BS == PADDING, PADDING)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -44,21 +45,18 @@ def keeping(blocks: Collection[nn.Module], keep: Collection[str], *, batch: int)
             raise BadInput("keep", got=name, needed=" or ".join(KINDS), fix=f"did you mean {near}?" if near else 'write keep=("hidden",)')
     found = Kept({}, {})
 
-    def hidden(layer: int) -> Callable[..., None]:
-        return lambda module, given, made: found.hidden.update({layer: made[0]})
+    def hidden(layer: int, module: nn.Module, given: Any, made: Any) -> None:
+        found.hidden[layer] = made[0]
 
-    def routing(layer: int) -> Callable[..., None]:
-        def note(module: nn.Module, given: Any, made: Routing) -> None:
-            values = (made.expert_TK, made.gate_TK, made.kept_TK, made.probs_TE)
-            found.routing[layer] = Choices(*(x.unflatten(0, (batch, -1)) for x in values))
-
-        return note
+    def routing(layer: int, module: nn.Module, given: Any, made: Routing) -> None:
+        values = (made.expert_TK, made.gate_TK, made.kept_TK, made.probs_TE)
+        found.routing[layer] = Choices(*(x.unflatten(0, (batch, -1)) for x in values))
 
     with ExitStack() as hooks:
         for block in blocks:
             if _HIDDEN in keep:
-                hooks.callback(block.register_forward_hook(hidden(block.layer)).remove)  # type: ignore[arg-type]
+                hooks.enter_context(block.register_forward_hook(partial(hidden, block.layer)))  # type: ignore[arg-type]
             for moe in block.modules() if _ROUTING in keep else ():
                 if isinstance(moe, MoELayer):
-                    hooks.callback(moe.router.register_forward_hook(routing(moe.layer)).remove)
+                    hooks.enter_context(moe.router.register_forward_hook(partial(routing, moe.layer)))
         yield found

@@ -52,8 +52,7 @@ class Output(NamedTuple):
     """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. Of logits and
     loss, the one that is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only
     `hidden_BLD` and reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors
-    only in tuples.
-    """
+    only in tuples."""
 
     logits_BLV: Tensor
     loss: Tensor
@@ -73,8 +72,7 @@ class StageLayers(NamedTuple):
 class Block(nn.Module):
     """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
     `recompute`: activations that the backward pass recomputes: `none`, `full` (of the block), or `selective` (of its feed-forward network
-    or MoE layer).
-    """
+    or MoE layer)."""
 
     def __init__(self, model: sections.Model, experts: sections.Experts, router: sections.Router, layer: int) -> None:
         super().__init__()
@@ -110,8 +108,7 @@ class Block(nn.Module):
         self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
     ) -> tuple[Tensor, LayerReport | None]:
         """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer. `bias`: position bias that all blocks of the encoder,
-        or of the decoder, share. `source_BSD`: the encoder's output.
-        """
+        or of the decoder, share. `source_BSD`: the encoder's output."""
         given = (x_BLD, context, bias, source_BSD)
         return recomputed(self._whole, *given) if self.recompute == "full" else self._whole(*given)
 
@@ -152,8 +149,7 @@ class Transformer(nn.Module):
     Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
     Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
     part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
-    `keep=("hidden", "routing")`: the Output also has these intermediate values (moe/model/kept.py).
-    """
+    `keep=("hidden", "routing")`: the Output also has these intermediate values (moe/model/kept.py)."""
 
     def __init__(
         self,
@@ -260,8 +256,7 @@ class Transformer(nn.Module):
         self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, part: StageLayers
     ) -> tuple[Tensor, Reports, Context]:
         """Return (hidden states, reports, context of the decoder's tokens). Hidden states are the decoder's; on a stage before the last,
-        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states.
-        """
+        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states."""
         begins, sentinels = self.config.decoder_begins, self.vocab_size - self.config.spans.num_spans
         if self.config.document_mask:
             read, written = context.halves_with_documents(self._separator, sentinels, self._whole_inner_sequences)
@@ -344,7 +339,6 @@ def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Co
     if not (within.training and within.dropout):
         return x_BLD
     if within.columns is not None:
-        assert context.sequence_B is not None
         context = context.of_columns(within.columns(len(context.position_T) // len(context.sequence_B)))
     return drop(x_BLD, within.dropout, name=f"{place}.dropout", context=context, first=within.first_channel)
 

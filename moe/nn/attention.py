@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.nn.context import Context
-from moe.nn.core import Core, open_core, softmax_core
+from moe.nn.core import Core, softmax_core
 from moe.nn.linear import Added, Linear, Norm, scaled
 from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
@@ -32,8 +32,7 @@ from parallel.numerics.position_bias import Bias
 
 class RelativeBias(nn.Module):
     """T5's bias, `weight` [buckets, H]: 32 buckets of distances, of which half hold one distance each, and the others grow logarithmically
-    up to distance 128. `both_ways` (encoder): half of the buckets are for keys before the query, half for keys after it.
-    """
+    up to distance 128. `both_ways` (encoder): half of the buckets are for keys before the query, half for keys after it."""
 
     buckets, far = T5_BUCKETS, 128
 
@@ -78,8 +77,7 @@ class Attention(nn.Module):
     """Attention. The number of heads follows from the weights' shapes. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias
     [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: the layer
     has its own T5 bias; otherwise `forward` gets another layer's. `window`: number of tokens that a query sees, itself included (None: all
-    earlier ones).
-    """
+    earlier ones)."""
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
         super().__init__()
@@ -102,9 +100,7 @@ class Attention(nn.Module):
         # factor on the queries: with it, logits are multiplied by scales.attention instead of the core's 1 / sqrt(C)
         self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5
         self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits; None: 1 / sqrt(C)
-        self.core: Core = partial(softmax_core, window=window)
-        if model.kind == "encoder_decoder":
-            self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
+        self.core: Core = partial(softmax_core, window=window, scale=self.core_scale, causal=of == "decoder")
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one
@@ -125,9 +121,8 @@ class Attention(nn.Module):
         q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
         bias = shared if shared is not None else None if self.bias is None else self.bias()
         if self.rope is not None:
-            place_L = context.positions(q_BHLC.shape[2], device=q_BHLC.device)
-            rope = self.rope.at(context.length or len(place_L))
-            turns = context.for_all_layers(turns_of, place_L, rope.turning(self.head_size), rope, dtype=q_BHLC.dtype)
+            rope = self.rope.at(context.length)
+            turns = context.for_all_layers(turns_of, context.place_L, rope.turning(self.head_size), rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
         q_BHLC = scaled(q_BHLC, self.scale)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias, sink_H=None if self.sinks is None else self.sinks())

@@ -38,24 +38,23 @@ class Context:
     bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance
     loss), given the sums over this pass's tokens; None: this pass is the whole batch. `replay`: stores decisions, such as routing, so that
     a recomputed pass repeats them. `tokens_T`: token ids, for hash routing. Routers write their chosen experts to `record_routing`, and
-    take them from `replay_routing`.
-    """
+    take them from `replay_routing`."""
 
     seed: int
     step: int
     position_T: Tensor
+    tokens_T: Tensor
+    sequence_B: Tensor
+    place_L: Tensor
+    length: int
     auxiliary_scale: float | Tensor = 1.0
     valid_T: Tensor | None = None
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
-    tokens_T: Tensor | None = None
     begins_T: Tensor | None = None
-    sequence_B: Tensor | None = None
-    place_L: Tensor | None = None
     document_BS: Tensor | None = None
     source_document_BS: Tensor | None = None
     source: int = 0
-    length: int | None = None
     record_routing: RoutingRecord | None = None
     replay_routing: RoutingRecord | None = None
     _kept: list[tuple[Tensor, tuple[object, ...], Any]] = field(default_factory=list, compare=False, repr=False)
@@ -78,33 +77,20 @@ class Context:
     ) -> Context:
         """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
         `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
-        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences.
-        """
+        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences."""
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
+        length = length or columns
         assert positions is None or len(positions) == columns
         for record in (record_routing, replay_routing):
             if record is not None:
                 last = columns - 1 if positions is None else int(max(positions))
-                record.check_positions(range(first_sequence, first_sequence + batch), last, length or columns)
+                record.check_positions(range(first_sequence, first_sequence + batch), last, length)
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=device)
         place_L = torch.arange(columns, device=device) if positions is None else on_device(torch.tensor(positions), device)
-        position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
-        valid_T = None if valid_BL is None else valid_BL.flatten()
-        return Context(
-            seed,
-            step,
-            position_T,
-            auxiliary_scale,
-            valid_T,
-            tokens_T=tokens_BL.flatten(),
-            begins_T=None if begins_BL is None else begins_BL.flatten(),
-            sequence_B=sequence_B,
-            place_L=place_L,
-            source=source,
-            length=length or columns,
-            record_routing=record_routing,
-            replay_routing=replay_routing,
-        )
+        position_T = (sequence_B.unsqueeze(1) * length + place_L).flatten()
+        valid_T, begins_T = (None if x is None else x.flatten() for x in (valid_BL, begins_BL))
+        found = Context(seed, step, position_T, tokens_BL.flatten(), sequence_B, place_L, length, auxiliary_scale, valid_T)
+        return replace(found, begins_T=begins_T, source=source, record_routing=record_routing, replay_routing=replay_routing)
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:
@@ -117,16 +103,12 @@ class Context:
 
     def of_columns(self, columns: slice) -> Context:
         """Return a context for these columns of every sequence. Only `position_T`, which random numbers need, is cut."""
-        assert self.sequence_B is not None
         return replace(self, position_T=self.position_T.view(len(self.sequence_B), -1)[:, columns].flatten())
 
     def halves(self) -> tuple[Context, Context]:
         """Return the contexts of the encoder's tokens and of the decoder's tokens, whose positions begin at 0 again.
-        Raise BadInput unless `source` is from 1 to L - 1.
-        """
-        place_L = self.place_L
-        assert place_L is not None
-        length = len(place_L)
+        Raise BadInput unless `source` is from 1 to L - 1."""
+        place_L, length = self.place_L, len(self.place_L)
         if not 0 < self.source < length:
             needed = f"1 to {length - 1}: the encoder reads the first `source` of a sequence's {length} tokens, the decoder the others"
             raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
@@ -139,7 +121,7 @@ class Context:
 
     def _whole_source(self, columns: int) -> int:
         """Return the number of tokens that the encoder reads of a whole sequence, of which this rank has `columns` tokens."""
-        return self.source * (self.length or columns) // columns  # ranks hold equal shards of each half
+        return self.source * self.length // columns  # ranks hold equal shards of each half
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor
@@ -162,7 +144,6 @@ class Context:
     def with_documents(self, separator: int | None, whole: Callable[[Tensor], Tensor]) -> Context:
         """Add `document_BS`: a document begins at each token `separator` (None: at none), and at each packed chat. `whole(x)` gathers
         [B, L, ...] over whole sequences."""
-        assert self.tokens_T is not None and self.sequence_B is not None
         begins_T = torch.zeros_like(self.tokens_T, dtype=torch.bool) if self.begins_T is None else self.begins_T
         begins_T = begins_T if separator is None else begins_T | (self.tokens_T == separator)
         begins_BS = whole(begins_T.view(len(self.sequence_B), -1))
@@ -174,7 +155,6 @@ class Context:
         such sentinel.
         `sentinels`: least id of a sentinel. `whole`: as in `with_documents`, of rows of both halves.
         """
-        assert self.tokens_T is not None and self.sequence_B is not None
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)
         of_read_BS = F.pad(read_BS[:, :-1] == separator, (0, 1)).long().cumsum(1)
@@ -190,10 +170,6 @@ class Context:
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
         """Return decide(), or in a recomputed pass its result from the first pass. `name`: key of the result."""
         return decide() if self.replay is None else self.replay.once(name, decide)
-
-    def positions(self, length: int, *, device: torch.device) -> Tensor:
-        """Return the positions of this rank's `length` tokens of a sequence, int64 [length]. Without `place_L`, they count from 0."""
-        return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:
         """Return compute(place_L, *given, dtype=dtype), computed once in a pass: layers with equal arguments share the result."""

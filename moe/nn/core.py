@@ -1,7 +1,7 @@
 """The core of attention: softmax(q k) v. Only in this step does a token read other tokens.
 
     softmax_core    causal: a token sees itself and earlier tokens of its document, or the last `window` of them
-    open_core       every token sees all keys of its document
+                    not causal (encoder, cross attention): every token sees all keys of its document
     attend          one call of torch's attention, optionally with attention sinks (arXiv 2309.17453): a logit for each head, which takes
                     a share of the softmax and adds nothing to the output
 
@@ -46,18 +46,21 @@ def softmax_core(
     sink_H: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Compute causal attention over whole sequences on one device. `bias` (T5) is added to the logits, and `scale` is their factor (None: 1
-    / sqrt(C)). `window`: number of tokens that a query sees, itself included (None: all earlier ones).
-    """
-    if bias is None and context.document_BS is None:
-        if window is None or window >= q_BHLC.shape[2]:
-            return attend(q_BHLC, k_BKLC, v_BKLC, scale=scale, sink_H=sink_H)
-        if 2 * window <= q_BHLC.shape[2]:
+    """Compute attention over whole sequences on one device. `bias` (T5) is added to the logits, and `scale` is their factor (None: 1 /
+    sqrt(C)). `window`, if causal: number of tokens that a query sees, itself included (None: all earlier ones). If not causal, keys may be
+    other tokens than queries (cross attention)."""
+    queries, keys, document_BL = range(q_BHLC.shape[2]), range(k_BKLC.shape[2]), context.document_BS
+    if bias is None and document_BL is None:
+        if window is None or window >= len(queries):
+            return attend(q_BHLC, k_BKLC, v_BKLC, causal=causal, scale=scale, sink_H=sink_H)
+        if 2 * window <= len(queries):
             return _in_chunks(q_BHLC, k_BKLC, v_BKLC, window=window, scale=scale, sink_H=sink_H)
-    places = range(q_BHLC.shape[2])
-    documents = None if context.document_BS is None else (context.document_BS, context.document_BS)
-    mask = masked(places, places, documents, bias=bias, window=window, like=q_BHLC)
+    documents = None
+    if document_BL is not None:
+        documents = document_BL, document_BL if causal or context.source_document_BS is None else context.source_document_BS
+    mask = masked(queries, keys, documents, bias=bias, window=window, like=q_BHLC, causal=causal)
     return attend(q_BHLC, k_BKLC, v_BKLC, mask=mask, scale=scale, sink_H=sink_H)
 
 
@@ -74,8 +77,7 @@ def attend(
     """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
     value 0, visible to all tokens. The logit is stored in an additional channel of queries and keys, so that any attention kernel can
-    compute it.
-    """
+    compute it."""
     if sink_H is None:
         return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale
@@ -94,8 +96,7 @@ def attend(
 
 def _fused(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
     """Call torch's attention. Keys and values are repeated in memory if torch has no fused kernel for grouped heads: on a GPU with a mask
-    or in fp32. There torch would otherwise write all scores to memory.
-    """
+    or in fp32. There torch would otherwise write all scores to memory."""
     grouped = k_BKSC.shape[1] != q_BHLC.shape[1]
     if grouped and q_BHLC.is_cuda and (mask is not None or not flash_takes(q_BHLC)):
         k_BKSC, v_BKSC, grouped = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1]), False
@@ -114,8 +115,9 @@ def masked(
 ) -> Tensor:
     """Return the mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to the
     logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document. `causal`
-    False: later keys are visible too.
-    """
+    False: later keys are visible too."""
+    if bias is not None and documents is None and not causal:
+        return bias.of(queries, keys).to(like.dtype)
     query_L, key_S = (torch.arange(places.start, places.stop, device=like.device) for places in (queries, keys))
     distance_LS = query_L.unsqueeze(1) - key_S
     visible = distance_LS >= 0 if causal else torch.ones_like(distance_LS, dtype=torch.bool)
@@ -143,23 +145,3 @@ def _with_previous_chunk(x_BHLC: Tensor, window: int) -> Tensor:
     """Return the chunks from the second on, each joined to the end of the chunk before it: [B (N - 1), H, 2 W, C]."""
     chunks = rearrange(x_BHLC, "b h (n w) c -> b n h w c", w=window)
     return torch.cat([chunks[:, :-1], chunks[:, 1:]], dim=3).flatten(0, 1)
-
-
-def open_core(
-    q_BHLC: Tensor,
-    k_BKSC: Tensor,
-    v_BKSC: Tensor,
-    *,
-    context: Context,
-    bias: Bias | None,
-    sink_H: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute attention in which every token sees all keys of its document: in an encoder, and (without bias) in cross attention."""
-    assert sink_H is None
-    queries, keys = range(q_BHLC.shape[2]), range(k_BKSC.shape[2])
-    mask = None if bias is None else bias.of(queries, keys).to(q_BHLC.dtype)
-    if context.document_BS is not None:
-        of_keys = context.document_BS if context.source_document_BS is None else context.source_document_BS
-        mask = masked(queries, keys, (context.document_BS, of_keys), bias=bias, window=None, like=q_BHLC, causal=False)
-    return attend(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=scale, sink_H=None)

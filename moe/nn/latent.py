@@ -38,8 +38,7 @@ class LatentAttention(nn.Module):
     """Latent attention. `core`, `enter`, `leave` and `window`: as in Attention. `compressed`: `core` gets latents as keys and values.
 
     Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out [D, H
-    V].
-    """
+    V]."""
 
     def __init__(self, model: sections.Model, *, window: int | None = None) -> None:
         super().__init__()
@@ -69,8 +68,7 @@ class LatentAttention(nn.Module):
         assert shared is None and source_BSD is None
         q_BHLC, latent_BLR, turned_B1LP = self._entered(x_BLD)
         content, rotary = q_BHLC.split([self.size.content, self.size.rotary], dim=3)
-        place_L = context.positions(q_BHLC.shape[2], device=x_BLD.device)
-        turns = context.for_all_layers(turns_of, place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
+        turns = context.for_all_layers(turns_of, context.place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
         rotary, turned_B1LP = turned(rotary, turns), turned(turned_B1LP, turns)
         sink_H = None if self.sinks is None else self.sinks()
         mix = self._mixed_latents if self.compressed else self._mixed

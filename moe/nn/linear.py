@@ -33,8 +33,7 @@ WIDEST = 8192  # largest number of channels for Triton's norm: more do not fit i
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
-    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products.
-    """
+    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products."""
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
@@ -81,8 +80,7 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
     """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics and gain in fp32 or wider. Keep x's dtype. On a GPU, one
-    kernel normalises 16-bit tokens without an fp32 copy.
-    """
+    kernel normalises 16-bit tokens without an fp32 copy."""
     if x.is_cuda and x.dtype.itemsize == 2 and x.shape[-1] <= WIDEST and kernels_of(x) is not cpu:
         from moe.kernels.triton.norm import norm
 
@@ -98,8 +96,7 @@ def normed_in_fp32(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> T
 
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, output in x's dtype. `eps` None: 1e-6 for
-    RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced: by a function for sharded channels, or by a compiled one.
-    """
+    RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced: by a function for sharded channels, or by a compiled one."""
 
     def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
         super().__init__()
@@ -125,8 +122,7 @@ class Added(nn.Module):
 class FeedForward(nn.Module):
     """The dense feed-forward network: activation(x W1) [* x W3] W2. If a rank has a shard of the hidden units, the result is a partial sum.
     Tensor parallelism replaces `leave` (applied to the output), and either `enter` (applied to x) or `products` (of x with w1 and w3, so
-    that x is sent once for both). A compiled function can replace `activate`.
-    """
+    that x is sent once for both). A compiled function can replace `activate`."""
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
         super().__init__()

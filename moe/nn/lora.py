@@ -44,8 +44,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 def freeze(model: nn.Module) -> None:
     """Freeze all parameters except the adapters. Without adapters, freeze nothing."""
-    names = {name for name, _ in model.named_parameters()}
-    trainable = trained(names)
+    trainable = trained(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
 
@@ -189,11 +188,6 @@ def _times(rows_RI: Tensor, matrices_EIO: Tensor | Blocks, counts: list[int], *,
 def _outer(rows_RI: Tensor, grads_RO: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
     """Return rows^T grads of each expert: [E, I, O] of `dtype`."""
     return torch.stack([(rows.t() @ grads).to(dtype) for rows, grads in zip(rows_RI.split(counts), grads_RO.split(counts), strict=True)])
-
-
-def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """Return W + s left right in the weight's dtype, to replace W in a model without adapters."""
-    return adapted(weight, left, right, scale=scale, dtype=weight.dtype).to(weight.dtype)
 
 
 def pair_of(name: str) -> tuple[str, str]:

@@ -48,7 +48,6 @@ class OwnLoss:
         tokens for which this rank has logits. `whole` gathers whole sequences from the ranks that share them; each of these ranks computes
         the same losses. Raises BadInput if the function raises an error, or if its result is not one loss for each sequence, independent of
         other sequences."""
-        assert context.tokens_T is not None
         begins_T = torch.zeros_like(context.tokens_T) if context.begins_T is None else context.begins_T.long()
         known = (arranged(x) for x in (as_targets(targets_BL), context.tokens_T.view_as(targets_BL), begins_T.view_as(targets_BL)))
         whole_BL, next_BL, read_BL, begins_BL = (whole(x) for x in (logp_BL, *known))

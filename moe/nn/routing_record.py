@@ -38,8 +38,7 @@ class RoutingRecord:
     def of(*parts: Experts) -> RoutingRecord:
         """Make a record from arrays, and merge several `parts`, for example of ranks that had different sequences.
         Each part maps a layer index to integers [B, L, K], with equal B and L. A row of -1 leaves the token to the router. Raise BadInput
-        for arrays that cannot be a record.
-        """
+        for arrays that cannot be a record."""
         arrays = [{layer: _checked(layer, given) for layer, given in part.items()} for part in parts]
         shapes = {array.shape[:2] for part in arrays for array in part.values()}
         if len(shapes) != 1:

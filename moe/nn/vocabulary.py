@@ -44,8 +44,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 class Others(Protocol):
     """The exchange with ranks that hold other rows (vocabulary parallelism). Each method except `columns` is called once for all tiles of
     this rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are
-    whole.
-    """
+    whole."""
 
     product: Product | None
 
@@ -215,8 +214,7 @@ def summed_loss(
 
     With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`. If this rank also holds all rows
     and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again,
-    so the gradient of the matrix cannot be deferred, and `recast` has no effect.
-    """
+    so the gradient of the matrix cannot be deferred, and `recast` has no effect."""
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:
         return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)
@@ -257,8 +255,7 @@ def _recomputed_scores(
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
     """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it).
-    `row_N`: index of the target among these logits. `here_N`: whether the target is among them.
-    """
+    `row_N`: index of the target among these logits. `here_N`: whether the target is among them."""
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 

@@ -90,7 +90,7 @@ def _line(
     are split by outputs, or by inputs. `sliced`: whether the recipe has tensor.sequence_parallel. `key_heads`: axis over which keys and
     values are sharded; it is smaller than tp if there are fewer key-value heads than ranks.
     """
-    column, table, row = columns(sliced=sliced), columns(dim=1, sliced=sliced), rows(sliced=sliced)
+    column, row = columns(sliced=sliced), rows(sliced=sliced)
     keys = column if key_heads == "tp" else Column(key_heads, sliced=sliced)
     of_tokens = Copied(alike=() if sliced else ("tp",))
     of_attention = (
@@ -100,7 +100,7 @@ def _line(
         *_weights(OF_HEADS, "*_norm"),
         *_weights(column, "q", "q_up", "kv_up"),
         *_weights(keys, "k", "v"),
-        *_weights(table, "bias"),
+        *_weights(Channels("tp", dim=1), "bias"),
         *_weights(row, "out"),
     )
     of_block = (

@@ -82,8 +82,8 @@ class Shards:
 
     def context(self, context: Context) -> Context:
         """Return the context of all ranks' tokens: their positions, validity and token ids. Collective."""
-        valid_T, tokens_T = (None if x is None else self.whole(x) for x in (context.valid_T, context.tokens_T))
-        return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=tokens_T)
+        valid_T = None if context.valid_T is None else self.whole(context.valid_T)
+        return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=self.whole(context.tokens_T))
 
     def of_mine(self, made: Made) -> Made:
         """Return the dataclass with this rank's rows of every tensor, as `mine`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,18 +61,12 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     nonzero_E11 = mean_eigenvalue(factor_EWW) > 0
     added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
     for _ in range(2 + math.ceil(math.log10(width / least))):
-        lower_EWW, failed_E = _cholesky(factor_EWW + added_E11 * eye_WW)
+        lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)  # failed: above 0 if not positive definite
+        failed_E = supposed(failed_E, partial(torch.zeros, len(failed_E)))  # a rehearsal computes no values, so none fails
         if not failed_E.any():
             break
         added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)
     return torch.cholesky_inverse(lower_EWW) * nonzero_E11
-
-
-def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (lower triangles, status [E]: 0 for success, positive if a matrix is not positive definite). In a rehearsal, which computes no
-    values, the status is success."""
-    lower_EWW, failed_E = torch.linalg.cholesky_ex(matrix_EWW)
-    return lower_EWW, supposed(failed_E, lambda: torch.zeros(len(failed_E)))
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:

@@ -33,8 +33,7 @@ class BubbleFiller(Watcher):
     slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;
         index -1: before the first action. None: not planned yet.
     placed_share: planned units' time as a fraction of all units' time.
-    waits: (idle time of this rank without K-FAC, idle time with the plan), as fractions of a step.
-    """
+    waits: (idle time of this rank without K-FAC, idle time with the plan), as fractions of a step."""
 
     kfac: Kfac
     schedule: Schedule

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import Engine, Load
+from parallel.data.engine import MOMENTS, Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
-from parallel.optim.step import AdamWExcept, decay_and_subtract
-
-Group = dict[str, Any]
+from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
 
 class Grafted(AdamWExcept):
@@ -37,26 +35,20 @@ class Grafted(AdamWExcept):
         if linear is None or not self.kfac.has_inverses:
             return False
         assert grad is not None
-        state = self._state_of(weight)
+        state: dict[str, Tensor] = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state |= {moment: torch.zeros_like(weight) for moment in MOMENTS}
         beta1, beta2 = group["betas"]
         state["step"] += 1
         steps = float(state["step"])
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean, square = (state[moment] for moment in MOMENTS)
         mean.lerp_(grad, 1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         adam = mean.float() / (1 - beta1**steps) / ((square.float() / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
         update = grafted(direction(mean, *self.kfac.inverses(linear)), adam)
         decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
         return True
-
-    def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's states of the weight (step, exp_avg, exp_avg_sq), created with zeros at the first call."""
-        state: dict[str, Tensor] = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            state |= {moment: torch.zeros_like(weight) for moment in ("exp_avg", "exp_avg_sq")}
-            self.state[weight] = state
-        return state
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class Kfac:
 
     linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
     copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: curvature units run as
-    soon as they are ready. False: they wait for `run` or `do_next`; units that are due and have not run are run by `finish`. Inversions
+    soon as they are ready. False: they wait for `run`; units that are due and have not run are run by `finish`. Inversions
     always wait in this way.
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
@@ -186,8 +186,8 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Set `at_once` to False: units wait for `run` or `do_next`, at most until `finish` needs them. timed: measure each unit until
-        `times` is called."""
+        """Set `at_once` to False: units wait for `run`, at most until `finish` needs them. timed: measure each unit until `times` is
+        called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -202,28 +202,23 @@ class Kfac:
         """Return the units that can run now, in the order in which they became ready."""
         return tuple(self._queue)
 
-    def do_next(self) -> bool:
-        """Run the unit that became ready first. Return False if no unit is ready."""
-        if self._queue:
-            self.run(self._queue[0])
-            return True
-        return False
-
     def run(self, unit: KfacUnit) -> None:
         """Take this unit, which must be ready, out of `waiting`, and compute it."""
         self._queue.remove(unit)
         if self._seconds is None:
-            self.do(unit)
-            return
+            return self.do(unit)
         device = self.linears[unit.name].weight.device
         started = _now(device)
         self.do(unit)
         self._seconds.setdefault((unit.kind, unit.factor, unit.name), []).append(_now(device) - started)
 
+    def _run_all(self) -> None:
+        while self._queue:
+            self.run(self._queue[0])
+
     @torch.no_grad()
     def do(self, unit: KfacUnit) -> None:
-        """Compute a unit, which `run` has taken out of `waiting`: add a micro-batch's products to the factor's sums, or invert the running
-        factor."""
+        """Compute a unit: add a micro-batch's products to the factor's sums, or invert the running factor."""
         factor = self.factors[unit.factor, unit.name]
         if unit.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
@@ -260,10 +255,6 @@ class Kfac:
         """Do all pending work now, even if it is due later, so that the state can be saved between steps. Collective."""
         self._reduce_sums()
         self._share_inverses()
-
-    def _run_all(self) -> None:
-        while self.do_next():
-            pass
 
     @torch.no_grad()
     def _reduce_sums(self) -> None:

@@ -38,7 +38,7 @@ class GradientNorm:
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
     """Return the norms of the whole model's gradients. `owned`: (family, gradient shard) that this rank owns. Collective."""
-    return norm_of(squares(owned, families=families, device=device), families=families, world=world)
+    return norms_of(squares(owned, families=families, device=device), families=families, world=world)[0]
 
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
@@ -64,9 +64,9 @@ def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, .
     return torch.where(of_family, norms.double().square(), 0.0).sum(1)
 
 
-def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """Return the norms. squares: this rank's result of `squares`. Collective. If ranks ran different collectives, all raise
-    Disagreement."""
+def norms_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> list[GradientNorm]:
+    """Return the norms of one or more steps. squares: this rank's results of `squares`, concatenated. Collective. If ranks ran different
+    collectives, all raise Disagreement."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:
@@ -74,9 +74,12 @@ def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> Gradi
     totals: list[float] = sum_over(squares, axis).tolist()
     if record is not None:
         check_tokens(totals.pop())
-    # NaN becomes inf, because max(0, nan) is 0 in Python and would look finite
-    roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]
-    return GradientNorm(math.sqrt(sum(totals)) if math.isfinite(sum(totals)) else math.inf, dict(zip(families, roots, strict=True)))
+    steps = (totals[start : start + len(families)] for start in range(0, len(totals), len(families)))
+    return [GradientNorm(_root(sum(step)), dict(zip(families, map(_root, step), strict=True))) for step in steps]
+
+
+def _root(total: float) -> float:
+    return math.sqrt(total) if math.isfinite(total) else math.inf  # not NaN: max(0, nan) is 0 in Python, which would look finite
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 class Bias(NamedTuple):
     """The bias of a (query, key) pair: row `bucket(distance)` of `table_UH` (fp32), one value for each head. distance: position of the
-    query minus that of the key, int64. The positions of queries, and of keys, are ranges; both ranges have the same step.
-    """
+    query minus that of the key, int64. The positions of queries, and of keys, are ranges; both ranges have the same step."""
 
     table_UH: Tensor
     bucket: Callable[[Tensor], Tensor]

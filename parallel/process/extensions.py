@@ -33,9 +33,9 @@ def use_extensions_dir() -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
 
 
-def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
+def missing_for_nvme() -> list[str]:
     """Return the packages that must be installed to compile DeepSpeed's async_io; [] if none is missing, or it is compiled already."""
-    folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
         return []
     needed = {

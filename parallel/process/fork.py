@@ -61,7 +61,10 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
         try:
             numbers = count()
             while (late := _wait(ranks, parts := _parts(folder, next(numbers), world_size), timeout_s)) is None:
-                yield [_taken(part) for part in parts]
+                results = [torch.load(part, weights_only=True) for part in parts]
+                for part in parts:
+                    part.unlink()
+                yield results
             stacks = _stacks(ranks, late, folder)
         finally:
             for process in ranks:  # kill all, then wait, because a rank that outlives another would report a lost connection
@@ -120,12 +123,6 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
 
 def _parts(folder: Path, number: int, world_size: int) -> list[Path]:
     return [folder / f"{number}.{rank}.result" for rank in range(world_size)]
-
-
-def _taken(part: Path) -> Any:
-    result = torch.load(part, weights_only=True)
-    part.unlink()
-    return result
 
 
 def _stacks(ranks: Sequence[BaseProcess], late: list[int], folder: Path) -> dict[int, str]:

@@ -224,10 +224,10 @@ def share_cores(world: World) -> None:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
 
 
-def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:
+def connect(degrees: Degrees, world: World) -> Mesh:
     """Return this process's mesh with its process groups. Every rank must call it."""
     mesh = Mesh.of(degrees, world.rank, communicator=_communicator(world))
-    wait = timedelta(seconds=timeout_s or _last_resort_s())
+    wait = timedelta(seconds=_last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Make a process group. Only its members call this, because making all groups on each of 100,000 ranks would take too long."""

@@ -28,8 +28,7 @@ class Call(NamedTuple):
     """A call of a collective, or of a message to or from the rank `peer`.
 
     `group`: the group's name and its ranks. `said`: operator, numbers of elements and dtypes; it must be equal on all ranks of the group.
-    `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: it starts alone.
-    """
+    `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: it starts alone."""
 
     group: tuple[str, tuple[int, ...]]
     name: str

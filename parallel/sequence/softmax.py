@@ -40,8 +40,7 @@ class Tokens:
 
     document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document. window: number
     of positions that a query sees, its position included; None: all earlier positions. place_L and document_BL are computed at their first
-    use: blocks without bias and documents do not need them.
-    """
+    use: blocks without bias and documents do not need them."""
 
     runs: tuple[range, ...]
     device: torch.device

@@ -33,15 +33,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DTensorColumn(Style):
     """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills two slots (replaceable functions, style.py): `product` of
-    the weight's module, and `enter` of its layer.
+    the weight's module, and `enter` of its layer."""
 
-    dim: 1 for a bias table [.., heads], which is in no product, so only `enter` is filled."""
-
-    dim: int = 0
     sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Column(dim=self.dim).layout(name, shape)
+        return Column().layout(name, shape)
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         ranks = Ranks(mesh.axis("tp"))
@@ -50,7 +47,7 @@ class DTensorColumn(Style):
             layer.enter = partial(enter, ranks=ranks, sliced=self.sliced)  # type: ignore[assignment]
             if hasattr(layer, "for_heads"):
                 layer.for_heads = for_heads  # type: ignore[assignment]
-        for name in layouts if self.dim == 0 else ():
+        for name in layouts:
             model.get_submodule(name.rpartition(".")[0]).product = partial(column_products, ranks=ranks)  # type: ignore[assignment]
 
 

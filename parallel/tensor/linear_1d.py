@@ -37,16 +37,14 @@ class Column(Style):
     Fills the slot `products` of the layer (a replaceable function, style.py). A layer without this slot, such as a sum of tiles
     (parallel/data/tiling.py), gets `enter` instead: the gradient of x is then summed over ranks only once, after all tiles.
     sliced: with sequence parallelism between layers (sliced.py). chunks: largest number of chunks into which products are cut, so that the
-    collective of one chunk overlaps with the products of the next (overlapped.py).
-    """
+    collective of one chunk overlaps with the products of the next (overlapped.py)."""
 
     axis: str = "tp"
-    dim: int = 0
     sliced: bool = False
     chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
+        return Layout(shape, {0: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
         for path in layers_of(layouts):

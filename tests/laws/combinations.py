@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from moe.checks.verdict import verdict
 from moe.cli.run import write_rows
 from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
@@ -18,6 +17,7 @@ from parallel.errors import BadInput
 from parallel.store.files import write_text
 from tests.laws.refusals import listed, reason_of, refusals
 from tests.support.command import carry_out
+from tests.support.verdict import verdict
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from moe.checks.verdict import verdict
 from moe.recipe.load import build_run
 from moe.verify.hybrid import FACTORS
 from moe.verify.pairwise import Pair, every_pair
@@ -17,6 +16,7 @@ from parallel.errors import BadInput
 from tests.laws import combinations
 from tests.laws.combinations import Judged, judge_pairs, main, page
 from tests.laws.refusals import WHY, reason_of, refusals
+from tests.support.verdict import verdict
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/parallel/combinations.md"
 SHARDING = ("fsdp", "zero2", "zero3")

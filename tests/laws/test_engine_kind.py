@@ -13,7 +13,6 @@ import pytest
 from torch import nn
 
 from moe.checks.together import check_run
-from moe.checks.verdict import verdict
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import change_that_fits
@@ -36,6 +35,7 @@ from parallel.data.stepped import Stepped
 from parallel.errors import BadInput
 from parallel.mesh.gradients import sum_gradients
 from tests.laws import combinations
+from tests.support.verdict import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 

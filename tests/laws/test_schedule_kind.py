@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from moe.checks.together import check_run
-from moe.checks.verdict import verdict
 from moe.cli.simulate import main as simulate_verb
 from moe.cli.verbs import Simulate
 from moe.plan.choose.candidates import Space, candidates
@@ -38,6 +37,7 @@ from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import costs, makespan
+from tests.support.verdict import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.checks.verdict import verdict
 from moe.plan.choose.candidates import Space, candidates
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.recipe_of import recipe_of
@@ -34,6 +33,7 @@ from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 from tests.counted import sequence as attention
 from tests.laws.combinations import judge
+from tests.support.verdict import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 

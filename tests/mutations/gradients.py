@@ -191,7 +191,7 @@ def _gate_of_all_rows(real: Any) -> Any:
 
 
 def _norm(change: Any) -> Any:
-    """Replace `norm_of` by `change`, which gets the real function too. squares: this rank's sum of squared gradients of each family."""
+    """Replace `norms_of` by `change`, which gets the real function too. squares: this rank's sum of squared gradients of each family."""
 
     def make(real: Any) -> Any:
         return lambda squares, *, families, world: change(real, squares, families, world)
@@ -204,7 +204,7 @@ def _mean_of_norms(real: Any, squares: Tensor, families: Any, world: Any) -> Any
     from parallel.numerics.clip import GradientNorm
 
     roots = sum_over(squares.sqrt(), world) / world.size
-    return GradientNorm(roots.square().sum().sqrt().item(), dict(zip(families, roots.tolist(), strict=True)))
+    return [GradientNorm(roots.square().sum().sqrt().item(), dict(zip(families, roots.tolist(), strict=True)))]
 
 
 def _without_experts(real: Any, squares: Tensor, families: Any, world: Any) -> Any:
@@ -393,7 +393,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#8475",
         "data",
         _EP,
-        (Edit("parallel.numerics.clip:norm_of", _norm(_mean_of_norms)),),
+        (Edit("parallel.numerics.clip:norms_of", _norm(_mean_of_norms)),),
     ),
     Mutation(
         "experts_left_out_of_the_norm",
@@ -401,7 +401,7 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#8476",
         "data",
         _EP,
-        (Edit("parallel.numerics.clip:norm_of", _norm(_without_experts)),),
+        (Edit("parallel.numerics.clip:norms_of", _norm(_without_experts)),),
     ),
     Mutation(
         "each_rank_clips_by_its_own_norm",
@@ -409,7 +409,7 @@ MUTATIONS = (
         "NVIDIA-NeMo/Automodel#3816",
         "data",
         _EP,
-        (Edit("parallel.numerics.clip:norm_of", _norm(_of_each_rank)),),
+        (Edit("parallel.numerics.clip:norms_of", _norm(_of_each_rank)),),
     ),
     Mutation(
         "copies_counted_in_the_norm",

@@ -125,7 +125,7 @@ MUTATIONS = (
         "pytorch/torchtitan#596",
         "pipeline",
         _case("dense", "1f1b"),
-        (Edit("parallel.numerics.clip:norm_of", _of_one_stage),),
+        (Edit("parallel.numerics.clip:norms_of", _of_one_stage),),
     ),
     Mutation(
         "backward_from_the_raw_sum",

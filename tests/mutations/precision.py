@@ -66,8 +66,8 @@ def _own_finiteness(real: Any) -> Any:
 
     def wrong(squares: Tensor, *, families: tuple[str, ...], world: Any) -> Any:
         bad = not bool(squares.isfinite().all())
-        norm = real(torch.zeros_like(squares) if bad else squares, families=families, world=world)
-        return replace(norm, total=float("inf")) if bad else norm
+        norms = real(torch.zeros_like(squares) if bad else squares, families=families, world=world)
+        return [replace(norm, total=float("inf")) for norm in norms] if bad else norms
 
     return wrong
 
@@ -220,7 +220,7 @@ MUTATIONS = (
         "hpcaitech/ColossalAI#1175",
         "data",
         _OVERFLOW,
-        (Edit("parallel.numerics.clip:norm_of", _own_finiteness),),
+        (Edit("parallel.numerics.clip:norms_of", _own_finiteness),),
     ),
     Mutation(
         "skipped_step_counted",

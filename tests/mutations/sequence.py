@@ -40,7 +40,7 @@ def _not_home(real: Any) -> Any:
 
 
 def _from_zero(real: Any) -> Any:
-    return lambda self, length, *, device: torch.arange(length, device=device)
+    return lambda position_L, *given, **named: real(torch.arange(len(position_L), device=position_L.device), *given, **named)
 
 
 def _same_place_seen(real: Any) -> Any:
@@ -176,7 +176,7 @@ MUTATIONS = (
         "sgl-project/sglang#28463",
         "sequence",
         _RING,
-        (Edit("moe.nn.context:Context.positions", _from_zero),),
+        (Edit("moe.nn.attention:turns_of", _from_zero),),
     ),
     Mutation(
         "striped_triangle_not_strict",

@@ -28,8 +28,6 @@ class Hash(Method):
 
     def select(self, request: RoutingRequest) -> Tensor:
         tokens_T = request.context.tokens_T
-        if tokens_T is None:
-            raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
         if request.table_VK is not None:
             return request.table_VK[tokens_T.long()]
         if request.spec.hash_table is not None:

@@ -41,7 +41,7 @@ class Made(NamedTuple):
 def _step(job: Job, asked: Callable[[], bool]) -> Made:
     run, training, counters, measured = job.run, job.training, job.counters, job.figures.measured
     rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), training.scale.value
-    auditor = training.auditor if training.auditor is not None and training.auditor.due(counters.step + 1) else None
+    auditor = job.auditor if job.auditor is not None and job.auditor.due(counters.step + 1) else None
     with during(PASSES):
         passes = partial(
             accumulate,

@@ -17,7 +17,7 @@ from moe.train.start.job import Job
 from moe.train.start.out_of_memory import EVALUATION, during
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set, Words
-from parallel.mesh.collectives import max_over
+from parallel.mesh.collectives import largest
 from parallel.numerics.clip import GradientNorm
 from parallel.pipeline.schedules.catalog import ADVISED
 from parallel.store.checkpoint import numbered
@@ -145,4 +145,4 @@ def was_evaluated(job: Job) -> bool:
     the file. Collective."""
     lines = read(job.out) if job.world.rank == 0 else ()
     found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
-    return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())
+    return bool(largest(float(found), job.mesh.axis("world")))

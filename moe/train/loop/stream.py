@@ -23,7 +23,7 @@ from moe.train.parts.numbers import Numbers, Sums
 from moe.train.parts.passes import Pass, Tokens, count_tokens, num_losses, passes_of
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
-from parallel.numerics.clip import GradientNorm, norm_of, squares
+from parallel.numerics.clip import GradientNorm, norms_of, squares
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
 
@@ -79,11 +79,5 @@ def stream(
 
     executor.stream(passes, each, schedule=schedule, versions=versions, update=update)
     packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (divided, *shard.axes, executor.pp_axis))
-    together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
-    by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
-    rows = zip(packed, counts, by_batch, strict=True)
-    return [(Numbers(row, model.expert_counts, tokens.inputs), _norm(roots)) for row, tokens, roots in rows]
-
-
-def _norm(roots: Tensor) -> GradientNorm:
-    return GradientNorm(roots.square().sum().sqrt().item(), dict(zip(FAMILIES, roots.tolist(), strict=True)))
+    rows = zip(packed, counts, norms_of(norms.flatten(), families=FAMILIES, world=world), strict=True)
+    return [(Numbers(row, model.expert_counts, tokens.inputs), norm) for row, tokens, norm in rows]

@@ -78,8 +78,7 @@ def train(
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
     Raises BadInput for wrong arguments before anything is written, and during the run for gradients that are repeatedly not finite; Stopped
-    after a signal has ended the run and a checkpoint is saved; Ended if a callback raised an exception or an audit found no intact copy.
-    """
+    after a signal has ended the run and a checkpoint is saved; Ended if a callback raised an exception or an audit found no intact copy."""
     world = world or process.read_environment()
     check_allowed(allow_changes)
     run = (own := Own(callbacks, data, optimizer)).named_in(run)
@@ -175,8 +174,8 @@ def _end_early(job: Job) -> None:
 
 def _save(job: Job, *, wait: bool) -> None:
     training, saves = job.training, job.saves
-    if training.auditor is not None:
-        training.auditor.before_save(job.counters.step)
+    if job.auditor is not None:
+        job.auditor.before_save(job.counters.step)
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
     placed = training.rebalancer.state()
     parts = state.parts(job.engine, job.mesh, counters=job.counters, scale=training.scale, placed=placed, **saves.described)

@@ -36,6 +36,7 @@ from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_o
 
 ATTEMPTS = 6  # largest number of passes (forward and backward) of one step
 MOST_NAMED = 3  # largest number of differing tensors or layers that a message names
+Pass = tuple[Tensor, dict[str, int]]  # (hashes of the gradients and of the step's numbers, hashes by layer)
 
 
 class Auditor:
@@ -57,10 +58,10 @@ class Auditor:
         """Call `compute`, which runs forward and backward passes of the step, until two calls give the same bits. Return the last call's
         numbers; the engine has its gradients. Collective. Raises Ended on all ranks if weights cannot be repaired or no two calls agree."""
         held, before = self.compare_copies(step, "before the step")
-        seen: list[tuple[Tensor, dict[str, int]]] = []
+        seen: list[Pass] = []
         reasons: list[str] = []
         for attempt in range(ATTEMPTS):
-            with listening(self.engine.module) as heard:
+            with layer_hashes(self.engine.module) as hashes:
                 numbers = compute()
             watchdog.enter("the audit of the step", step=step)
             grads = list(self.engine.summed_gradients())
@@ -69,14 +70,14 @@ class Auditor:
                 changed = by_change(held, before, fingerprints(held), self.mesh)
                 if self._settle(changed, step, "during the step"):
                     seen.clear()  # earlier passes read corrupt tensors, so later passes are not compared with them
-                elif reasons := self._unlike(grads, mine, heard, seen):
-                    self._tell(step, f"another result in pass {attempt + 1}", reasons, "the passes are repeated")
+                elif reasons := self._differences(grads, mine, hashes, seen):
+                    self._report(step, f"another result in pass {attempt + 1}", reasons, "the passes are repeated")
                 else:
                     return numbers
-            seen.append((mine, heard))
+            seen.append((mine, hashes))
             self.engine.drop_gradients()
         named = _few(reasons) or "weights"
-        line = f"step {step}: no two of {ATTEMPTS} passes give the same result ({named}); {self._otherwise()}"
+        line = f"step {step}: no two of {ATTEMPTS} passes give the same result ({named}); {self._how_to_resume()}"
         raise Ended(line, prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
@@ -127,19 +128,19 @@ class Auditor:
             if one.source is not None:
                 mend(one)
         self.engine.copy_again()
-        self._tell(step, when, said, "replaced by an intact copy")
+        self._report(step, when, said, "replaced by an intact copy")
         return True
 
-    def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
+    def _differences(self, grads: list[Held], mine: Tensor, hashes: dict[str, int], seen: Sequence[Pass]) -> list[str]:
         """Return names of layers or gradients that differ from the previous pass on any rank. Return [] if this pass agrees with an earlier
-        pass and the ranks' copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. heard:
-        hashes by layer, from `listening`. seen: (mine, heard) of each earlier pass."""
+        pass and the ranks' copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. hashes:
+        by layer, from `layer_hashes`. seen: the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):
             return []
-        earlier, heard_before = seen[-1]
-        places = [name for name in heard if heard[name] != heard_before.get(name)]
+        earlier, hashes_before = seen[-1]
+        places = [name for name in hashes if hashes[name] != hashes_before.get(name)]
         first = _order(places[0]) if places else _NOWHERE
         first_of_all = -largest(-float(first), self.world)
         if first_of_all < _NOWHERE:
@@ -148,16 +149,16 @@ class Auditor:
             local = [str(one) for one, now, before in zip(grads, mine, earlier, strict=False) if now != before]
         return self._on_all([f"{place} on rank {self.mesh.rank}" for place in local]) or copies or ["the step's numbers"]
 
-    def _tell(self, step: int, when: str, found: Sequence[str], done: str) -> None:
+    def _report(self, step: int, when: str, found: Sequence[str], done: str) -> None:
         self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": done})
         self.note(f"step {step}: silent corruption, {when}: {_few(found)}; {done}")
 
     def _end(self, step: int, when: str, found: Sequence[str]) -> None:
         self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": "the run ends"})
-        line = f"step {step}: silent corruption, {when}: {_few(found)}; no copy is known to be intact; {self._otherwise()}"
+        line = f"step {step}: silent corruption, {when}: {_few(found)}; no copy is known to be intact; {self._how_to_resume()}"
         raise Ended(line, prints=self.world.index == 0)
 
-    def _otherwise(self) -> str:
+    def _how_to_resume(self) -> str:
         steps = [number for number, _ in numbered(self.folder)]
         return f"without --fresh the run continues from {self.folder / f'step-{max(steps)}'}" if steps else "start over with --fresh"
 
@@ -168,7 +169,7 @@ def _few(found: Sequence[str]) -> str:
 
 
 @contextmanager
-def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
+def layer_hashes(model: torch.nn.Module) -> Iterator[dict[str, int]]:
     """Yield a dict that is filled when the context exits. "the forward pass of layers.3" -> hash of the layer's outputs; "the backward pass
     behind layers.3" -> hash of the gradients of these outputs. Hashes are summed over micro-batches; keys are in order of computation."""
     noted: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -179,12 +180,12 @@ def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
         if x_BLD.requires_grad:
             x_BLD.register_hook(lambda grad: noted[f"the backward pass behind layers.{layer}"].append(fingerprint(grad)))
 
-    heard: dict[str, int] = {}
+    hashes: dict[str, int] = {}
     with ExitStack() as hooks:
         for layer, block in _layers(model).items():
             hooks.enter_context(block.register_forward_hook(partial(after, layer)))
-        yield heard
-    heard |= {name: int(torch.stack(noted[name]).sum()) for name in sorted(noted, key=_order)}
+        yield hashes
+    hashes |= {name: int(torch.stack(noted[name]).sum()) for name in sorted(noted, key=_order)}
 
 
 def _layers(model: torch.nn.Module) -> dict[int, Block]:
@@ -192,10 +193,10 @@ def _layers(model: torch.nn.Module) -> dict[int, Block]:
     return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
 
 
-_NOWHERE = 10**6  # sorts after all names of `listening`
+_NOWHERE = 10**6  # sorts after all names of `layer_hashes`
 
 
 def _order(name: str) -> int:
-    """Return the key that sorts names of `listening` in order of computation: forward through the layers, then backward."""
+    """Return the key that sorts names of `layer_hashes` in order of computation: forward through the layers, then backward."""
     layer = int(name.rpartition(".")[2])
     return layer if "forward" in name else _NOWHERE - 1 - layer

@@ -44,14 +44,10 @@ class Numbers:
     copy.
 
     packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: number of tokens that the global batch
-    reads, without padding.
-    """
+    reads, without padding."""
 
     def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
         self._read, self._expert_counts, self.tokens = read_later(packed), expert_counts, tokens
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and self._row == other._row
 
     def __repr__(self) -> str:
         return f"Numbers(loss={self.loss}, layers={self.layers}, flags={self.flags})"

@@ -34,14 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """The model in its engine, and the state that steps change. auditor: None in `moe rehearse`. schedules: number of batches between two
-    drains of the pipeline -> schedule. Schedule objects are kept, because the pipeline runtime caches its analysis of each object."""
+    """The model in its engine, and the state that steps change. schedules: number of batches between two drains of the pipeline ->
+    schedule. Schedule objects are kept, because the pipeline runtime caches its analysis of each object."""
 
     executor: Executor
     scale: LossScale
     rebalancer: Rebalancer
     counters: Counters = field(default_factory=Counters)
-    auditor: Auditor | None = None
     schedules: dict[int, Schedule] = field(default_factory=dict)
 
 
@@ -70,8 +69,8 @@ class Figures:
 @dataclass(frozen=True)
 class Job:
     """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
-    rank reads. callbacks: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading may then
-    fail on one rank; else None. doctor: on rank 0 alone."""
+    rank reads. callbacks, auditor: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading
+    may then fail on one rank; else None. doctor: on rank 0 alone."""
 
     run: Run
     name: str
@@ -85,6 +84,7 @@ class Job:
     progress: Progress
     saves: Saves
     callbacks: Callbacks | None = None
+    auditor: Auditor | None = None
     agree: Axis | None = None
     doctor: Live | None = None
     figures: Figures = field(default_factory=Figures)

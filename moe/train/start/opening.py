@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe.checks.begins import check_stays
+from moe.checks.not_recommended import not_recommended
 from moe.checks.sequence import without_effect
-from moe.checks.verdict import not_recommended
 from moe.data import CorruptedTrain, Dataset, TrainSet, open_data
 from moe.data.remarks import LISTING, list_in, remark_lines
 from moe.data.tokenizer import check_separator
@@ -143,12 +143,11 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     auditor = Auditor(executor.engine, mesh, every=run.train.audit_every, record=record, note=note, folder=saver.folder)
     base = described(start.base) if start.base is not None and run.lora.rank else None
     saved: dict[str, Any] = {"recipe": run.model_dump(mode="json"), "tokenizer": data.tokenizer.describe(), "data": data.key}
-    saved |= {"code": arguments.code, "base": base, "table": start.resumed.table}
+    saved |= {"code": arguments.code or None, "base": base, "table": start.resumed.table}
     saves = Saves(saver, saved, begun=None if start.found is None else training.counters.step)
     agree = mesh.axis("world") if run.data.is_own else None
-    training = replace(training, auditor=auditor)
     doctor = Live(run, records.lines()) if start.writes else None
-    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, agree, doctor)
+    return Job(run, arguments.name, out, world, mesh, training, data, shard, records, progress, saves, callbacks, auditor, agree, doctor)
 
 
 def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
@@ -309,14 +308,10 @@ def title(run: Run, world: World) -> list[str]:
     """Return lines that describe a run: its devices, layout, precision, parameters, pipeline and router."""
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
     parameters = size(run)
-    etp = f" etp {d.etp}" if d.etp > 1 else ""
     attention = f"{run.sequence.kind}, {run.sequence.position_order}" + (f", heads {run.sequence.heads}" if run.sequence.heads > 1 else "")
-    layout = (
-        (f"pp {d.pp} " if d.pp > 1 else "")
-        + (f"tp {d.tp} ({_tensor(run)}) " if d.tp > 1 else "")
-        + (f"sp {d.sp} ({attention}) " if d.sp > 1 else "")
-        + f"dp {d.dp} ep {d.ep}{etp}"
-    )
+    shown = {"pp": "", "tp": f" ({_tensor(run)})", "sp": f" ({attention})", "dp": "", "ep": "", "etp": ""}
+    degrees = {name: getattr(d, name) for name in shown}
+    layout = " ".join(f"{name} {degree}{shown[name]}" for name, degree in degrees.items() if degree != 1 or name in ("dp", "ep"))
     lines = [
         f"{world.size} x {world.device.type} · {layout} · {run.engine_text} · {p.compute} compute, {p.master} master",
         f"{count(parameters.total)} parameters, {count(parameters.active)} active · {tokens:,} tokens a step",

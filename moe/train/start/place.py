@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.mesh.collectives import max_over
+from parallel.mesh.collectives import device_of, largest, max_over
 from parallel.mesh.host import on_device, read_later
-from parallel.mesh.mesh import Mesh
+from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.precision import DTYPES, multiplies
 from parallel.process import process
 from parallel.process.process import World
@@ -72,7 +71,7 @@ def make_writable(out: Path, world: World) -> None:
                 probe.unlink(missing_ok=True)
     except OSError as error:
         problem = error.strerror or str(error)
-    if max_over(torch.tensor(int(bool(problem)), device=world.device), process.everyone(world)).item():
+    if largest(float(bool(problem)), process.everyone(world)):
         got = f"{out}: {problem or 'not writable on another rank'}"
         raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
 
@@ -111,18 +110,17 @@ def own_peak_bytes(device: torch.device) -> float:
     """Return the peak memory of this process so far, in bytes: allocated by torch on a GPU, or resident on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
-def maxima(values: Sequence[float], mesh: Mesh, device: torch.device) -> list[float]:
-    """Return the maximum of each value over all ranks. device: of the tensor that is all-reduced. Collective."""
-    return max_over(torch.tensor(values, dtype=torch.float64, device=device), mesh.axis("world")).tolist()
+def maxima(values: Sequence[float], world: Axis) -> list[float]:
+    """Return the maximum of each value over all ranks. Collective."""
+    return max_over(torch.tensor(values, dtype=torch.float64, device=device_of(world)), world).tolist()
 
 
 def peak_memory_bytes(mesh: Mesh, device: torch.device) -> float:
     """Return the maximum of the ranks' peak bytes. Collective."""
-    return maxima([own_peak_bytes(device)], mesh, device)[0]
+    return largest(own_peak_bytes(device), mesh.axis("world"))
 
 
 def peak_later(mesh: Mesh, device: torch.device) -> Callable[[], float]:

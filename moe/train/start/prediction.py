@@ -30,7 +30,6 @@ from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.machine import memory_limit_bytes, own_limit_bytes, processor, resident_bytes
-from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Mesh
 from parallel.process import process
 from parallel.process.process import World
@@ -63,8 +62,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
     except Exception as error:  # an error in the prediction must not stop a run that would work
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
-    least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
-    *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
+    *least_of_all, host = (-most for most in maxima([-limit for limit in (*limits, host)], process.everyone(world)))
     whole, own = (None if limit == float("inf") else limit for limit in least_of_all)
     if large := _too_large_evaluation(run, host):
         if not force:
@@ -103,7 +101,10 @@ class Measured:
     def __init__(self, world: World) -> None:
         self.device = world.device
         # on a CPU: bytes of this process other than tensors. On a GPU 0, because torch counts only tensors
-        self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - _tensor_bytes()
+        things = gc.get_objects()
+        kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
+        tensors = (thing for thing in things if type(thing) in kinds)
+        self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - sum(storages(tensors).values())
         self.peak_bytes = 0.0
         self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step
         self.seconds: list[float] = []  # seconds of each step
@@ -135,13 +136,13 @@ class Measured:
 
     def largest_states(self, mesh: Mesh) -> dict[str, int] | None:
         """Return {kind of model state: most bytes on any rank}; None if no step was made. Collective."""
-        most = maxima(list(self.state_bytes.values()), mesh, self.device)
+        most = maxima(list(self.state_bytes.values()), mesh.axis("world"))
         return {part: int(size) for part, size in zip(PARTS, most, strict=True)} if any(most) else None
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
         """Return the prediction with the measurements (maxima over ranks), for summary.json; None if either is missing. Collective."""
         measured = [self.peak_bytes, self.beside, median(self.seconds or [0.0])]
-        memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh, self.device)
+        memory_bytes, beside_bytes, step_seconds = maxima(measured, mesh.axis("world"))
         if found is None or not self.seconds:
             return None
         return prediction.compared(found, memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
@@ -156,10 +157,3 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
             found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)  # tensors without memory, such as those on the meta device
     return found
-
-
-def _tensor_bytes() -> int:
-    """Return the bytes of all tensors of this process, each storage once."""
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
-    return sum(storages(thing for thing in things if type(thing) in kinds).values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe.checks.begins import no_base
 from moe.model.names import depth_ahead, global_name
 from moe.model.transformer import Transformer
-from moe.nn.lora import merged, pair_of
+from moe.nn.lora import adapted, pair_of
 from moe.parallelize.build import build
 from moe.recipe import hash_table, sections
 from moe.recipe.load import build_run
@@ -118,7 +118,7 @@ class Merged(Reader):
         rows, columns = region
         every = slice(0, shapes[right][0])
         narrow = self.adapters.region(left, kind, (rows, every)), self.adapters.region(right, kind, (every, columns))
-        return merged(weight, *narrow, scale=self.scale)
+        return adapted(weight, *narrow, scale=self.scale, dtype=weight.dtype).to(weight.dtype)
 
 
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:

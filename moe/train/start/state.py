@@ -59,27 +59,15 @@ def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: An
 
 
 def parts(
-    engine: Engine,
-    mesh: Mesh,
-    *,
-    counters: Counters,
-    scale: LossScale,
-    recipe: dict[str, Any],
-    tokenizer: dict[str, Any],
-    data: str,
-    code: dict[str, str] | None = None,
-    base: dict[str, str] | None = None,
-    table: Table | None = None,
-    placed: dict[str, Any] | None = None,
+    engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, table: Table | None = None, placed: Any = None, **described: Any
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
-    tokenizer: its description. data: key of the tokenized text. code: recipe key -> hash of the plug-in's file. base: result of
-    `restore.described`, for adapters. table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. Iterating over
-    `held` is collective."""
-    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
-    optional = {"base": base, hash_table.STATE: table, PLACED: placed, "code": code or None}
-    state |= {key: value for key, value in optional.items() if value is not None}
-    return {"step": counters.step, "held": held(engine, mesh), "state": state}
+    table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. described: the recipe, the tokenizer's description,
+    "data" (key of the tokenized text), "code" (recipe key -> hash of the plug-in's file), and for adapters "base" (result of
+    `restore.described`). Values that are None are left out. Iterating over `held` is collective."""
+    state = {"counters": vars(counters), "loss_scale": scale.state(), hash_table.STATE: table, PLACED: placed, **described}
+    found = {key: value for key, value in state.items() if value is not None}
+    return {"step": counters.step, "held": held(engine, mesh), "state": found}
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
@@ -215,7 +203,8 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if experts are
     kept in blocks. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
-    mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
+    pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
+    mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
     check_same_parameters(found, global_layouts(everywhere), fix=fix, spare=(AHEAD,))
     if {name for name in found.names() if name.startswith(AHEAD)} - global_layouts(everywhere).keys():
         log("blocks of multi-token prediction are left out: the other run has more of them (model.ahead)")
@@ -237,12 +226,6 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
                 if not blocks.put(expert, matrix):
                     needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
                     raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", "whole"))
-
-
-def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters of the base model: all but the adapters' parameters."""
-    trained, frozen = adapters_of(layouts)
-    return frozen or trained
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}

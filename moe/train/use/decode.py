@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,8 @@ from parallel.errors import BadInput
 # B texts, S tokens of a context, V vocabulary
 
 
-class Reads(Protocol):
-    """Function that runs the model and returns the logits of the next token, fp32 [B, V]. context_BS: int64; its first column is token
-    number `start` of each text."""
-
-    def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
+# (context_BS, int64; start: the index in each text of the context's first token) -> logits of the next token, fp32 [B, V]
+Reads = Callable[[Tensor, int], Tensor]
 
 
 def start_of(length: int, max_length: int) -> int:

@@ -52,7 +52,8 @@ class Evaluated:
 @torch.no_grad()
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
     """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor."""
-    device, m = next(model.parameters()).device, model.config
+    device, m, group = next(model.parameters()).device, model.config, model.router_spec.group
+    multiple = group if isinstance(group, int) else 1  # an expert's capacity is counted over this number of sequences
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
     ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
@@ -64,20 +65,13 @@ def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Ev
         shard = TokenShard.whole(count, m.read_length, source=m.source_length)
         held = text.held(shard)
         counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
-        for inputs in passes_of(_on(device, stored, whole_groups(model)), counted, shard):
+        for inputs in passes_of(_on(device, stored, multiple), counted, shard):
             found = model(inputs.inputs_BL, inputs.context, inputs.targets_BL)
             loss += found.loss.double().item()
             sums.add(None, found.layers, inputs.share * count / asked)
         tokens += counted.targets
         bytes_seen += held.bytes_per_token * counted.targets
     return Evaluated(asked, tokens, loss / tokens, loss / math.log(2) / bytes_seen, sums.total(()).layers)
-
-
-def whole_groups(model: Transformer) -> int:
-    """Return the number of sequences over which an expert's capacity is counted. The number of sequences in a micro-batch must be a
-    multiple of it."""
-    group = model.router_spec.group
-    return group if isinstance(group, int) else 1
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -120,10 +121,8 @@ def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """Split the indices of texts into groups. All texts of a group have the same length, and a group has at most `most` texts."""
-    by_length: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(i)
-    for same in by_length.values():
+    length_of = lengths.__getitem__
+    for same in (list(group) for _, group in groupby(sorted(range(len(lengths)), key=length_of), key=length_of)):
         yield from (same[first : first + most] for first in range(0, len(same), most))
 
 

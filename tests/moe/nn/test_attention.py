@@ -73,7 +73,7 @@ class Whole:
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
     ) -> Tensor:
         k_BHSC, v_BHSC = (repeated(t, q_BHLC.shape[1]) for t in (self.k_BKLC, self.v_BKLC))
-        rows, place_L = [], context.positions(q_BHLC.shape[2], device=q_BHLC.device)
+        rows, place_L = [], context.place_L
         for i, place in enumerate(place_L.tolist()):
             seen = torch.arange(place + 1)
             logits_BHS = torch.einsum("bhc,bhsc->bhs", q_BHLC[:, :, i], k_BHSC[:, :, seen]) / math.sqrt(C)
@@ -93,7 +93,7 @@ def test_attention_of_some_tokens_equals_their_rows_of_the_whole(positions: str,
     ) -> Tensor:
         seen.append((k_BKLC, v_BKLC))
         assert q_BHLC.shape == (B, heads, L, C) and k_BKLC.shape == v_BKLC.shape == (B, kv_heads, L, C)
-        assert context.positions(L, device=q_BHLC.device).tolist() == list(range(L)) and (bias is None) == (positions == "rotary")
+        assert context.place_L.tolist() == list(range(L)) and (bias is None) == (positions == "rotary")
         return softmax_core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
 
     attention.core = watching

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from moe.router.methods.expert_choice import expert_choice
 from moe.router.methods.group_limited import group_limited
 from moe.router.methods.hashed import hashed
 from moe.router.methods.sinkhorn import balanced_plan
-from parallel.errors import BadInput
 from tests.support.routed import B, D, E, L, by_hand, context, from_logits, ids, layer_of, random, route, router_of
 
 # B sequences, L length, T = B*L tokens, E experts, K choices, C slots
@@ -110,13 +108,6 @@ def test_hash_with_one_choice_has_gate_1() -> None:
     assert torch.equal(routing.gate_TK, torch.ones(B * L, 1))
     routing.gate_TK.sum().backward()
     assert router.weight.grad is not None and not router.weight.grad.any()
-
-
-def test_hash_without_ids_is_refused() -> None:
-    router = router_of(select="hash", balance_weight=0)
-    nameless = replace(context(), tokens_T=None)
-    with pytest.raises(BadInput, match="hash without token ids"):
-        router(random(B * L, D), sequence_tokens=L, context=nameless)
 
 
 def skewed(tokens: int = 240, *, seed: int = 0) -> Tensor:

@@ -308,13 +308,13 @@ def test_one_process_with_delayed_as_equals_the_twin_of_pipedream() -> None:
 def test_first_deviation_names_the_cross_attention_of_an_encoder_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross-attention of the first decoder layer is multiplied by 1.01. Without that, nothing deviates."""
     case = Case("t5", "ddp", 1, 1, 1, "fp32", batch=2)
-    standard, real = Standard(Expected.of(case)), moe.nn.attention.open_core
+    standard, real = Standard(Expected.of(case)), moe.nn.attention.softmax_core
 
     def across(*given: Any, bias: Any, **rest: Any) -> Tensor:
         return real(*given, bias=bias, **rest) * (1.01 if bias is None else 1)
 
     for core, where in ((real, "None"), (across, "layers.2.cross (forward of step 0, micro-batch 0 of data rank 0, 8 of 28 tokens")):
-        monkeypatch.setattr(moe.nn.attention, "open_core", core)
+        monkeypatch.setattr(moe.nn.attention, "softmax_core", core)
         tape = Tape.of(case)
         assert str(standard.first_deviation(tape, compute(case, tape=tape), case)).startswith(where)
 

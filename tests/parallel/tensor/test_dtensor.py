@@ -39,6 +39,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.process import World
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
+from parallel.tensor.grid import Channels
 from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Plan, apply, lay_out
 from tests.support.ranks import run_on_ranks
@@ -55,7 +56,7 @@ ALONE = Mesh.of(Degrees())
 
 
 def plan(*, sliced: bool) -> Plan:
-    column, row, table = DTensorColumn(sliced=sliced), DTensorRow(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
+    column, row, table = DTensorColumn(sliced=sliced), DTensorRow(sliced=sliced), Channels("tp", dim=1)
     columns = tuple((f"**.{name}.weight", column) for name in ("q", "k", "v", "w1", "w3"))
     norms = (("*_norm.weight", SlicedNorm()),) if sliced else ()
     return Plan((*columns, ("**.bias.weight", table), ("**.out.weight", row), ("**.w2.weight", row), *norms))

@@ -28,6 +28,7 @@ from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process
 from parallel.process.process import World
+from parallel.tensor.grid import Channels
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.style import Plan, apply, lay_out
 from tests.support.ranks import run_on_ranks
@@ -39,7 +40,7 @@ PLAN = Plan(
         ("layer.q.weight", Column()),
         ("layer.k.weight", Column("tp_row_heads")),
         ("layer.v.weight", Column("tp_row_heads")),
-        ("layer.bias.weight", Column(dim=1)),
+        ("layer.bias.weight", Channels("tp", dim=1)),
         ("layer.out.weight", Row()),
         ("layer.w1.weight", Column()),
         ("layer.w3.weight", Column()),

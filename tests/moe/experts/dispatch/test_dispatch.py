@@ -106,7 +106,7 @@ def experts_of(mesh: Mesh, placement: tuple[int, ...] | None) -> Experts:
 
 def dropout_of(rank: int, tokens: int) -> Dropout:
     def scale(position_R: Tensor) -> Tensor:
-        return Context(0, 0, position_R).dropout_scale("here", F, 0.4)
+        return replace(Context.of(position_R[None]), position_T=position_R).dropout_scale("here", F, 0.4)
 
     return Dropout(torch.arange(tokens) + 100 * rank, scale)
 

@@ -25,7 +25,8 @@ from moe.model import initialise
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
-from moe.nn.lora import adapt, freeze, is_adapter, merged
+from moe.nn.lora import adapt, freeze, is_adapter
+from moe.nn.lora import adapted as joined_with
 from moe.nn.lora import trained as trained_of
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.build import build, save_memory
@@ -153,7 +154,8 @@ def test_adapters_begin_as_the_base_and_can_be_merged(compute_dtype: torch.dtype
         for name, p in alone.named_parameters():
             stem = name.removesuffix(".weight")
             pair = (f"{stem}.lora_b", f"{stem}.lora_a") if f"{stem}.lora_a" in adapters else (f"{name}_a", f"{name}_b")
-            p.copy_(merged(base[name], *(adapters[one] for one in pair), scale=lora.scale) if pair[0] in adapters else base[name])
+            found = (adapters[one] for one in pair if one in adapters)
+            p.copy_(joined_with(base[name], *found, scale=lora.scale, dtype=p.dtype) if pair[0] in adapters else base[name])
         assert not torch.allclose(unmerged, before, atol=0.1)
         joined = alone(tokens_BL, context).logits_BLV
         assert (joined - unmerged).norm() <= (1e-14 if exact else 0.05) * unmerged.norm()  # one element in 16 bits may be far off

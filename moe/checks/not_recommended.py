@@ -1,41 +1,14 @@
-"""Judges a recipe: "refused" if `check_run` raises BadInput; "not recommended" if it runs correctly, but another recipe computes the same
-with less time or memory; otherwise "runs". docs/parallel/combinations.md has the verdicts on all pairs of values.
-"""
+"""Reasons not to run a recipe that the checks accept: another recipe computes the same with less time or memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from moe.checks.pipeline import slow_sharding
-from moe.checks.together import check_run
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
-
-Status = Literal["runs", "not recommended", "refused"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Verdict on a recipe. advice: reasons why it is not recommended. refused: the error, if it cannot run."""
-
-    status: Status
-    advice: tuple[str, ...] = ()
-    refused: BadInput | None = None
-
-
-def verdict(run: Run, world_size: int) -> Verdict:
-    try:
-        run = check_run(run, world_size)
-    except BadInput as refused:
-        return Verdict("refused", refused=refused)
-    advice = not_recommended(run)
-    return Verdict("not recommended", tuple(advice)) if advice else Verdict("runs")
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Return the reasons why a run that the checks accept is not recommended, each with a better choice. run: with resolved degrees."""
+    """Return the reasons, each with a better choice. run: with resolved degrees."""
     found, d, sequence = [], run.degrees, run.sequence
     if (slow := slow_sharding(run)) is not None:
         found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1, or fsdp with reshard false")

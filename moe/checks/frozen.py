@@ -1,0 +1,149 @@
+"""Checks of frozen weights: lora.rank freezes all but the adapters (moe/nn/lora.py), and train.freeze freezes parts of the model. The named
+parts must exist, some weights must stay trained, and other keys must allow frozen weights."""
+
+from __future__ import annotations
+
+from moe.checks.clash import check_others, clash
+from moe.kernels.products import PRODUCTS
+from moe.plan.job.cut import empty_rank
+from moe.plan.pipeline import layers_of, schedule_of
+from moe.recipe.frozen import PARTS
+from moe.recipe.frozen import layers_of as frozen_layers_of
+from moe.recipe.sections import Run
+from moe.recipe.shapes import MXFP4_BLOCK
+from parallel.errors import BadInput, did_you_mean
+from parallel.fixes import Fix, Remove, Set, written
+
+_FREEZE = "train.freeze"
+_NETWORKS = "layers without experts, shared experts or a residual network"
+
+
+def check_lora(run: Run) -> None:
+    """Raise BadInput for targets that the model does not have, and for settings with which adapters cannot be trained."""
+    if not run.lora.rank:
+        return
+    _check_targets(run)
+    works: dict[str, tuple[object, str]] = {
+        "tiling.ffn": (1, "tiles of a matrix would need one A or B together, which no tile can gather and free for itself"),
+        "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
+    }
+    no_adapters = Set("lora.rank", 0)
+    check_others(run, "lora.rank", works, no_adapters)
+    _check_stages(run)
+    _check_base(run)
+    if run.optimizer.kind == "kfac":
+        needed = "another kind: K-FAC preconditions whole matrices"
+        raise clash(run, "optimizer.kind", "lora.rank", "adamw", "", no_adapters, needed=needed)
+
+
+def _check_targets(run: Run) -> None:
+    targets = run.lora.targets
+    if not targets or len(set(targets)) < len(targets):
+        needed = "some of attention, experts, dense, each once"
+        raise BadInput("lora.targets", got=list(targets), needed=needed, fix=Set("it", ["attention"]))
+    if "experts" in targets and not run.model.layers_with_experts():
+        raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_targets(run, "experts"))
+    if "experts" in targets and not (products := PRODUCTS[run.experts.products]).fused:
+        got, needed = f"experts with {products.name} products", "plain products: adapters of experts support no others"
+        raise BadInput("lora.targets", got=got, needed=needed, fix=_targets(run, "experts"))
+    if "dense" in targets and not run.has_dense_networks:
+        raise BadInput("lora.targets", got="dense with experts in every layer", needed=_NETWORKS, fix=_targets(run, "dense"))
+
+
+def _check_base(run: Run) -> None:
+    """Raise BadInput if the frozen experts cannot be kept in the blocks of lora.base."""
+    form = run.lora.in_blocks
+    if form is None:
+        return
+    whole = Set("lora.base", "whole")
+    if not run.model.layers_with_experts():
+        raise BadInput("lora.base", got=f"{form} in a dense model", needed="layers with experts, which alone are kept in blocks", fix=whole)
+    works: dict[str, tuple[object, str]] = {
+        "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),
+        "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
+        "experts.products": ("plain", "matrices are decoded for plain products"),
+    }
+    check_others(run, "lora.base", works, whole)
+    if run.sharding.named.threads:
+        needed = "ddp, fsdp or zero: the replicas of dp would need the blocks on each device"
+        raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)
+    sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
+    for key, size in sizes.items() if form == "mxfp4" else ():
+        if size % MXFP4_BLOCK:
+            raise BadInput(key, got=f"{size} with lora.base=mxfp4", needed=f"a multiple of {MXFP4_BLOCK}, a block's elements", fix=whole)
+
+
+def _check_stages(run: Run) -> None:
+    """Raise BadInput if a rank of the pipeline could have no adapter: its optimizer would have nothing to update."""
+    if run.degrees.pp == 1:
+        return
+    targets, sparse = run.lora.targets, run.model.layers_with_experts()
+    beside_experts = {"dense"} if run.experts.shared or run.experts.residual else set[str]()
+    parts = [{"attention", "experts"} | beside_experts if n in sparse else {"attention", "dense"} for n in range(run.model.num_layers)]
+    if any(of_layer.isdisjoint(targets) for of_layer in parts):
+        got = f"{written(list(targets))} with degrees.pp={run.degrees.pp}"
+        needed = "adapters in every layer: a stage without them trains nothing"
+        raise BadInput("lora.targets", got=got, needed=needed, fix=Set("it", ["attention", *targets]) | Set("degrees.pp", 1))
+    schedule = schedule_of(run)
+    bare = empty_rank([len(part) for part in layers_of(run, schedule)], schedule.homes, ends=False)
+    if bare is not None:
+        got = f"{written(list(run.pipeline.layers or ()))}, which leaves rank {bare} of the pipeline without adapters"
+        raise BadInput("pipeline.layers", got=got, needed="a layer on every rank", fix=Set("it", None, said="null, for a cut by FLOPs"))
+
+
+def _targets(run: Run, without: str) -> Fix:
+    return Set("it", [each for each in run.lora.targets if each != without] or ["attention"])
+
+
+def check_freeze(run: Run) -> None:
+    """Raise BadInput for parts that the model does not have, and for settings that do not work with frozen weights."""
+    parts = run.train.freeze
+    if not parts:
+        return
+    for part in parts:
+        _check_part(run, part)
+    _check_trained(run)
+    check_others(run, _FREEZE, {"lora.rank": (0, "adapters freeze all other weights")}, Remove(_FREEZE))
+
+
+def _check_part(run: Run, part: str) -> None:
+    layers, depth = frozen_layers_of(part), run.model.num_layers
+    if layers is None and part not in PARTS:
+        near = did_you_mean(part, PARTS)
+        needed = f"{', '.join(PARTS)}, layers.N or layers.N-M"
+        raise BadInput(_FREEZE, got=part, needed=needed, fix=_with(run, part, near) if near else Remove(_FREEZE))
+    if layers is not None and not 0 <= layers.start < layers.stop <= depth:
+        raise BadInput(_FREEZE, got=part, needed=f"layers from 0 to {depth - 1}, as layers.FIRST-LAST", fix=_without(run, part))
+    if part == "head" and run.model.tied_embeddings:
+        raise BadInput(_FREEZE, got=part, needed="a head that is not tied to the embedding", fix=_with(run, part, "embedding"))
+    if part in _lacking(run):
+        needed = _NETWORKS if part == "dense" else "layers with experts"
+        raise BadInput(_FREEZE, got=part, needed=needed, fix=_without(run, part))
+
+
+def _check_trained(run: Run) -> None:
+    """Raise BadInput if all weights are frozen, or if a pipeline stage could have only frozen weights, and so no backward pass."""
+    parts, depth = run.train.freeze, run.model.num_layers
+    layers = {layer for part in parts for layer in frozen_layers_of(part) or ()}
+    inside = len(layers) == depth or {"attention", "dense", "experts", "router", "norms"} <= {*parts, *_lacking(run)}
+    ends = {"embedding", "norms"} | (set() if run.model.tied_embeddings else {"head"})
+    if inside and ends <= set(parts) and not run.model.ahead:
+        got, needed = f"all of the model: {', '.join(parts)}", "some weights that are trained"
+        raise BadInput(_FREEZE, got=got, needed=needed, fix=_without(run, parts[-1]))
+    if run.degrees.pp > 1 and (layers or {"attention", "norms"} <= set(parts)):
+        needed = "attention or norms trained in all layers: a stage without a trained weight has no backward pass"
+        got = f"{', '.join(parts)} with degrees.pp={run.degrees.pp}"
+        raise BadInput(_FREEZE, got=got, needed=needed, fix=Set("degrees.pp", 1) | Remove(_FREEZE))
+
+
+def _lacking(run: Run) -> set[str]:
+    """Return the parts that train.freeze may name and that no layer of this model has."""
+    return (set() if run.model.layers_with_experts() else {"experts", "router"}) | (set() if run.has_dense_networks else {"dense"})
+
+
+def _with(run: Run, part: str, other: str) -> Fix:
+    return Set("it", list(dict.fromkeys(other if each == part else each for each in run.train.freeze)))
+
+
+def _without(run: Run, part: str) -> Fix:
+    return Set("it", rest) if (rest := [each for each in run.train.freeze if each != part]) else Remove(_FREEZE)
