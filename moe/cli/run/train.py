@@ -32,8 +32,10 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
-        if flags.init_from is None:
-            check_begins(run, _out(flags), fresh=flags.fresh, source=None)
+        if str(flags.init_from).startswith(PREFIX):
+            _check_model(flags)
+        else:
+            check_begins(run, _out(flags), fresh=flags.fresh, source=_named(flags))
         return call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
     if flags.cluster is not None:
         from moe.plan.machine.cluster import load_cluster
@@ -69,30 +71,48 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """Return the folder from which a new run loads its weights (--init_from); None without this flag.
     For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint."""
+    source, said = _named(flags), str(flags.init_from)
+    if source is None or not said.startswith(PREFIX):
+        return source
+
+    def convert(base: Path) -> list[str]:
+        from moe.convert.huggingface.convert import begin_from
+
+        return begin_from(source, base, recipe=flags.recipe, overrides=overrides)
+
+    out = _out(flags)
+    begin(out, convert, fresh=flags.fresh, what="--init_from", said=said, then="--init_from runs/BASE")
+    return out / "base"
+
+
+def _named(flags: Train) -> Path | None:
+    """Return the folder that --init_from names; None without this flag. Raises BadInput for a name of the Hugging Face hub, and unless
+    it is hf:PATH, for a path that is not the folder of a run or checkpoint."""
     from moe.recipe.load import of_transformers, refuse_on_hub
 
     if flags.init_from is None:
         return None
     said = str(flags.init_from)
     refuse_on_hub(said, "--init_from", then="--init_from hf:")
-    if not said.startswith(PREFIX):
-        source = user_path(flags.init_from, what="--init_from")
-        if not source.is_dir():
-            needed, fix = "the folder of a run, of one of its checkpoints, or hf:PATH", "--init_from runs/NAME"
-            raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
-        if of_transformers(source):
-            raise BadInput("--init_from", got=f"{said}, a model of transformers", needed=f"hf:{said}", fix=f"--init_from hf:{said}")
+    source = user_path(said.removeprefix(PREFIX), what="--init_from")
+    if said.startswith(PREFIX):
         return source
+    if not source.is_dir():
+        needed, fix = "the folder of a run, of one of its checkpoints, or hf:PATH", "--init_from runs/NAME"
+        raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
+    if of_transformers(source):
+        raise BadInput("--init_from", got=f"{said}, a model of transformers", needed=f"hf:{said}", fix=f"--init_from hf:{said}")
+    return source
 
-    def convert(base: Path) -> list[str]:
-        from moe.convert.huggingface.convert import begin_from
 
-        source = user_path(said.removeprefix(PREFIX), what="--init_from")
-        return begin_from(source, base, recipe=flags.recipe, overrides=overrides)
+def _check_model(flags: Train) -> None:
+    """Raise BadInput if a new run would need the model --init_from hf:PATH, and PATH has no config.json."""
+    from moe.checks.begins import has_checkpoint
+    from moe.convert.huggingface.convert import config_in
 
-    out = _out(flags)
-    begin(out, convert, fresh=flags.fresh, what="--init_from", said=said, then="--init_from runs/BASE")
-    return out / "base"
+    source = _named(flags)
+    if source is not None and (flags.fresh or not has_checkpoint(_out(flags))):
+        config_in(source)
 
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:

@@ -120,3 +120,10 @@ def test_chats_without_a_template_are_refused_as_by_the_run(nothing_starts: Path
         (nothing_starts / "chats.jsonl").write_text(line)
         code, said, error = dry(["dense_tiny", "--data.source", "chat", "--data.path", "chats.jsonl", *words], capsys)
         assert (code, bool(said)) == ((2, False) if refusal else (0, True)) and refusal in error
+
+
+@pytest.mark.parametrize("words", ["missing", "empty", "hf:empty", "hf:missing"])
+def test_weights_to_start_from_must_exist(words: str, nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (nothing_starts / "empty").mkdir()
+    code, _, error = dry(["switch_tiny", "--init_from", words], capsys)
+    assert code == 2 and words.removeprefix("hf:") in error and "fix: " in error and "\n" not in error
