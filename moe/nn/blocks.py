@@ -67,11 +67,8 @@ class Blocks:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, I, O), or (E, O, I) if it is turned."""
-        count, size_out, size_in = (
-            len(self.values),
-            self.values.shape[1],
-            self.values.shape[2] * (MXFP4_BLOCK if self.form == "mxfp4" else 1),
-        )
+        count, size_out, last = self.values.shape[:3]
+        size_in = last * MXFP4_BLOCK if self.form == "mxfp4" else last
         return (count, size_out, size_in) if self.turned else (count, size_in, size_out)
 
     @property
