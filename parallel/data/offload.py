@@ -87,6 +87,6 @@ class Offload:
         for section in found.values():
             if section["device"] == "nvme":
                 section["nvme_path"] = folder
-        if self.optimizer == "nvme":  # number of elements whose optimizer states a step reads from the disk together
-            found["sub_group_size"] = max(largest, GROUP_ELEMENTS)
+        if self.optimizer == "nvme":
+            found["sub_group_size"] = max(largest, GROUP_ELEMENTS)  # elements whose optimizer states are read from the disk at a time
         return found

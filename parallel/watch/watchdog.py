@@ -30,7 +30,7 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # a rank must answer within a twentieth of the time limit, but at least the first and at most the second of these
+ANSWER_S = 3.0, 10.0  # bounds of the time that a rank has to answer; between them it is a twentieth of the time limit
 _AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0  # before answers are read again; between two reads of a key; limits for ending the watchdog
 _STORE = "a store operation that did not end"
 # parts of messages of errors that are consequences of another rank's end

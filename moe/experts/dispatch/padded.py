@@ -70,7 +70,7 @@ class Slots(Exchange):
         return y_TD[:tokens]
 
     def _plan(self, routing: Routing) -> tuple[Plan, int]:
-        """Return the plan of this rank's slots, [E * slots] rows, and the number of slots of a block."""
+        """Return a plan whose rows are this rank's E * slots slots, and `slots`, the number of slots in a block."""
         import torch
 
         from moe.kernels.rows import Plan

@@ -233,9 +233,9 @@ def back(
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradients of h and g, and gate * a, all [R, F]. Also write `parts` [R, column tiles] fp32: each column tile's summand of
-    the gate's gradient, which is the dot product of a and its gradient. `gate`, `parts`: None if rows are not combined. `scale`: dropout's
-    factors. `choice`: the flat choice of each row; None: `grad` has rows instead of tokens.
+    """Compute the gradients of h and g, and gate * a, all [R, F], with a = activation(h) [* g] [* scale]. Also write `parts` [R, column
+    tiles] fp32: the dot product of a and its gradient in each column tile; their sum is the gate's gradient. `gate`, `parts`: None if rows
+    are not combined. `scale`: dropout's factors. `choice`: index t K + k of each row's choice; None: `grad` has rows instead of tokens.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)

@@ -126,8 +126,8 @@ def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 def rank(expert, active, row, before, totals, out, choice_of, slots, first, mine, tokens, choices, E, QUEUE: tl.constexpr,
          BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """Write into out [T, K] whether a choice is active and among the first `slots` active ones of its expert and group. `before` [groups,
-    blocks + 1, E]: number of the expert's active choices in earlier blocks. With `row`, write only the choices of this rank, at `mine`
-    places from `first` on.
+    blocks + 1, E]: number of the expert's active choices in earlier blocks. With `row`, write only this rank's choices: the
+    gathered choices `first` to `first + mine - 1`.
 
     `totals` [E]: number of active choices of each expert, or None. If given, write instead each active choice's position after sorting by
     expert (-1: inactive) into out, and the choice at each position into `choice_of`.

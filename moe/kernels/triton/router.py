@@ -71,9 +71,8 @@ class Given(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Facts about groups of which several ranks have tokens. `counted_GE` fp32 or int32: how often the tokens of all ranks chose each
-    expert, as the balance loss counts; None: it counts this rank's tokens. `kept_TK` bool: this rank's choices that got a slot; None:
-    without a capacity."""
+    """What ranks exchange about groups whose tokens they share. `counted_GE` fp32 or int32: each expert's count for the balance loss, over
+    all ranks' tokens; None: over this rank's. `kept_TK` bool: this rank's choices that got a slot; None: without a capacity."""
 
     counted_GE: Tensor | None = None
     kept_TK: Tensor | None = None
@@ -148,11 +147,11 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route a block of `each` tokens of a group that has `tokens` tokens. `bias` [E] is added to the compared scores. `given` [T, K]:
-    experts to use instead of choosing. `load` [T, K] or None: experts with the highest scores without bias, for the balance loss; read if
-    `given` is not None, else written. Experts are chosen from OPEN of GROUPS groups. CHOSEN: compare logits, not scores. NORMED: gates sum
-    to SCALE. Write sums to parts [G, B, 4, W]: probabilities, all choices, the first `counted` choices of each token, and (z loss, entropy,
-    tokens).
+    """Route a block of `each` tokens of one of G token groups, of `tokens` tokens each. `bias` [E] is added to the compared scores.
+    `given` [T, K]: experts to use instead. `load` [T, K] or None: experts with the highest scores without bias, for the balance loss; read
+    if `given` is not None, else written. Experts are chosen from the OPEN best of GROUPS expert groups. CHOSEN: compare logits, not scores.
+    NORMED: gates sum to SCALE. Write the sums of each of B blocks to parts [G, B, 4, W]: probabilities, all choices, the first `counted`
+    choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

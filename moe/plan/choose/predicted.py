@@ -82,7 +82,7 @@ class Prediction:
     @property
     def needed_bytes(self) -> float:
         """Predicted bytes of one rank, for comparison with `limit_bytes`. On a GPU: `rank_bytes`, the allocator's reserve and CUDA's
-        context; on a CPU: `least_bytes`, because the ranks share the host's memory."""
+        context. On a CPU: the mean over ranks (`least_bytes`), because they share the host's memory."""
         return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
 
     @property

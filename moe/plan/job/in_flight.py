@@ -37,7 +37,7 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """Return the least number of micro-batches with which a step begins and ends with the same actions as with `microbatches`."""
+    """Return the least number of micro-batches that fills and drains the pipeline with the same actions as `microbatches`."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 

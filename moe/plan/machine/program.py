@@ -33,7 +33,7 @@ class Program:
     alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients
     gather_gb_s: float | None = None  # largest rate at which a rank receives gathered parameters; None: the rate of its links
-    gather_us: float = 0.0  # host's time for an all-gather or reduction of a layer's sharded parameters: copies to and from buffers
+    gather_us: float = 0.0  # host's time to copy to and from buffers, for each all-gather or reduce-scatter of a sharded layer
     tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that products hide
     experts_overlap: float = 0.0  # fraction of the dispatch to experts that computation hides
     shared: Literal["waited", "overlapped"] = "waited"  # rows are sent to experts before the shared network runs, or while it runs

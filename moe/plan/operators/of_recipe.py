@@ -73,8 +73,8 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 @dataclass
 class _Trace:
     """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: name of the tensor that the
-    next operator reads. layer: index of the current layer. length: letter of the length of the sequences that the current layer reads; its
-    rules are written with `l`. source: name of the encoder's output, and the letter of its length."""
+    next operator reads. layer: index of the current layer. length: letter of the length of the sequences that the current layer reads; it
+    replaces `l` in rules. source: name of the encoder's output, and the letter of its length."""
 
     run: Run
     sequences: int

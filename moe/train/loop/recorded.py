@@ -115,8 +115,8 @@ def _refuse_bad_weights(job: Job) -> None:
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
-        needed="finite weights and optimizer states: later steps cannot repair them, so they are not saved",
-        fix=f"start it again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
+        needed="finite weights and optimizer states: later steps cannot repair other values, so those are not saved",
+        fix=f"start the run again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
 
 

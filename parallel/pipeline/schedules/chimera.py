@@ -52,7 +52,8 @@ def chimera_refusal(size: Size) -> BadInput | None:
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """Return the rank of a pipeline's stage. The first half of the pipelines run down and start 2 p / n ranks apart; the others run up."""
+    """Return the rank of a pipeline's stage. The first half of the pipelines run down, the others up. In each half, they start
+    2 * ranks / pipelines ranks apart."""
     up, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if up else stage) + shift * 2 * ranks // pipelines) % ranks
 

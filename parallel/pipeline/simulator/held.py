@@ -70,7 +70,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     """Return `RankPeaks.with_i` of a rank."""
     stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
-    seen: set[tuple[int, ...]] = set()  # kept and pending of each stage, whether its weights are gathered, then whether the action is I
+    seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
             seen.add((*(count[s] for count in (kept, pending, whole) for s in stages), op is Op.I))
