@@ -74,8 +74,8 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: moves tokens between the ranks of tp (`axis`), which divide them.
-    `sp`, `both` (sp * tp): axes over which groups are gathered. `positions`: for each rank of sp, the positions of its tokens in a
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: how the ranks of tp (`axis`) divide the tokens. `sp`,
+    `both` (sp * tp): axes along which a group can be divided. `positions`: for each rank of sp, the positions of its tokens in a
     sequence; None: all.
     """
 

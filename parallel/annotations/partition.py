@@ -204,7 +204,7 @@ def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
 
 
 def statistics(graph: Graph, work: Work, mesh: Sizes) -> Iterator[Step]:
-    """Yield the all-reduces of an operator's sums for each position, such as a norm's: one for each mesh axis that shards a factor in
+    """Yield the all-reduces of an operator's statistics, such as a norm's mean: one for each mesh axis that shards a factor in
     `Operator.statistics`."""
     op, cuts = work.operator, work.cuts
     positions = prod(graph.dims[f].size // num_parts(cuts.get(f, ()), mesh) for f in op.factors if f not in op.statistics)

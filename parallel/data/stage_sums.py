@@ -36,7 +36,7 @@ class StageSums:
         self.of = {names[id(param.sharded_param)]: group for group in self.groups for param in group.fsdp_params}
         model.set_is_last_backward(False)  # a backward pass does not wait for sums: `finish` does
         if once:
-            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # costs no memory: a unit's buffer replaces its gradients
+            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # scatters all units at once; buffers replace gradients
         model.set_reshard_after_backward(not once)
 
     @contextmanager

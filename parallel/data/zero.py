@@ -135,7 +135,7 @@ class Zero(SummedEarly, DeepSpeed):
         self.apart = [name for name in self.parameters if name in owned]
         self.sums = _OnOwners({name: self.parameters[name] for name in self.apart}, layouts, mesh, owned)
         if early:
-            self.zero.reduce_ipg_grads = lambda *_, **__: None  # `sums` has summed before DeepSpeed collects the shards
+            self.zero.reduce_ipg_grads = lambda *_, **__: None  # DeepSpeed must not sum again: `sums` has summed already
 
     def _owned(self) -> dict[str, list[tuple[int, slice]]]:
         """Return `owned` of _OnOwners, as DeepSpeed has cut the flattened parameters."""

@@ -62,7 +62,7 @@ class Pretended(FakeTensorMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger, self.work, self.calls = device, Ledger(device), Counted(), Calls()
-        self._within = 0  # above 0 in an operator that another operator calls; a device runs one fused kernel for all of them
+        self._within = 0  # depth of nested operators: only the outermost counts, as a device runs it as one fused kernel
         self.of_reducer = False  # True while DDP's reducer makes its buckets: its C++ code needs real integer tensors
 
     # --- known values of fake tensors ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Common parts of 2D, 2.5D and 3D tensor parallelism. Between layers, a rank has some sequences and a shard of their channels.
 
-x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
+x [B, L, D]         sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
 norm          needs all channels: ranks along tp_col exchange two numbers a token
 MoE layer     needs all channels of a token: `Exchanged`

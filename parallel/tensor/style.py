@@ -37,16 +37,15 @@ class Style(Protocol):
         return None
 
     def low_rank(self, half: str, shape: Shape) -> Layout:
-        """Return the layout of A (`half` "a") or B ("b") of a weight with this style, which has an addition of low rank."""
+        """Return the layout of LoRA's matrix A (`half` "a") or B ("b") for a weight of this style."""
         return low_rank(self.layout("", shape), half, shape)
 
 
 def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
     """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given W's.
 
-        A is cut along `in` as W is, B along `out`: x A^T is made of shards of x, and each rank adds to its own outputs, so that neither
-        product sends more than W's does. Copies have different gradients, whose sum is the gradient (Layout.alike is empty), unless W's
-        copies have equal gradients.
+        A is cut along `in` as W is, B along `out`: x A^T is computed from shards of x, and each rank adds to its own outputs. Neither
+        product sends more than W's. Layout.alike is W's: if it is empty, gradients of copies of A or B differ and are summed.
 
     In 3D, W is also cut over depth; A and B are not."""
     dim = 0 if half == "b" else 1

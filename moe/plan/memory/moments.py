@@ -331,7 +331,7 @@ class _Step:
                 before = before + stage.elements if once else NOTHING
 
     def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
-        """Yield the moments before the first backward pass of a layer. kept, ends: bytes that all micro-batches in flight keep, in layers
+        """Yield the moments "loss": before the backward pass of layers. kept, ends: bytes that all micro-batches in flight keep, in layers
         and outside of them. whole: result of `_gathered`. once: no backward pass of the step has ended yet."""
         outside, plan = self.outside, self.plan
         named: dict[str, Any] = {"to_come": held.trained if once else NOTHING, "gathered": whole.get("loss", 0.0)}

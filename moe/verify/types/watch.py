@@ -240,7 +240,7 @@ class Watch(TorchDispatchMode):
         self.seen.flows.append({})
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
-        """Note what a step changed that it should not change, and the reverse. before: weights and moments before the step."""
+        """Note unchanged or rounded weights, and what a skipped step changed. before: weights and moments before the step."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])
