@@ -41,7 +41,7 @@ RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of one collective: bytes -> microseconds. what: names of its files. ranks: number of ranks, on `nodes` nodes."""
+    """Measured times of one collective: bytes -> microseconds. what: file names, for messages. ranks: number of ranks, on `nodes` nodes."""
 
     what: str
     kind: str

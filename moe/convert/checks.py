@@ -112,7 +112,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     grown, shrunk = layers_that("grow", before, run), layers_that("shrink", before, run)
     if not grown and not shrunk:
         fix = "to only train the source further: moe train RECIPE"
-        raise BadInput("--to", got="a model with the source's layers", needed="another number of experts in some layers", fix=fix)
+        raise BadInput("--to", got="the source's number of experts in each layer", needed="another number in some layers", fix=fix)
     if grown and shrunk:
         got, needed = f"more experts in layers {grown}, fewer in {shrunk}", "more experts in all changed layers, or fewer in all"
         raise BadInput("--to", got=got, needed=needed, fix="convert twice, each time with its own recipe")

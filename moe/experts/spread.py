@@ -65,7 +65,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of a rank's tokens, as the router needs them. `sequence_tokens`: number of a sequence's tokens in its group; None: all tokens
+    """Groups of a rank's tokens, as the router needs them. `sequence_tokens`: tokens of each sequence, on all of `shards`; None: all tokens
     are one group. `shards`: the ranks that hold other tokens of these groups; None: this rank holds all.
     """
 

@@ -138,7 +138,7 @@ class Zero(SummedEarly, DeepSpeed):
             self.zero.reduce_ipg_grads = lambda *_, **__: None  # DeepSpeed must not sum again: `sums` has summed already
 
     def _owned(self) -> dict[str, list[tuple[int, slice]]]:
-        """Return `owned` of _OnOwners, as DeepSpeed has cut the flattened parameters."""
+        """Return `owned` for _OnOwners: DeepSpeed's shards of each flat parameter."""
         zero, found = self.zero, dict[str, list[tuple[int, slice]]]()
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         for number, group in enumerate(zero.bit16_groups):

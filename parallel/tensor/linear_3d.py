@@ -2,13 +2,13 @@
 
     rank (i, j, k)       x   sequences over i, then j; channels over k            between layers: input of a first product
                          y   sequences over i, then k; channels over j            output of a first product: j and k exchanged
-                         W   first: inputs over k, then i; outputs over j         second: inputs over j; outputs over k, then i
+                         W   first: inputs over k, then i; outputs over j     second (a layer's last): inputs over j; outputs over k, then i
 
     forward     gather x over j | gather W over i | multiply | sum over k, keep this rank's sequences
     backward    gather dy over k | gather W over i | multiply | sum dx over j          gather x over j | multiply | sum dW over i
 
-In a second product (the last of a layer), j and k are exchanged, so its output is split like x. Gathered tensors are freed after the
-product and gathered again in the backward pass. Several products of one x (q, k and v) are computed as one, so x is gathered once.
+In a second product, j and k are exchanged, so its output is split like x. Gathered tensors are freed after the product and gathered again
+in the backward pass. Several products of one x (q, k and v) are computed as one, so x is gathered once.
 Costs: docs/parallel/tensor_3d.md. Source: 3D parallelism (arXiv 2105.14450).
 """
 

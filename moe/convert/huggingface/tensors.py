@@ -213,7 +213,7 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
-    """Return a tensor for a written file, made of the parameters `names`. `read`: returns a parameter by its name."""
+    """Return the tensor to write that contains the parameters `names`. `read`: returns a parameter by its name."""
     out = None
     for name in names:
         tensor, location = read(name), _written(name, family)

@@ -22,7 +22,7 @@ PLAIN = AllToAll.name
 
 
 class Own(AllToAll):
-    """A user's own dispatcher, named in the recipe as `module:name`. Checks and the planner treat it as all_to_all, without its code."""
+    """A user's own dispatcher, named in the recipe as `module:name`. Checks and the planner treat it as all_to_all and never call it."""
 
     name = "module:name"
     reads = {}

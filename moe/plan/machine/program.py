@@ -31,7 +31,7 @@ class Program:
     staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
     gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # computation hides all, 2/3 or none of the all-gathers of parameters
     alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
-    shards: Literal["micro-batch", "step"] = "step"  # how often FSDP with stages gathers parameters and reduces gradients
+    shards: Literal["micro-batch", "step"] = "step"  # with stages: how often FSDP gathers parameters and reduces gradients
     gather_gb_s: float | None = None  # largest rate at which a rank receives gathered parameters; None: the rate of its links
     gather_us: float = 0.0  # host's time to copy to and from buffers, for each all-gather or reduce-scatter of a sharded layer
     tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that products hide

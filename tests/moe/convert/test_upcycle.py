@@ -393,7 +393,7 @@ def test_gate_sum_is_the_sum_of_the_routers_gates(preset: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"model": {"moe_every": 0}}, {}, "--to: got a model with the source's layers"),
+    ({"model": {"moe_every": 0}}, {}, "--to: got the source's number of experts in each layer"),
     ({"model": {"num_heads": 4}}, {}, "model.num_heads: got 4, needed the source's 2"),
     ({"model": {"norm": "layernorm"}}, {}, "model.norm: got layernorm"),
     ({"model": {"ffn": "geglu"}}, {}, "model.ffn: got geglu, needed the source's swiglu"),
