@@ -183,8 +183,8 @@ class _Program:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """Round the relaxation. Returns operator -> the cheapest, given earlier choices, of its strategies with more than half of its largest
-        value."""
+        """Round the relaxation. Returns operator -> the cheapest, given earlier choices, of its strategies with more than half of its
+        largest value."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]
