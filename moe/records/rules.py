@@ -81,13 +81,14 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
-    part of the run from which windows count. mends: the run's own losses may mend it, so no finding if the measured value falls."""
+    part of the run from which windows count. mends: a balance loss or bias may mend it, so no finding if the measured value falls."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
         moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * _first_size(run)
-        early = min((HALF if mends else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
+        slowly = mends and _balanced_by(run) and not _is_frozen(run)
+        early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
         grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
         found: list[tuple[int, float, str]] = []
         for window, rates in zip(reversed(windows), reversed(moved), strict=True):
@@ -418,14 +419,13 @@ def _found(windows: Sequence[Window], run: Run) -> list[Finding]:
 
 
 class Live:
-    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; what they show has been said."""
+    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; what was said then is not repeated."""
 
     def __init__(self, run: Run, before: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._run, self._windows, self._filling = run, list[Window](), Filling()
+        self._run, self._windows, self._filling, self._said = run, list[Window](), Filling(), set[str]()
         for line in before:
             if line.get("kind", "train") == "train":
-                self._add(line)
-        self._said = {finding.rule for finding in _found(self._windows, run)} if self._windows else set()
+                self.after_step(line)
 
     def after_step(self, line: Mapping[str, Any]) -> list[Finding]:
         """Add a step's line of metrics.jsonl. At the end of a window, return findings of rules that have not fired before."""

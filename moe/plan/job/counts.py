@@ -36,6 +36,11 @@ class Elements(Summed):
         return self.dense + self.expert + self.blocks
 
     @property
+    def parameters(self) -> float:
+        """Numbers without blocks, which engines do not see: they are not cast, stashed or offloaded."""
+        return self.dense + self.expert
+
+    @property
     def frozen(self) -> Elements:
         return Elements(self.frozen_dense, self.frozen_expert, blocks=self.blocks)
 

@@ -93,7 +93,7 @@ def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
     (states, host), at = _states(plan, rank.held), full.moment
     sizes = (
         *(states.parameters, states.gradients - full.missing, states.optimizer),
-        (rank.versions - 1) * rank.held.total * plan.storage.parameters,
+        (rank.versions - 1) * rank.held.parameters * plan.storage.parameters,
         *(at.activations, at.loss, at.embedding + full.waiting, at.work, at.dispatch),
         *(full.gathered, full.bucket),
     )
@@ -137,7 +137,7 @@ class _Engine:
         """Bytes of the states of all parameters that the rank holds."""
         held, dense, expert = rank.held, self.dense, self.expert
         trained = dense.total * (held.dense - held.frozen_dense) + expert.total * (held.expert - held.frozen_expert)
-        older = (rank.versions - 1) * self.plan.storage.parameters * held.total
+        older = (rank.versions - 1) * self.plan.storage.parameters * held.parameters
         frozen = dense.parameters * held.frozen_dense + expert.parameters * held.frozen_expert + self.plan.storage.blocks * held.blocks
         return trained + older + frozen
 
@@ -225,8 +225,9 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     whole = states(plan.stage)
     if plan.offload_parameters == plan.offload_optimizer == "none":
         return whole, {}
+    parameters = whole.parameters - plan.storage.blocks * held.blocks  # blocks stay on the device
     moved = States(
-        whole.parameters if plan.offload_parameters != "none" else 0.0,
+        parameters if plan.offload_parameters != "none" else 0.0,
         whole.gradients if plan.offload_optimizer != "none" else 0.0,
         whole.optimizer if plan.offload_optimizer != "none" else 0.0,
     )
@@ -234,7 +235,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     if plan.offload_optimizer != "none" and (plan.pp > 1 or not plan.carrier.master_copy):
         moved, left = replace(moved, gradients=states(2).gradients), replace(left, gradients=whole.gradients)
     if not plan.carrier.master_copy:  # the host's optimizer updates a copy of the weights
-        moved = replace(moved, parameters=whole.parameters)
+        moved = replace(moved, parameters=parameters)
     return left, {name: size for name, size in vars(moved).items() if size}
 
 

@@ -248,7 +248,7 @@ def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -
     """Seconds to subtract if the program's times include casts of weights at each use, but the engine casts them only once a step. Each
     micro-batch after the first then saves, for each parameter, reading 4 bytes and writing 2."""
     held = program.casts == "use" and plan.stage == 0 and plan.storage.parameters == plan.compute_bytes < plan.storage.gradients
-    return (plan.microbatches - 1) * 6 * stage.held.total / cluster.device.bandwidth if held else 0.0
+    return (plan.microbatches - 1) * 6 * stage.held.parameters / cluster.device.bandwidth if held else 0.0
 
 
 def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> tuple[float, float]:
@@ -267,6 +267,6 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
     if plan.offload_optimizer == "nvme":
         offload += 2 * elements * ranks * plan.storage.optimizer / disk
     if plan.offload_parameters != "none":
-        once = held.total / shared * plan.compute_bytes
+        once = held.parameters / shared * plan.compute_bytes
         offload += 2 * plan.microbatches * once / (host if plan.offload_parameters == "cpu" else disk / ranks)
     return moved / cluster.device.bandwidth + step, offload

@@ -110,8 +110,8 @@ class Sums:
             self.rows[key] = self.rows[key] + row if key in self.rows else row
 
     def loads(self) -> dict[int, Tensor]:
-        """Return layer -> number of choices of each expert on this rank so far, float64 [E]."""
-        return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
+        """Return layer -> number of choices of each expert on this rank so far, float64 [E], as copies."""
+        return {layer: row[_MEANS:].clone() for layer, row in self._by_layer().items()}
 
     def _by_layer(self) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}

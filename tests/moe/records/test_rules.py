@@ -196,6 +196,22 @@ def test_a_resumed_job_says_what_the_job_without_a_stop_says(rule: str, stop: in
     ]
 
 
+def test_a_resumed_job_repeats_no_finding_that_was_said_and_has_ended() -> None:
+    lines = [layers(load=crowded)(line) if 106 <= line["step"] <= 150 or line["step"] > 170 else line for line in healthy()]
+    run = recipe({})
+    through, resumed = Live(run), Live(run, lines[:165])
+    assert [found.rule for line in lines for found in through.after_step(line)] == ["uneven load"]
+    assert not [found for line in lines[165:] for found in resumed.after_step(line)]
+
+
+@pytest.mark.parametrize(("weight", "step"), [(0.01, STEPS // 2), (0.0, STEPS // 4)])
+def test_drops_have_half_of_the_run_to_mend_only_if_a_loss_balances(weight: float, step: int) -> None:
+    lines = [layers(kept=250, dropped=750)(line) for line in healthy()]
+    live, grace = Live(recipe({"router": {"balance_weight": weight}})), math.ceil(step / SIZE) * SIZE
+    said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "dropped choices"]
+    assert said == [grace + LASTING * SIZE]
+
+
 RISES = {
     "ended above": (lambda n: falls(1) + n / 100, "the loss is at 7"),
     "above for long": (lambda n: falls(n) + (6 if 10 < n < 40 else 0), "the loss was above its first value, 5"),

@@ -185,6 +185,29 @@ def test_memory_is_smaller_by_the_formula(form: str, kind: str) -> None:
     assert peaks["whole"][1] - peaks[form][1] > 0.8 * (built["whole"] - built[form])  # one matrix at a time is decoded
 
 
+def test_blocks_stay_on_the_device_and_are_not_stashed() -> None:
+    """Only parameters are offloaded, or kept as older weights by 2BW."""
+    values: dict[str, Any] = {
+        "model": SIZES["model"] | {"moe_every": 1, "num_layers": 2, "tied_embeddings": False},
+        "precision": {"compute": "bf16"},
+    }
+    offload = {"sharding": {"kind": "zero", "stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}}
+    older = {
+        "degrees": {"pp": 2, "dp": 1, "ep": 1},
+        "pipeline": {"schedule": "two_bw", "microbatches": 2},
+        "optimizer": {"clip_norm": None},
+    }
+    found: dict[str, Any] = {}
+    for base in ("whole", "fp8"):
+        lora = {"lora": {"rank": 2, "targets": BOTH, "base": base}, "train": {"global_batch": 4, "eval_sequences": 4}}
+        for name, more in (("offload", offload), ("older", older)):
+            run = check_run(build_run(values | lora | more), 2 if name == "older" else 1)
+            found[name, base] = memory(network_of(run), plan_of(run))[0]
+    whole, blocks = found["offload", "whole"], found["offload", "fp8"]
+    assert whole.parts["parameters"] == 0 < blocks.parts["parameters"] and blocks.host["parameters"] < whole.host["parameters"]
+    assert 0 < found["older", "fp8"].parts["older weights"] < found["older", "whole"].parts["older weights"] / 2
+
+
 def test_experts_in_blocks_are_no_parameters() -> None:
     values = {"model": SIZES["model"] | {"moe_every": 1}, "lora": {"rank": 2, "base": "fp8"}}
     model, layouts = build(check_run(build_run(values), 1), Mesh.of(Degrees()), device=torch.device("cpu"))
