@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.verify.cases import Case
 from parallel.data.whole import Cut
-from parallel.mesh.collectives import _start_exchange, join_copies
+from parallel.mesh.collectives import Started, _start_exchange, join_copies
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis
 from tests.mutations.mutation import Edit, Mutation
@@ -128,6 +128,11 @@ def _own_slice(real: Any) -> Any:
         return grad.narrow(dim, axis.index * each, each).contiguous()
 
     return wrong
+
+
+def _own_slice_started(real: Any) -> Any:
+    """Like `_own_slice`, for rows that were gathered while others were computed."""
+    return lambda grad, axis: Started(_own_slice(None)(grad, axis, dim=0), None)
 
 
 def _own_part(real: Any) -> Any:
@@ -329,7 +334,10 @@ MUTATIONS = (
         "NVIDIA-NeMo/Automodel#1260; pytorch/xla#5784",
         "expert",
         replace(_ROWS, rows="all_gather"),
-        (Edit("parallel.mesh.collectives:_wide_scattered_sum", _own_slice),),
+        (
+            Edit("parallel.mesh.collectives:_wide_scattered_sum", _own_slice),
+            Edit("parallel.mesh.runs:start_scatter_sum", _own_slice_started),
+        ),
     ),
     Mutation(
         "scatter_backward_stays_local",
