@@ -31,7 +31,8 @@ def user_path(text: str | Path, *, what: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # such as a path that is too long, an unknown user, a zero byte
         said = getattr(error, "strerror", None) or str(error).rstrip(".")
         shown = str(text) if len(str(text)) <= 80 else f"{str(text)[:60]}... of {len(str(text))} characters"
-        raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix="check the spelling") from None
+        fix = "give this user permission to look into its folder" if isinstance(error, PermissionError) else "check the spelling"
+        raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix=fix) from None
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import io
 import os
@@ -131,3 +132,14 @@ def test_paths_and_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="not a regular file|more than 10"):
             read_text(tmp_path / name, most_bytes=most_bytes)
     assert read_text(tmp_path / "large", most_bytes=11) == "\0" * 11
+
+
+def test_a_path_without_permission_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "lstat", denied)
+    with pytest.raises(
+        BadInput, match="RUN_DIR: got 'runs/a': Permission denied.*; fix: give this user permission to look into its folder"
+    ):
+        user_path("runs/a", what="RUN_DIR")
