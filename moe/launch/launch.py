@@ -27,7 +27,7 @@ from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import allow_open_files, set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, die_with_parent
-from moe.launch.streams import log_of, logged, outlive_readers
+from moe.launch.streams import Log, log_of, logged, outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
@@ -91,9 +91,9 @@ def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
     rank_run.run = run
     rank_run.place += [out] if is_held(out) else []
     if not rank_run.place:
-        return _train(run, origins, name, out, given, [])
-    with logged(log_of(out, rank_run.rank)):
-        return _train(run, origins, name, out, given, rank_run.place)
+        return _train(run, origins, name, out, given, [], Log())
+    with logged(log_of(out, rank_run.rank)) as log:
+        return _train(run, origins, name, out, given, rank_run.place, log)
 
 
 def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
@@ -260,7 +260,8 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
     return left, origins | dict.fromkeys(("degrees.dp", "degrees.ep", "pipeline.microbatches"), elastic.ORIGIN)
 
 
-def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
+def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path], log: Log) -> int:
+    """Train, and return the exit code. `log` is not kept if the run was finished before, so that nothing was trained."""
     from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds
 
     world = process.read_environment()
@@ -269,13 +270,18 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     allow_open_files(world.size)
 
     def work() -> None:
+        from moe.records.metrics import read_summary
         from moe.train.loop.trainer import train
 
         process.share_cores(world)
         process.start(world, timeout_s=run.train.timeout_s, end=_before_watchdog_ends(place, world.rank))
         same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
         flags: dict[str, Any] = {name: getattr(given, name) for name in same}
-        train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
+        before = None
+        with contextlib.suppress(BadInput):  # of a damaged file, which training replaces
+            before = read_summary(out)
+        summary = train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
+        log.kept = summary != before
 
     return carried_out(work)
 

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,25 @@ def log_of(out: Path, rank: int) -> Path:
     return out / FOLDER / f"rank-{rank}.log"
 
 
+@dataclass
+class Log:
+    """A rank's log of one attempt. kept: whether the attempt's lines stay in the file."""
+
+    kept: bool = True
+
+
 @contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
+def logged(path: Path) -> Iterator[Log]:
     """Within the context, append to the file `path` a line that names this process, its output, an exception that ends it, and Python's
     stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be opened, nothing is
-    logged. BadInput is left out, and what was appended is removed, because the run has not begun."""
+    logged. After BadInput, and if `kept` is false at the end, what was appended is removed, because nothing was trained."""
     outlive_readers()
+    log = Log()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError:
-        yield
+        yield log
         return
     streams: list[Any] = [sys.stderr] if sys.stdout.isatty() else [sys.stdout, sys.stderr]
     crashes, before = not faulthandler.is_enabled(), os.fstat(file).st_size
@@ -94,19 +103,21 @@ def logged(path: Path) -> Iterator[None]:
     if crashes:
         faulthandler.enable(file)
     try:
-        yield
+        yield log
     except BadInput:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file, before)
-            if not before:
-                path.unlink()
-                path.parent.rmdir()
+        log.kept = False
         raise
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(file, traceback.format_exc().encode(errors="backslashreplace"))
         raise
     finally:
+        if not log.kept:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, before)
+                if not before:
+                    path.unlink()
+                    path.parent.rmdir()
         for stream in streams:
             stream.log = None
         if crashes:

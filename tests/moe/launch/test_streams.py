@@ -72,6 +72,10 @@ def test_a_rank_logs_its_output_errors_and_crashes(tmp_path: Path, monkeypatch: 
     with pytest.raises(BadInput), logged(log):
         raise BadInput("x", got=1, needed="2", fix="x 2")
     assert log.read_text() == said
+    with logged(log) as attempt:
+        print("nothing was trained")
+        attempt.kept = False
+    assert log.read_text() == said
     with logged(log):
         pass
     assert last_line(log) == ""  # of this attempt
@@ -83,7 +87,7 @@ def test_a_rank_logs_its_output_errors_and_crashes(tmp_path: Path, monkeypatch: 
     assert "Fatal Python error: Segmentation fault" in log.read_text() and "test_streams.py" in log.read_text()
     with logged(tmp_path / "logs/rank-1.log/not-a-folder"):
         print("goes on")
-    assert shown.getvalue() == "step 1\nnot logged\ngoes on\n"
+    assert shown.getvalue() == "step 1\nnot logged\nnothing was trained\ngoes on\n"
 
 
 def test_ranks_keep_logs_only_under_a_parent_that_has_locked_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
