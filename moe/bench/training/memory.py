@@ -8,7 +8,7 @@
 
 Every case runs in new processes. The model has two wide layers and few tokens, so that nearly all memory is model states.
 
-moe bench memory            ddp and ZeRO's stages on two ranks, 14M parameters: about 25 s on two idle cores
+moe bench memory            ddp and ZeRO's stages on two ranks, 14M parameters: about 20 s on two idle cores
 moe bench memory --full     all kinds on 1, 2 and 4 ranks (offload: on 2), 100M parameters, also a sparse model: many minutes
 moe bench memory --kinds ddp,fsdp --only dense          only some rows of --full
 """
