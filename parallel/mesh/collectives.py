@@ -340,9 +340,11 @@ class StartedRows:
         return out
 
     def there(self, rows: Tensor) -> Tensor:
+        """Start the forward pass's collective, and return the tensor that is being received."""
         return self.start(rows, self.axis, send=self.send, receive=self.receive)
 
     def back(self, grad: Tensor) -> Tensor:
+        """Start the backward pass's collective of the rows' gradients, and return the tensor that is being received."""
         return self.start(grad, self.axis.backward(), send=self.receive, receive=self.send)
 
 
@@ -384,7 +386,7 @@ def begun(rows: Tensor, started: StartedRows) -> StartedRows:
     return started
 
 
-def finish_all_to_all(started: StartedRows) -> Tensor:
+def finish_rows(started: StartedRows) -> Tensor:
     """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place at which the rows' gradients start to
     be sent back."""
     buffer, started.buffer = started.buffer, None  # a buffer that `started` kept would keep its autograd graph alive

@@ -35,6 +35,8 @@ def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
 
 
 class _Runs(StartedRows):
+    """Equal runs that are gathered forward, and whose gradients are summed and scattered backward."""
+
     def there(self, rows: Tensor) -> Tensor:
         self.work = start_gather(rows, self.axis)
         return self.work.result
@@ -45,7 +47,7 @@ class _Runs(StartedRows):
 
 
 def start_runs(run: Tensor, axis: Axis) -> StartedRows:
-    """Start to gather the ranks' runs, which have equal lengths. `finish_all_to_all` waits for them. In the backward pass, gradients are
+    """Start to gather the ranks' runs, which have equal lengths. `finish_rows` waits for them. In the backward pass, gradients are
     summed in fp32 or wider; the sum starts where the runs were waited for, and is waited for here."""
     return begun(run, _Runs(axis, [], []))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel.data.whole import Whole
-from parallel.mesh.collectives import StartedRows, finish_all_to_all, start_all_to_all, start_gather
+from parallel.mesh.collectives import StartedRows, finish_rows, start_all_to_all, start_gather
 from parallel.mesh.mesh import Axis
 
 # K matrices of one parameter, R rows, C columns
@@ -189,7 +189,7 @@ def _start(sent: list[list[Tensor]], come: list[list[tuple[int, ...]]], axis: Ax
 
 def _arrived(started: StartedRows, come: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
     """Wait for an all-to-all that `_start` started. Return for each rank the tensors from it."""
-    flats = finish_all_to_all(started).split(started.receive)
+    flats = finish_rows(started).split(started.receive)
     return [_cut(flat, shapes) for flat, shapes in zip(flats, come, strict=True)]
 
 

@@ -140,6 +140,8 @@ class Pretended(FakeTensorMode):
             self._forget_written(func, args, kwargs)
         return out
 
+    __torch_dispatch__ = dispatch  # torch's own method does little more than call `dispatch`, through three wrappers
+
     def _prep_args_for_hash(self, result: list[object], args: Any, *rest: Any) -> None:
         """Append arguments to a key of torch's cache of results. torch's own method took a fifth of a rehearsal's time."""
         for value in (*args, *args.values()) if isinstance(args, dict) else args:
@@ -262,10 +264,6 @@ class Pretended(FakeTensorMode):
                 values.copy_(came.view(values.shape))
             else:
                 into[0]._known = came.view(into[0].shape)  # type: ignore[attr-defined]
-
-
-# torch's own method does little more than call `dispatch`, through three wrappers
-Pretended.__torch_dispatch__ = Pretended.dispatch  # type: ignore[assignment]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Any]:

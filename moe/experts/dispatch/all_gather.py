@@ -49,7 +49,7 @@ class AllGather(Dispatcher):
 class Gathered(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         from moe.experts.dispatch.network import Arrived, compute
-        from parallel.mesh.collectives import all_gather, finish_all_to_all, reduce_scatter
+        from parallel.mesh.collectives import all_gather, finish_rows, reduce_scatter
         from parallel.mesh.runs import lengthened, start_runs
 
         (tokens, choices), held = routing.expert_TK.shape, routing.probs_TE.shape[1] // self.axis.size
@@ -62,7 +62,7 @@ class Gathered(Exchange):
         position_R = None if dropout is None else self.gathered(dropout.position_T, longest)[plan.token_R]
         started = start_runs(lengthened(x_TD, longest), self.axis)
         self.meanwhile()
-        rows_RD = self.kernels.permute(finish_all_to_all(started), plan)
+        rows_RD = self.kernels.permute(finish_rows(started), plan)
         out_RD = compute(rows_RD, experts, etp=self.etp, counts_E=arrived, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)

@@ -118,7 +118,7 @@ class Hop:
         import torch
         import torch.nn.functional as F
 
-        from parallel.mesh.collectives import finish_all_to_all, start_all_to_all
+        from parallel.mesh.collectives import finish_rows, start_all_to_all
 
         count, targets = len(tokens.x_TD), self.axis.size
         target_TP = torch.arange(targets, device=tokens.x_TD.device).expand(count, -1)
@@ -130,7 +130,7 @@ class Hop:
         position_T = None if tokens.position_T is None else self._sent(tokens.position_T.unsqueeze(1), plan).squeeze(1)
         started = start_all_to_all(self.kernels.permute(tokens.x_TD, plan), self.axis, send=self.send, receive=self.receive)
         meanwhile()
-        return Tokens(finish_all_to_all(started), gate_TK, place_TK, position_T), plan
+        return Tokens(finish_rows(started), gate_TK, place_TK, position_T), plan
 
     def _sent(self, values: Tensor, plan: Plan) -> Tensor:
         from parallel.mesh.collectives import all_to_all

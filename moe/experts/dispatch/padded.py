@@ -46,7 +46,7 @@ class Padded(Dispatcher):
 
 class Slots(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        from parallel.mesh.collectives import all_gather, all_to_all, finish_all_to_all, reduce_scatter, start_all_to_all
+        from parallel.mesh.collectives import all_gather, all_to_all, finish_rows, reduce_scatter, start_all_to_all
         from parallel.mesh.exchange import exchange_counts
 
         tokens, kernels, etp = len(x_TD), self.kernels, self.etp
@@ -62,7 +62,7 @@ class Slots(Exchange):
             dropped_RF = dropout.scale(position_S[arrived.choice_R])[:, experts.hidden]
         started = start_all_to_all(kernels.permute(x_TD, plan), self.axis, send=even, receive=even)
         self.meanwhile()
-        rows_RD = kernels.permute(all_gather(finish_all_to_all(started), etp), arrived)
+        rows_RD = kernels.permute(all_gather(finish_rows(started), etp), arrived)
         out_RD = experts(rows_RD, counts=arrived.counts_E, dropped_RF=dropped_RF)
         out_SD = kernels.combine(out_RD if etp.size == 1 else out_RD.float(), None, arrived)
         back_SD = all_to_all(reduce_scatter(out_SD, etp).to(x_TD.dtype), self.axis, send=even, receive=even)

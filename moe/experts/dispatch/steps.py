@@ -19,7 +19,7 @@ from moe.experts.experts import Experts
 from moe.kernels.auto import by_bin
 from moe.kernels.rows import Plan
 from moe.router.router import Routing
-from parallel.mesh.collectives import StartedRows, all_gather, all_to_all, finish_all_to_all, start_all_to_all
+from parallel.mesh.collectives import StartedRows, all_gather, all_to_all, finish_rows, start_all_to_all
 from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
@@ -45,7 +45,7 @@ class Step:
 
     def finish(self, started: StartedRows, kernels: Any) -> Tensor:
         """Wait for the rows of `start`, and return them in the order of experts."""
-        rows_RD: Tensor = kernels.reorder(finish_all_to_all(started), self.order_R)
+        rows_RD: Tensor = kernels.reorder(finish_rows(started), self.order_R)
         return rows_RD
 
     def follow(self, values_R: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Steps(Exchange):
             )
             backs.append(step.back(rows_RD, self.kernels))
             del rows_RD
-        results = [finish_all_to_all(back) for back in backs]
+        results = [finish_rows(back) for back in backs]
         y_TD: Tensor = self.kernels.combine(results[0] if self.chunks == 1 else torch.cat(results), routing.gate_TK, plan)
         return y_TD
 

@@ -72,14 +72,14 @@ def fullest_ranks(
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
     first, head = ([[s == end for s in rank.stages] for rank in ranks] for end in (0, last))
-    moments = [with_gradients(rank, microbatches) for rank in ranks]
+    moments = [moments_of(rank, microbatches) for rank in ranks]
 
     def covers(a: int, b: int) -> bool:
         if kinds[a] != kinds[b] or first[a] != first[b] or not all(map(ge, head[a], head[b])):
             return False
         if ranks[a].versions < ranks[b].versions:
             return False
-        return all(any(_exceeds(x, y) and (yet or not none) for x, none in moments[a]) for y, yet in moments[b])
+        return all(any(_exceeds(x, y) and (y_is_first or not x_is_first) for x, x_is_first in moments[a]) for y, y_is_first in moments[b])
 
     found: list[int] = []
     for number in range(len(ranks)):
@@ -88,9 +88,9 @@ def fullest_ranks(
     return tuple(found)
 
 
-def with_gradients(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return (micro-batches in flight, no backward pass has ended yet) at the moments that may be the rank's peak. The moment after the
-    step's first backward pass is included, because gradients exist from then on."""
+def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
+    """Return (micro-batches in flight, whether no backward pass has ended, so that no gradients exist) at the moments that may be the
+    rank's peak. The moment after the step's first backward pass is included."""
     found = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
     later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1]
     return (*found, *((of, False) for of in later))

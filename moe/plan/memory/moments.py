@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
-from moe.plan.job.in_flight import fullest_ranks, in_flight, with_gradients
+from moe.plan.job.in_flight import fullest_ranks, in_flight, moments_of
 from moe.plan.job.network import Network, Plan, repeats
 from moe.plan.memory.kept import (
     FP32_BYTES,
@@ -190,9 +190,9 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 @lru_cache(maxsize=5_000)
 def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[tuple[tuple[InFlight, bool], ...], ...]:
-    """Return the result of `with_gradients` for each rank."""
+    """Return the result of `moments_of` for each rank."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
-    return tuple([with_gradients(rank, microbatches) for rank in ranks])
+    return tuple([moments_of(rank, microbatches) for rank in ranks])
 
 
 _Kind = tuple[bool, bool, bool, int]  # (in encoder, with experts, recomputed, 0: trained, 1: frozen, 2: frozen and without backward pass)

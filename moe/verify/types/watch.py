@@ -140,8 +140,8 @@ class Watch(TorchDispatchMode):
         valid_T = torch.ones(len(out.expert_TK), dtype=torch.bool) if out.valid_T is None else out.valid_T
         of_tokens = [context.position_T, valid_T, out.expert_TK, out.kept_TK]
         with self._lock:
-            self.seen.choices.append([step, key, [*zip(*(x.tolist() for x in of_tokens), strict=True)], context.length, out.capacity])
-            self.seen.choices[-1].append(router.num_experts)
+            tokens = [*zip(*(x.tolist() for x in of_tokens), strict=True)]
+            self.seen.choices.append([step, key, tokens, context.length, out.capacity, router.num_experts])
             self.seen.remarks += [f"{line} in {key} (step {step})" for line in self._of_gates(key, router, out)]
         if not (torch.is_grad_enabled() and out.gate_TK.requires_grad and out.probs_TE.requires_grad):
             return out

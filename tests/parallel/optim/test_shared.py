@@ -34,7 +34,7 @@ def on_rank(rank: int) -> tuple[dict[int, Tensor], list[int], dict[str, int]]:
     dp, tp = mesh.axis("dp"), mesh.axis("tp")
     lie = Whole((Cut(-2, R // 2, R, dp), Cut(-1, C // 2, C, tp)))
     under_way, seen = 0, list[int]()
-    start, finish = file.start_all_to_all, file.finish_all_to_all
+    start, finish = file.start_all_to_all, file.finish_rows
 
     def started(*args: Any, **options: Any) -> Any:
         nonlocal under_way
@@ -53,7 +53,7 @@ def on_rank(rank: int) -> tuple[dict[int, Tensor], list[int], dict[str, int]]:
     def part(number: int) -> Tensor:
         return whole(number).narrow(-2, *lie.cuts[0].run(dp.index)).narrow(-1, *lie.cuts[1].run(tp.index))
 
-    file.start_all_to_all, file.finish_all_to_all = started, finished  # type: ignore[assignment]
+    file.start_all_to_all, file.finish_rows = started, finished  # type: ignore[assignment]
     stacks = [Stack(n, 1, (R // 2, C // 2), torch.float32, lie) for n in range(N)]
     found = {n: lie.gathered(x) for n, x in list(shared(stacks, part, work, cost=math.prod))}
     sent = {axis: count.sent for (axis, name), count in mesh.communicator.counts().items() if name == "all_to_all"}
