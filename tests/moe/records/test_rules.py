@@ -20,8 +20,9 @@ from moe.launch import exit_codes
 from moe.recipe.load import build_run
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
+from moe.records.conditions import LASTING
 from moe.records.course import LEAST_STEPS
-from moe.records.rules import LASTING, RULES, Live, Rule, diagnose
+from moe.records.rules import RULES, Live, Rule, diagnose
 from moe.records.tracker import scalars
 from moe.records.windows import window_length
 from moe.report.page import page_text
