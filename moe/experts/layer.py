@@ -40,7 +40,8 @@ from moe.router.losses import (
     step_means,
     z_loss,
 )
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from moe.router.slices import Shards
 
 if TYPE_CHECKING:  # for annotations only: the layer runs without the packages that read recipes

@@ -27,7 +27,8 @@ from moe.nn.attention import Attention
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Norm
 from moe.router.methods.method import Method
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from parallel.data.engine import Engine
 from parallel.mesh.layout import stored as stored_of
 from parallel.mesh.mesh import Mesh
