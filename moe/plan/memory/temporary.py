@@ -16,9 +16,7 @@ from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.memory.kept import (
-    FP32_BYTES,
     bias_elements,
-    buffers_of,
     cast_ahead,
     ends_kept,
     head_pending,
@@ -27,11 +25,10 @@ from moe.plan.memory.kept import (
     layer_parts,
     layer_pending,
     logits,
-    most_rows,
-    padding,
     recompute_of,
     tokens_of,
 )
+from moe.plan.memory.rows import FP32_BYTES, buffers_of, most_rows, padding
 from moe.plan.memory.stack import Stack
 from moe.recipe.shapes import DECODING_BYTES
 from parallel.data.kinds.kind import At, Whole
