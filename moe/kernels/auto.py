@@ -15,7 +15,7 @@ from parallel.numerics.supposed import supposed_as
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results are integers, which the host reads
+_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results decide where rows go, so a rehearsal needs their values
 
 
 def _for_gpu(device: torch.device) -> ModuleType:

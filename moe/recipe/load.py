@@ -143,7 +143,7 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-# begins the text on the origin of a router key's value, if `_drop_router` removed the value of the parent recipe
+# added to a router key's origin if `_drop_router` removed the parent recipe's value: "default; not VALUE from PARENT"
 _DROPPED = "; not "
 
 
