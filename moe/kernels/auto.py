@@ -36,7 +36,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
         kernels = kernels_of(first)
         made = getattr(kernels, name)(first, *rest, **named)
-        # in a rehearsal (parallel/rehearse), tensors have no values and Triton computes nothing, so `cpu` supplies the integers
+        # in a rehearsal (parallel/rehearse), tensors have no values and Triton computes nothing, so `cpu` computes the decisions
         return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call

@@ -106,7 +106,7 @@ class _Sums:
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
 
     def layer(self, number: int) -> Layer:
-        echoed = self._squares - self._last  # squares of the steps that have a next one
+        echoed = self._squares - self._last  # of all steps but the last, each of which is compared with the next step
         return Layer(
             number,
             self._load_E / max(1, self._steps),

@@ -129,8 +129,8 @@ class _AtWork(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """Candidate for the fullest moment of a rank, when a backward action begins. once: no backward pass of the step has ended yet. total:
-    bytes that all micro-batches in flight keep."""
+    """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no backward pass of the step has ended yet.
+    total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
     once: bool

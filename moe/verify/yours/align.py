@@ -254,7 +254,8 @@ def _whole(piece: Piece) -> Maps:
 
 
 def shifted(name: str, shifts: dict[str, int]) -> str:
-    """Return the name that the single process has for a rank's name. shifts: result of `renamed`."""
+    """Return the single process's name of the module or parameter that a rank calls `name`: a pipeline stage may count its layers from 0.
+    shifts: result of `renamed`, prefix -> number added to the index after it."""
     for prefix, shift in shifts.items():
         if match := re.match(re.escape(prefix) + r"\.(\d+)(?=\.|$)", name):
             name = f"{prefix}.{int(match[1]) + shift}{name[match.end() :]}"
