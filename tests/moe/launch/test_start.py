@@ -28,7 +28,7 @@ import pytest
 from moe.cli import main as cli
 from moe.launch import environment, hosts, start, status, torchrun
 from moe.launch.arguments import Arguments
-from moe.launch.launch import _early_signals
+from moe.launch.early import early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
@@ -410,7 +410,7 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
 
     def waits() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
             (tmp_path / "waits").touch()
             while True:
@@ -423,6 +423,34 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
     assert exit_code(pid) == code
 
 
+@pytest.mark.parametrize(
+    ("words", "imported", "number", "code", "lines"),
+    [
+        ("moe train switch_tiny", "moe.cli.main", signal.SIGTERM, 75, 1),
+        ("moe train switch_tiny", "pydantic", signal.SIGHUP, 75, 1),
+        ("moe train switch_tiny", "moe.cli.main", signal.SIGINT, -signal.SIGINT, 0),
+        ("moe show switch_tiny", "moe.cli.main", signal.SIGTERM, -signal.SIGTERM, 0),
+        ("moe show switch_tiny", "moe.cli.main", signal.SIGINT, -signal.SIGINT, 0),
+        ("moe.launch.launch switch_tiny", "moe.launch.arguments", signal.SIGTERM, 75, 1),
+        ("moe.launch.launch switch_tiny", "pydantic", signal.SIGTERM, 75, 1),
+    ],
+)
+def test_a_signal_while_the_program_is_imported(words: str, imported: str, number: signal.Signals, code: int, lines: int) -> None:
+    """The process sends the signal to itself when it begins to import the module `imported`."""
+    program = f"""if True:
+        import os, runpy, sys
+        class Import:
+            def find_spec(self, name, *_):
+                if name == {imported!r}:
+                    os.kill(os.getpid(), {int(number)})
+        sys.meta_path.insert(0, Import())
+        sys.argv = {words.split()}
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == code and len(ended.stderr.splitlines()) == lines, ended.stderr
+    assert "nothing is lost: start it again" in ended.stderr or not lines
+
+
 def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
     """A signal to a child that a rank forks before training, such as a data loader, ends the child by the signal's default effect. The rank
     continues, and no status file is written."""
@@ -433,7 +461,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
         return 0
 
     def rank() -> int:
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             codes = []
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 up, told = os.pipe()
@@ -449,7 +477,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
 
 def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -> None:
     def rank() -> int:
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             with asked_to_stop():
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
