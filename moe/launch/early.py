@@ -26,9 +26,9 @@ def number_of_rank() -> int:
 
 class _TooEarly:
     """Signal handler before training begins: reports that nothing is lost, and ends the process with STOPPED. Ctrl-C has its default
-    effect, and so has each signal in a forked child, which inherits the handler. prints: whether it prints the line. leave: called first, to
-    write the rank's status file. process: id of the process that installed the handler. before_training: lets other handlers recognise this
-    one, which they must not restore after training."""
+    effect, and so has each signal in a forked child, which inherits the handler. prints: whether the line is printed. leave: called first,
+    to write the rank's status file. process: id of the process that installed the handler. before_training: lets other handlers recognise
+    this one, which they must not restore after training."""
 
     before_training = True
 

@@ -6,16 +6,15 @@ torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
+import json
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -127,7 +126,18 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     for out in rank_run.place:
         status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
+    if error is not None and TOKEN not in os.environ:
+        _tell_torchrun(error)
     return code
+
+
+def _tell_torchrun(error: str) -> None:
+    """Write this rank's error to the file that torchrun names. torchrun prints it in its summary, after its own traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        try:
+            Path(path).write_text(json.dumps({"message": {"message": error, "extraInfo": {"timestamp": f"{time.time():.0f}"}}}))
+        except OSError:
+            Path(path).unlink(missing_ok=True)  # torchrun would fail to read a part of it
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
