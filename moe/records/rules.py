@@ -38,6 +38,7 @@ SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
 ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
 NEAR_CHANCE = 0.9  # first loss / ln(vocabulary) from which the weights know nothing of the text; a model that is tuned further begins lower
+BEYOND = 10.0  # a learning rate of this many first weights' sizes: every step replaces the weights, so no warm-up helps
 NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
 
 
@@ -249,6 +250,11 @@ def enough_warmup(run: Run) -> int:
     return round(2 / (1 - o.beta2)) if o.kind in ("adamw", "kfac", "muon") else 0
 
 
+def is_beyond(run: Run) -> bool:
+    """Return whether AdamW's steps, which are about as long as the learning rate, leave nothing of the first weights."""
+    return bool(enough_warmup(run)) and run.optimizer.lr > BEYOND * _first_size(run)
+
+
 def _too_fast(windows: Sequence[Window], run: Run) -> Found | None:
     found = course(windows)
     return None if found is None or _starts_cold(found, run) else found
@@ -264,14 +270,15 @@ def _cold_start(windows: Sequence[Window], run: Run) -> Found | None:
 def _starts_cold(found: Found, run: Run) -> bool:
     """Return whether the trouble began before a warm-up of `enough_warmup` steps would have ended, and the run's own was shorter."""
     enough = enough_warmup(run)
-    return run.optimizer.warmup_steps < enough and found.since <= enough
+    return run.optimizer.warmup_steps < enough and found.since <= enough and not is_beyond(run)
 
 
 # --- the remedies -------------------------------------------------------------------------------------------------------------------------
 
 
-def _slower(run: Run) -> Fix:
-    return Set("optimizer.lr", float(f"{run.optimizer.lr / 10:.2g}"))
+def slower(run: Run) -> Fix:
+    """A tenth of the learning rate; the size of the first weights if the rate is far above that."""
+    return Set("optimizer.lr", float(f"{_first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 
 def _more_balance(run: Run) -> Fix:
@@ -337,14 +344,14 @@ RULES = (
         "warm-up",
         ("loss",),
         _cold_start,
-        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | _slower(run),
+        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | slower(run),
         hides=_LOADS,
     ),
     Rule(
         "learning rate",
         ("loss",),
         _too_fast,
-        _slower,
+        slower,
         hides=_LOADS,
     ),
     Rule(
@@ -395,7 +402,7 @@ RULES = (
         "router saturates",
         ("moe.z_loss",),
         lasting(_saturated),
-        lambda run: _slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+        lambda run: slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
         hides=("no balance loss", "uneven load", "dropped choices"),
     ),
     Rule(

@@ -74,7 +74,7 @@ def test_errors_of_an_installed_package_name_pages_that_are_there(site: Path, tm
     code = "import json\nfrom parallel.errors import BadInput\nprint(json.dumps(str(BadInput('a', got=1, needed='2', fix='see: {}'))))"
     # in code, not in docstrings: a name of a page before the end of a string
     texts = [path.read_text("utf-8") for part in ("moe", "parallel") for path in (ROOT / part).rglob("*.py")]
-    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["']""", text)}
+    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["')]""", text)}
     assert len(pages) > 5 and "docs/use/dpo.py" in pages
     for page in sorted(pages):
         said = in_wheel(site, tmp_path, code.format(page))
