@@ -380,6 +380,19 @@ def test_a_rank_beyond_its_world_says_so_itself(
     assert re.fullmatch(r"error: RANK, WORLD_SIZE, LOCAL_RANK on rank 5: got .*\n", capsys.readouterr().err)
 
 
+def test_the_summary_of_torchrun_has_the_error_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert rank_main(["no_such_recipe", "--out", str(tmp_path / "run")]) == 2
+    summary = str(ChildFailedError("moe", {0: ProcessFailure(0, os.getpid(), 2, str(tmp_path / "error.json"))}))
+    assert "recipe: got no_such_recipe" in summary and "To enable traceback" not in summary
+    full = tmp_path / "full.json"  # a disk without room
+    full.symlink_to("/dev/full")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(full))
+    assert rank_main(["no_such_recipe", "--out", str(tmp_path / "run")]) == 2 and not full.exists()
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "by hand", "a parent"])
 def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: str, tmp_path: Path) -> None:
     variables = {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}, "a parent": {TOKEN: "x"}}.get(launcher, {})
