@@ -51,7 +51,7 @@ def _check_targets(run: Run) -> None:
 
 
 def _check_base(run: Run) -> None:
-    """Raise BadInput if the frozen experts cannot be kept in the blocks of lora.base."""
+    """Raise BadInput if the frozen experts cannot stay in the MXFP4 or FP8 blocks that lora.base names."""
     form = run.lora.in_blocks
     if form is None:
         return
