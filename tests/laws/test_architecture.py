@@ -70,7 +70,16 @@ SAYS_EXPERT = {  # allowed names: of a view of the mesh, of a family of paramete
     },
 }
 # Modules that may not import a SLOW package: they run for `moe --help`, for a refused recipe, or before a rank sets torch's variables.
-QUICK = ("moe", "moe.__main__", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
+QUICK = (
+    "moe",
+    "moe.__main__",
+    "moe.cli.main",
+    "moe.checks.together",
+    "moe.recipe.sections",
+    "moe.recipe.load",
+    "moe.launch.start",
+    "moe.launch.launch",
+)
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 
