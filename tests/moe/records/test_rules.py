@@ -22,10 +22,11 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records.conditions import LASTING
 from moe.records.course import LEAST_STEPS
-from moe.records.rules import RULES, Live, Rule, diagnose
+from moe.records.rules import RULES, Finding, Live, Rule, diagnose
 from moe.records.tracker import scalars
 from moe.records.windows import window_length
 from moe.report.page import page_text
+from parallel.fixes import Set
 from tests.support import trained
 
 STEPS, EXPERTS, LAYER, BEGINS = 200, 8, 1, 101
@@ -159,6 +160,18 @@ def test_a_remedy_changes_the_recipe_to_one_that_the_checks_accept(rule: str) ->
         way.apply(values)
         assert json.dumps(values) != before
         check_run(build_run(values), 1)
+
+
+@pytest.mark.parametrize("warmup", [0, 40])
+def test_the_remedy_of_a_rate_far_above_the_weights_mends(warmup: int, home: Path, tmp_path: Path) -> None:
+    def findings(lr: float) -> list[Finding]:
+        run = trained.recipe(home, optimizer={"lr": lr, "warmup_steps": warmup}, train={"steps": 60, "save_every": 0, "max_skips": 60})
+        trained.train(run, out := tmp_path / f"{lr}")
+        return [found for found in diagnose(trained.lines(out), run) if found.rule in ("warm-up", "learning rate")]
+
+    (found,) = findings(30.0)
+    (remedy,) = found.fix.ways("")
+    assert isinstance(remedy, Set) and remedy.key == "optimizer.lr" and findings(remedy.values[0]) == []
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"expert_choice"}))
