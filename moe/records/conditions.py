@@ -23,7 +23,7 @@ from moe.router.methods.catalog import method_of
 LASTING = 3  # windows in a row
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # AdamW moves a weight by about the learning rate. Until the rates' sum is this share of the first weights' size, nothing is learned
+MOVED = 0.25  # AdamW moves a weight by about the rate: until the rates' sum is this share of the first weights' size, nothing is learned
 CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted

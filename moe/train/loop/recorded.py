@@ -10,8 +10,8 @@ import torch
 
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
-from moe.records.metrics import read
 from moe.records.conditions import is_beyond
+from moe.records.metrics import read
 from moe.records.rules import slower
 from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
