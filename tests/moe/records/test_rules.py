@@ -17,7 +17,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.launch import exit_codes
-from moe.recipe.load import build_run
+from moe.recipe.load import build_run, load, published_names, recipe_names
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records.course import LEAST_STEPS
@@ -163,6 +163,15 @@ def test_a_remedy_changes_the_recipe_to_one_that_the_checks_accept(rule: str) ->
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"expert_choice"}))
 def test_a_healthy_run_has_no_finding(preset: str) -> None:
     assert diagnose(healthy(), recipe({"router": {"preset": preset}})) == []
+
+
+@pytest.mark.parametrize("name", [*recipe_names(), *published_names()])
+def test_a_shipped_recipe_of_itself_has_no_finding(name: str) -> None:
+    """With a falling loss and even loads, at its own rates and precision."""
+    run = load(name)[0]
+    values = run.model_dump(mode="json") | {"train": run.train.model_dump() | {"steps": STEPS}}
+    values["optimizer"]["warmup_steps"] = run.optimizer.warmup_steps * STEPS // run.train.steps
+    assert diagnose(healthy(lr=run.optimizer.lr), build_run(values)) == []
 
 
 def test_a_fault_that_ends_or_has_just_begun_is_no_finding() -> None:
