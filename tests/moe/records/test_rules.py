@@ -221,6 +221,15 @@ def test_drops_have_half_of_the_run_to_mend_only_if_a_loss_balances(weight: floa
     assert said == [grace + LASTING * SIZE]
 
 
+@pytest.mark.parametrize("lr", [1e-4, 2e-3, 1e-2])
+def test_a_balance_loss_may_work_until_the_rates_could_saturate_a_logit(lr: float) -> None:
+    width, lines = 32, [layers(load=crowded)(line) for line in healthy(lr=lr)]
+    live, free = Live(recipe({"model": {"d_model": width, "num_heads": 4}})), 10 / (lr * width)
+    said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "uneven load"]
+    first = math.ceil(max(free, STEPS / 2) / SIZE) * SIZE
+    assert said == [step for step in [first + LASTING * SIZE - (SIZE if free > STEPS / 2 else 0)] if step <= STEPS]
+
+
 RISES = {
     "ended above": (lambda n: falls(1) + n / 100, "the loss is at 7"),
     "above for long": (lambda n: falls(n) + (6 if 10 < n < 40 else 0), "the loss was above its first value, 5"),
