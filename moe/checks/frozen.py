@@ -51,7 +51,7 @@ def _check_targets(run: Run) -> None:
 
 
 def _check_base(run: Run) -> None:
-    """Raise BadInput if the frozen matrices cannot be kept in the blocks of lora.base."""
+    """Raise BadInput if the frozen matrices cannot stay in the MXFP4 or FP8 blocks that lora.base names."""
     form, whole = run.lora.base, Set("lora.base", "whole")
     if not run.lora.blocks_of:
         return

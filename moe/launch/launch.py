@@ -37,7 +37,7 @@ from parallel.process.extensions import use_extensions_dir
 from parallel.store.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher, and Open MPI
-_SAID = ".moe-said-"  # prefix of files in the temporary folder: one for each error message that a rank on this machine has printed
+_SAID = ".moe-said-"  # prefix of files in the temporary folder, one for each error message that a rank here has already printed
 _KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 

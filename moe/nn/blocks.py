@@ -124,8 +124,10 @@ def _to_mxfp4(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_fp8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode with factors found in the decoded values. In each block, the largest element may be any of _LARGEST. For a candidate, all fp8
-    values follow, and each bounds the factor. A factor within all bounds decodes to the same values."""
+    """Encode values that were decoded from fp8, without loss, although their factors are not known: find each block's factor.
+
+    Each number in _LARGEST is tried as the fp8 value of the block's largest element. All other fp8 values follow from it, and each gives a
+    lower and an upper bound of the factor. A factor within all bounds decodes to the same values."""
     rows, columns = matrix_OI.shape
     padded = F.pad(matrix_OI, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     down, across = len(padded) // FP8_BLOCK, padded.shape[1] // FP8_BLOCK

@@ -58,7 +58,7 @@ def of_transformers(folder: Path) -> bool:
 
 def refuse_on_hub(name: str, what: str, *, needed: str = "a folder on this machine", then: str = "hf:") -> None:
     """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine.
-    what: name of the argument. then: what to do after the download, with its folder after the first "hf:"."""
+    what: name of the argument. then: what to do after the download; the downloaded folder is put after its first "hf:"."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return
@@ -143,7 +143,7 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-# begins the text on the origin of a router key's value, if `_drop_router` removed the value of the parent recipe
+# added to a router key's origin if `_drop_router` removed the parent recipe's value: "default; not VALUE from PARENT"
 _DROPPED = "; not "
 
 

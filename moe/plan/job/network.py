@@ -162,7 +162,7 @@ class Network:
     shared_buckets: bool = False  # all layers of a stack share one T5 bias
     sinks: bool = False  # each head has a learned logit in its softmax
     clipped: bool = False  # queries, keys and values are clipped
-    logit_cap: bool = False  # tanh bounds the head's logits
+    logit_cap: bool = False  # tanh bounds the logits of the output layer
     qk_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalized, for each head or over all heads
     learned_positions: bool = False
     dropout: bool = False

@@ -366,7 +366,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the kept copies in the compute dtype of the weights of one depth of multi-token prediction."""
+    """Bytes of the weights of one depth of multi-token prediction, as the copies in the compute dtype that stay until backward."""
     return cast_weights(network.of_ahead, plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 

@@ -129,8 +129,8 @@ class _AtWork(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """Candidate for the fullest moment of a rank, when a backward action begins. once: no backward pass of the step has ended yet. total:
-    bytes that all micro-batches in flight keep."""
+    """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no backward pass of the step has ended yet.
+    total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
     once: bool
@@ -138,8 +138,8 @@ class _Now(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet) -> among the moments with these two
-    properties, the one with the most kept bytes."""
+    """A pipeline rank. candidates: two booleans -> the moment with the most kept bytes among those for which they hold. The first: the
+    action is I, the backward pass for inputs alone. The second: no backward pass of the step has ended yet."""
 
     number: int
     versions: int
@@ -200,7 +200,7 @@ _Kind = tuple[bool, bool, bool, int]  # (in encoder, with experts, recomputed, 0
 
 @lru_cache(maxsize=100)
 def _kinds(network: Network, every: int) -> tuple[_Kind, ...]:
-    """Return the kind of each layer. every: Plan.recompute_every."""
+    """Return the kind of each layer: layers of the same kind keep the same bytes. every: Plan.recompute_every."""
     sparse = frozenset(network.with_experts) if network.experts else frozenset[int]()
     frozen = [(i in network.frozen_layers) + (i < network.unreached) for i in range(network.depth)]
     return tuple((i < network.before, i in sparse, repeats(i, every), frozen[i]) for i in range(network.depth))

@@ -126,8 +126,8 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
     _restore(run, arguments, mesh, training, data, start)
-    # checkpoints of later steps exist if they are damaged, or if --from_step names an earlier one. In the folder they would count for
-    # train.keep, the number of checkpoints to keep
+    # move checkpoints of later steps away: damaged ones that were passed over, or all after --from_step. They would count for train.keep,
+    # the number of checkpoints to keep
     aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
     if start.writes:
         _write_folder(run, arguments, data, start)

@@ -240,7 +240,8 @@ class Watch(TorchDispatchMode):
         self.seen.flows.append({})
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
-        """Note unchanged or rounded weights, and what a skipped step changed. before: weights and moments before the step."""
+        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and what a skipped step changed.
+        before: weights and moments before the step."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])
