@@ -55,7 +55,7 @@ class Linear(nn.Module):
         """Replace the weight by blocks without values yet (`Blocks.put`). layouts: {"weight": its layout}."""
         out_size, in_size = self.weight.shape
         self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]
-        self.weight = None
+        self.weight = None  # type: ignore[assignment]
 
     @property
     def held(self) -> Tensor | Blocks:
