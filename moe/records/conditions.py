@@ -2,7 +2,8 @@
 
 A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` makes of it a condition of the
 run, which must hold in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
-quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run.
+quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run, and once the rates add up
+to enough for a large change of the logits.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
-    part of the run from which windows count. mends: a balance loss or bias may mend it, so no finding if the measured value falls."""
+    part of the run from which windows count. mends: a balance loss or bias may mend it: no finding if the value falls, nor before a logit
+    could have moved from 0 to saturation: AdamW moves it by at most about the rate times d_model in a step."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
-        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
         slowly = mends and balanced_by(run) and not is_frozen(run)
+        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
+        if slowly:  # the loss or bias needs time to work
+            unmoved = max(unmoved, math.sqrt(SATURATED) / run.model.d_model)
         early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
         grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
         found: list[tuple[int, float, str]] = []

@@ -17,7 +17,7 @@ import pytest
 from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.launch import exit_codes
-from moe.recipe.load import build_run
+from moe.recipe.load import build_run, load, published_names, recipe_names
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records.conditions import LASTING
@@ -179,6 +179,15 @@ def test_a_healthy_run_has_no_finding(preset: str) -> None:
     assert diagnose(healthy(), recipe({"router": {"preset": preset}})) == []
 
 
+@pytest.mark.parametrize("name", [*recipe_names(), *published_names()])
+def test_a_shipped_recipe_of_itself_has_no_finding(name: str) -> None:
+    """With a falling loss and even loads, at its own rates and precision."""
+    run = load(name)[0]
+    values = run.model_dump(mode="json") | {"train": run.train.model_dump() | {"steps": STEPS}}
+    values["optimizer"]["warmup_steps"] = run.optimizer.warmup_steps * STEPS // run.train.steps
+    assert diagnose(healthy(lr=run.optimizer.lr), build_run(values)) == []
+
+
 def test_a_fault_that_ends_or_has_just_begun_is_no_finding() -> None:
     def with_fault(begin: int, end: int) -> list[Line]:
         return [layers(load=crowded)(line) if begin <= line["step"] <= end else line for line in healthy()]
@@ -224,6 +233,15 @@ def test_drops_have_half_of_the_run_to_mend_only_if_a_loss_balances(weight: floa
     live, grace = Live(recipe({"router": {"balance_weight": weight}})), math.ceil(step / SIZE) * SIZE
     said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "dropped choices"]
     assert said == [grace + LASTING * SIZE]
+
+
+@pytest.mark.parametrize("lr", [1e-4, 2e-3, 1e-2])
+def test_a_balance_loss_may_work_until_the_rates_could_saturate_a_logit(lr: float) -> None:
+    width, lines = 32, [layers(load=crowded)(line) for line in healthy(lr=lr)]
+    live, free = Live(recipe({"model": {"d_model": width, "num_heads": 4}})), 10 / (lr * width)
+    said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "uneven load"]
+    first = math.ceil(max(free, STEPS / 2) / SIZE) * SIZE
+    assert said == [step for step in [first + LASTING * SIZE - (SIZE if free > STEPS / 2 else 0)] if step <= STEPS]
 
 
 RISES = {
