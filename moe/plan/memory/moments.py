@@ -137,14 +137,17 @@ class _Now(NamedTuple):
     total: float
 
 
+_Key = tuple[bool, bool, tuple[bool, ...]]
+
+
 class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet) -> among the moments with these two
-    properties, the one with the most kept bytes."""
+    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed) -> among the moments with
+    these properties, the one with the most kept bytes."""
 
     number: int
     versions: int
     stages: tuple[_Stage, ...]
-    candidates: dict[tuple[bool, bool], _Now]
+    candidates: dict[_Key, _Now]
 
     def exceeds(self, other: _Rank) -> bool:
         """Return whether each of the other rank's candidates keeps at most as many bytes as this rank's. Both have the same stages."""
@@ -213,13 +216,13 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
     return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
 
 
-def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
+def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[_Key, _Now]:
     """Return `_Rank.candidates` of a rank with these stages. moments: (micro-batches in flight, no backward pass has ended)."""
-    found = dict[tuple[bool, bool], _Now]()
+    found = dict[_Key, _Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once
+        key = of.at_i, once, of.freed
         if key not in found or found[key].total < total:
             found[key] = _Now(of, once, total)
     return found
@@ -314,7 +317,7 @@ class _Step:
     def _moments(self, rank: _Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once), now in rank.candidates.items():
+        for (at_i, once, _), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])

@@ -392,3 +392,18 @@ def test_the_peak_is_that_of_the_fullest_rank(vocab: int, recompute: str) -> Non
                 continue
             plan = Plan(pp=pp, chunks=chunks, microbatches=m, schedule=name, recompute=recompute)  # type: ignore[arg-type]
             assert peak(network, plan).allocated == max(of.allocated for of in memory(network, plan)), plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "length"),
+    [
+        (Plan(dp=2, tp=2, pp=4, tensor="sliced", microbatches=6, recompute="full"), 64),
+        (Plan(dp=2, tp=2, sp=2, pp=4, tensor="sliced", schedule="v_half", chunks=2, microbatches=6), 16),
+    ],
+)
+def test_a_rank_may_be_the_fullest_because_fsdp_holds_more_of_its_weights(plan: Plan, length: int) -> None:
+    """A rank that keeps as many micro-batches as another may need less, because it reduces its small embedding last instead of a layer, or
+    has freed the weights of a stage."""
+    network = Network(layers=8, width=96, heads=4, hidden=16 if plan.chunks == 1 else 128, vocab=8, length=length)
+    plan = replace(plan, engine="fsdp")
+    assert peak(network, plan).allocated == max(of.allocated for of in memory(network, plan))
