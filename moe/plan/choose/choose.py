@@ -66,6 +66,11 @@ class Ranking:
         return min((of for of in self.refused if of.over_bytes > 0), key=lambda of: of.over_bytes, default=None)
 
 
+def too_little_memory(plan: Plan, over_bytes: float) -> Refused:
+    """Return the refusal of a plan that does not fit with its kind of recompute, the last that was tried."""
+    return Refused(f"it does not fit, even with recompute {plan.recompute}", 1, plan, over_bytes)
+
+
 class Refusals(dict[str, Refused]):
     """Maps each reason to the plans that were refused for it."""
 
@@ -106,7 +111,7 @@ def choose(
     enough: the ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
     fitting: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
-    refused, tried, held = Refusals(), 0, _Held(held_bytes, limit_bytes)
+    refused, tried, held = Refusals(), 0, Held(held_bytes, limit_bytes)
     for plan in chain(() if given is None else (given,), plans):
         tried += 1
         reason = refusal(network, plan)
@@ -116,8 +121,8 @@ def choose(
         kinds = (plan.recompute,) if plan is given else recompute
         found, size = held.first_that_fits(plan, kinds)
         if size > limit_bytes:
-            why = "the recipe's own plan does not fit" if plan is given else f"it does not fit, even with recompute {kinds[-1]}"
-            refused.add(Refused(why, 1, found, size - limit_bytes))
+            unfit = too_little_memory(found, size - limit_bytes)
+            refused.add(replace(unfit, reason="the recipe's own plan does not fit") if plan is given else unfit)
         elif plan is given or found != given:
             against = advice(found, devices_per_node=devices_per_node)
             fitting[against is not None].append(_Fitting(found, size, against))
@@ -129,7 +134,7 @@ def choose(
     return Ranking(tried, sum(map(len, fitting.values())), tuple(ranked), refused.sorted())
 
 
-class _Held:
+class Held:
     """Computes the memory of plans, and remembers plans that did not fit. too_large: (plan with microbatch=1 and microbatches=1, kind of
     recompute) -> (micro-batch size with which the plan did not fit, the plan's bytes with this size)."""
 

@@ -1,22 +1,24 @@
 """Finds the best plans of a recipe on a cluster, and the recipe of each.
 
-    round 1    all sets of degrees (pp, tp, sp, dp, ep), each with a few values of the other settings   -> the fastest sets of degrees
+    round 1    all sets of degrees (pp, tp, sp, dp, ep), each with a few values of the other settings   -> sets that can be the fastest
     round 2    these sets with every engine, schedule, tensor kind, micro-batch and etp                 -> the ranking
 
-Round 2's time grows with its number of sets of degrees, not with the size of the cluster. Without round 1 (`num_degrees=None`, or if few
-sets are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked plans pass the recipe's checks.
+Round 1 is in degrees.py. Round 2's time grows with its number of sets of degrees, not with the size of the cluster. Without round 1
+(`num_degrees=None`, or if few sets are possible), round 2 tries all sets. The recipe's own plan is ranked among the others. All ranked
+plans pass the recipe's checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices, degrees_of
-from moe.plan.choose.choose import TIGHT, Ranked, Ranking, Refusals, Refused, choose, described
+from moe.plan.choose.candidates import Degrees, Space, candidates, degree_choices
+from moe.plan.choose.choose import TIGHT, Held, Ranked, Ranking, Refusals, Refused, choose, described
+from moe.plan.choose.degrees import FIRST, SMALL, fastest_degrees
 from moe.plan.choose.guide import FAMILIES, GuideRule, guide_rules
 from moe.plan.choose.legal import refusal
 from moe.plan.choose.predicted import held_bytes, stack_on
@@ -34,19 +36,9 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Words, any_of, typed
 from parallel.pipeline.schedules.catalog import closed_form
 
-NUM_DEGREES = 24  # number of sets of degrees (pp, tp, sp, dp, ep) that round 2 tries
-SMALL = 32  # for at most this number of devices, round 1 also tries micro-batches above FIRST.largest_microbatch
+NUM_DEGREES = 16  # least number of sets of degrees (pp, tp, sp, dp, ep) that round 2 tries
 _GIB = 2**30
 Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe after its checks (moe/checks/), which raise BadInput
-FIRST = Space(  # values that round 1 tries
-    engines=("zero1", "fsdp"),
-    tensors=("sliced", "1d", "2d", "3d"),
-    sequences=("ring",),
-    schedules=(("1f1b", 1),),
-    lists=1,
-    etp=(1,),
-    largest_microbatch=4,
-)
 
 
 class TooLarge(BadInput):
@@ -98,8 +90,8 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: number of sets of degrees that are tried with every
-    other option, after all had a first, short round (None: all).
+    """Return the `top` best plans for all devices of the cluster. num_degrees: least number of sets of degrees that are tried
+    with every other option, after all had a first, short round (None: all).
     Raises BadInput if there is no plan that can run, fits into memory and passes the recipe's checks. The message proposes a change of the
     recipe or of the cluster with which a plan exists."""
     space = _offloading(space or Space(), run)
@@ -116,39 +108,43 @@ def planned(
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
-    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool], given: Plan | None = None) -> Ranking:
-        simulates = any(closed_form(name) is None for name, _ in space.schedules)
-        return choose(
-            network,
-            plans,
-            held_bytes=lambda plan: held_bytes(network, plan, cluster),
-            limit_bytes=cluster.memory_bytes(),
-            seconds=bound("simulated"),
-            least=(bound("alone"), bound("least")) if simulates else (bound("alone"),),
-            devices_per_node=cluster.devices_per_node,
-            top=top,
-            enough=enough,
-            given=given,
-        )
+    simulates = any(closed_form(name) is None for name, _ in space.schedules)
+    bounds = (bound("alone"), bound("least")) if simulates else (bound("alone"),)
+    limit = cluster.memory_bytes()
 
-    only: dict[Degrees, None] = {}
-    first, accepted = None, _Accepted(run, cluster.world, top, checked, own, own_run)
+    def held(plan: Plan) -> float:
+        return held_bytes(network, plan, cluster)
+
+    only: tuple[Degrees, ...] = ()
+    counts = Ranking(0, 0, (), ())
     if num_degrees is not None:
-
-        def enough_degrees(ranked: Ranked) -> bool:
-            only[degrees_of(ranked.plan)] = None
-            return len(only) == num_degrees
-
-        small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
-        if cluster.world <= SMALL:
-            small = replace(small, largest_microbatch=8 * cluster.devices_per_node)
-        first = chosen(_plans(run, cluster, small), small, top=100 * num_degrees, enough=enough_degrees)
+        only, counts = fastest_degrees(
+            network,
+            _plans(run, cluster, _first(space, run, cluster)),
+            held=Held(held, limit),
+            seconds={how: bound(how) for how in get_args(How)},
+            schedules=space.schedules,
+            devices_per_node=cluster.devices_per_node,
+            count=num_degrees,
+        )
     # `only` is empty if no plan of round 1 fits; then round 2 tries all degrees
-    found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted, given=own)
+    accepted = _Accepted(run, cluster.world, top, checked, own, own_run)
+    found = choose(
+        network,
+        _plans(run, cluster, space, only or None),
+        held_bytes=held,
+        limit_bytes=limit,
+        seconds=bound("simulated"),
+        least=bounds,
+        devices_per_node=cluster.devices_per_node,
+        top=100 * top,
+        enough=accepted,
+        given=own,
+    )
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
-    if first is not None:
-        found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(first, found))
+    both = counts.tried + found.tried, counts.fitting + found.fitting
+    found = replace(found, tried=both[0], fitting=both[1], refused=_joined(counts, found))
     return accepted.planned(network, cluster, found)
 
 
@@ -158,6 +154,18 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     network, batch = network_of(run), run.train.global_batch
     return map(_storing(run), candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=space, only=only))
+
+
+def _first(space: Space, run: Run, cluster: Cluster) -> Space:
+    """Return the values of `space` that round 1 tries for a run with resolved degrees."""
+    largest = 8 * cluster.devices_per_node if cluster.world <= SMALL else FIRST.largest_microbatch
+    return replace(
+        _offloading(FIRST, run),
+        largest_tp=space.largest_tp,
+        largest_sp=space.largest_sp,
+        largest_pp=space.largest_pp,
+        largest_microbatch=largest,
+    )
 
 
 def _offloading(space: Space, run: Run) -> Space:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from itertools import accumulate
-from operator import ge
+from operator import ge, le
 
 from moe.plan.job.network import repeats
 from parallel.pipeline.schedule import Schedule
@@ -97,4 +97,5 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    return more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    frees = all(map(le, more.freed, less.freed))  # FSDP has freed no more of its weights
+    return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -26,6 +26,7 @@ from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
 from moe.plan.memory.moments import Moment, RankMoments, ranks_of, without_order
+from moe.plan.memory.rows import FP32_BYTES
 from moe.plan.memory.stack import OURS, Stack
 from moe.plan.memory.stages import differs_by_moment
 from moe.plan.memory.temporary import Unit, at_any_moment, gathered
@@ -34,7 +35,7 @@ from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10  # bytes that the allocator reserves, as a multiple of the allocated bytes
 CONTEXT_BYTES = 1.5e9  # of CUDA's context
-MOST_STARTED = 8  # at most this number of DDP's buckets are all-reduced at the same time (parallel/data/buckets.py)
+MOST_STARTED = 8  # at most this number of buckets of DDP or ZeRO-1 are summed at the same time (parallel/data/buckets.py)
 EMPTY = Moment("forward")  # no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits
 PARTS = (
@@ -158,17 +159,19 @@ class _Engine:
         ]
         if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
             found.append(_new_buckets(plan, rank))
-        if stack.gathers == "moments" and plan.pp > 1 and (copies := _copied(plan, stack, rank)):
+        if stack.gathers == "moments" and (copies := _copied(plan, stack, rank)):
             found.append(_Full(EMPTY._replace(at="sums"), 0.0, 0.0, 0.0, copies))
         return max(found, key=lambda of: of.total)
 
 
 def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
-    """Bytes of the copies of gradients that are all-reduced after a stage's last backward pass: gradients of whole stages if two pipeline
-    ranks hold each stage, otherwise the DDP buckets that are being all-reduced at the same time."""
-    if placed(plan.schedule) == "both_ways":
+    """Bytes of the copies of gradients that are summed after a stage's last backward pass: gradients of whole stages if two pipeline ranks
+    hold each stage, otherwise the buckets of ZeRO-1, or with pipeline stages of DDP, that are summed at the same time. ZeRO-1 has these
+    buckets if gradients are in fp32 and states are not offloaded (parallel/data/zero.py)."""
+    if plan.pp > 1 and placed(plan.schedule) == "both_ways":
         return _states(plan, rank.held)[0].gradients
-    if plan.kind.gradients != "buckets":
+    zero_1 = plan.stage == 1 and plan.storage.gradients == FP32_BYTES and plan.offload_optimizer == "none"
+    if not zero_1 and (plan.pp == 1 or plan.kind.gradients != "buckets"):
         return 0.0
     trained = rank.held.trained
     elements = (trained.dense if plan.copies > 1 else 0.0) + (trained.expert if plan.edp > 1 else 0.0)

@@ -169,7 +169,7 @@ class _Moments:
     def _moments(self, rank: Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once), now in rank.candidates.items():
+        for (at_i, once, _), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])

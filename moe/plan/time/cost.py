@@ -71,7 +71,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
-    gradient reductions and parameter gathers, and builds no schedule.
+    gradient reductions and parameter gathers, and builds no schedule. `ideal`: a lower bound for all schedules and cuts of the layers.
     """
     if program is None:
         program, plan = own_program(cluster), plan.carried
@@ -81,12 +81,12 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     sent = transfer_time(network, plan, cluster, program)
     times = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages], [s.weights for s in stages]
     apart = None
-    if plan.chunks > 1 and closed_form(plan.schedule) is None:
+    if plan.chunks > 1 and closed_form(plan.schedule) is None and pipeline != "ideal":
         sizes = sizes_of(network.depth, plan.pp * plan.chunks, plan.stage_layers)
         chunks = stage_times(network, plan, cluster, sizes, program)
         apart = [s.forward_seconds for s in chunks], [s.backward_seconds for s in chunks]
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
-    some = () if pipeline == "alone" else sorted({0, len(stages) - 1, stages.index(slowest)})
+    some = () if pipeline in ("alone", "ideal") else sorted({0, len(stages) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, stages[i], _spare(plan, stages, i)) for i in some]
     gradients, parameters, hidden = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))
     optimizer, offload = _update(plan, cluster, program, max((s.held for s in stages), key=lambda held: held.trained.total))

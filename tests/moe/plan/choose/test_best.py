@@ -22,7 +22,7 @@ from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run
-from tests.planner.best import Draw, drawn, faster
+from tests.planner.best import SEED, Draw, drawn, faster
 
 FOUR = replace(load_cluster("h100-8"), devices_per_node=4)
 
@@ -38,6 +38,17 @@ def test_nothing_that_fits_is_faster_than_the_first(seed: int) -> None:
     assert first.held_bytes == held_bytes(made.network, first.plan, FOUR) <= FOUR.memory_bytes()
     found = faster(of, replace(first, seconds=first.seconds * (1 + 1e-6)))
     assert found is not None and found.seconds <= first.seconds * (1 + 1e-6)
+
+
+def test_degrees_that_are_fast_only_with_zero_bubble_are_tried() -> None:
+    """Draw 186 of `python -m tests.planner best`. With 1F1B, dp 8 and pp 2 are not among the 40 fastest degrees of 16 V100."""
+    draw = random.Random(SEED)
+    of = [drawn(draw) for _ in range(187)][-1]
+    (first,) = planned(*of, checked=check_run, top=1).found.ranked
+    assert first.plan.schedule in ("zb_h1", "zb_v") and (first.plan.dp, first.plan.pp) == (8, 2)
+    every = replace(first.plan, schedule="1f1b", chunks=1, stage_layers=None)
+    network = network_of(of.run.resolve(of.cluster.world))
+    assert step_time(network, every, of.cluster).step > first.seconds * 1.02
 
 
 def test_the_recipes_own_plan_is_ranked_among_the_others() -> None:

@@ -12,8 +12,10 @@ from moe.plan.job.in_flight import in_flight
 from moe.plan.job.network import Experts, Latent, Network, Plan
 from moe.plan.job.states import FP32, MIXED, MIXED_FP32_GRADIENTS
 from moe.plan.memory.kept import layer_kept, layer_parts, layer_pending
-from moe.plan.memory.memory import CONTEXT_BYTES, memory, peak
+from moe.plan.memory.memory import CONTEXT_BYTES, MOST_STARTED, memory, peak
 from moe.plan.memory.stack import OURS, OURS_ON_CPU
+from parallel.data import buckets
+from parallel.mesh import gradients
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.kind import Size
@@ -307,6 +309,20 @@ def test_gradients_outside_of_buckets_exist_only_after_a_backward_pass() -> None
     assert peak(sparse, plan, MEGATRON).parts["gradients"] == 4 * held_here.total  # Megatron-LM's own buffers are never freed
 
 
+@pytest.mark.parametrize("pp", (1, 2))
+def test_zero_1_holds_as_many_buckets_as_its_engine_sums_at_the_same_time(pp: int) -> None:
+    """With few activations the peak is after the backward pass: copies of all gradients, up to the engine's largest number of buckets."""
+    assert MOST_STARTED == buckets._MOST_STARTED and OURS.bucket_elements == gradients._BUCKET_ELEMENTS
+    plan = Plan(dp=2, pp=pp, microbatches=2 * pp, engine="zero1", storage=FP32, compute_bytes=4)
+    for network in (replace(GPT, length=1, dropout=False, width=1536, hidden=6144), replace(GPT, length=1, dropout=False)):
+        found = peak(network, plan, OURS)
+        trained = found.parts["gradients"] / 4
+        copies = min(trained, MOST_STARTED * gradients._BUCKET_ELEMENTS)
+        least = OURS.bucket_elements * OURS.bucket_bytes  # DeepSpeed's bucket, during the pass
+        assert found.parts["gradient buckets"] == max(4 * copies, least if 4 * copies < least else 0)
+    assert peak(network, replace(plan, engine="zero2", pp=1), OURS).parts["gradient buckets"] == least
+
+
 def test_with_few_activations_the_peak_is_the_end_of_the_backward_pass() -> None:
     """Then almost all gradients exist, and almost all activations are freed. (One micro-batch of one token.)"""
     once = peak(replace(GPT, length=1, dropout=False), Plan(pp=1, storage=FP32), OURS)
@@ -376,3 +392,18 @@ def test_the_peak_is_that_of_the_fullest_rank(vocab: int, recompute: str) -> Non
                 continue
             plan = Plan(pp=pp, chunks=chunks, microbatches=m, schedule=name, recompute=recompute)  # type: ignore[arg-type]
             assert peak(network, plan).allocated == max(of.allocated for of in memory(network, plan)), plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "length"),
+    [
+        (Plan(dp=2, tp=2, pp=4, tensor="sliced", microbatches=6, recompute="full"), 64),
+        (Plan(dp=2, tp=2, sp=2, pp=4, tensor="sliced", schedule="v_half", chunks=2, microbatches=6), 16),
+    ],
+)
+def test_a_rank_may_be_the_fullest_because_fsdp_holds_more_of_its_weights(plan: Plan, length: int) -> None:
+    """A rank that keeps as many micro-batches as another may need less, because it reduces its small embedding last instead of a layer, or
+    has freed the weights of a stage."""
+    network = Network(layers=8, width=96, heads=4, hidden=16 if plan.chunks == 1 else 128, vocab=8, length=length)
+    plan = replace(plan, engine="fsdp")
+    assert peak(network, plan).allocated == max(of.allocated for of in memory(network, plan))
