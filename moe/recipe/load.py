@@ -87,7 +87,9 @@ def recipe_path(name: str) -> Path:
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
     # a misspelled name is also compared with published names without "published/": that common prefix makes all of them look similar
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
-    near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
+    here = {path.stem: str(path) for path in sorted(given.parent.glob("*.y*ml"))}
+    near = here.get(given.stem) or did_you_mean(name, [*recipe_names(), *published_names()])
+    near = near or published.get(did_you_mean(name, published) or "") or here.get(did_you_mean(given.stem, here) or "")
     needed, fix = f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}", "list them with: moe recipes"
     raise BadInput("recipe", got=name, needed=needed, fix=f"did you mean {near}?" if near else fix)
 

@@ -2,7 +2,8 @@
 
 A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` makes of it a condition of the
 run, which must hold in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
-quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run.
+quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run, and once the rates add up
+to enough for a large change of the logits.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from moe.router.methods.catalog import method_of
 
 LASTING = 3  # windows in a row
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
-HALF = 0.5  # this share if a loss or a bias is at work that evens out the loads
-MOVED = 0.25  # AdamW moves a weight by about the rate: until rates sum to this share of the first weights' size, a router is as drawn
-CROWDED, TWICE = 0.75, 2.0  # (busiest load / fair share - 1) over its maximum, E / k - 1, at which every token goes there; and least load
+HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
+MOVED = 0.25  # AdamW moves a weight by about the rate: until the rates' sum is this share of the first weights' size, nothing is learned
+CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
+TWICE = 2.0  # and the busiest load exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
 ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
-NEAR_CHANCE = 0.9  # first loss / ln(vocabulary) from which the weights know nothing of the text; a model that is tuned further begins lower
+NEAR_CHANCE = 0.9  # from this first loss / ln(vocabulary), the loss of guessing, weights are untrained; a model that is tuned begins lower
+BEYOND = 10.0  # a learning rate of this many first weights' sizes: every step replaces the weights, so no warm-up helps
 NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
 
 After = Literal["start", "warm-up", "training"]
@@ -42,13 +45,16 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
-    part of the run from which windows count. mends: a balance loss or bias may mend it, so no finding if the measured value falls."""
+    part of the run from which windows count. mends: a balance loss or bias may mend it: no finding if the value falls, nor before a logit
+    could have moved from 0 to saturation: AdamW moves it by at most about the rate times d_model in a step."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
             return None
-        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * _first_size(run)
         slowly = mends and balanced_by(run) and not is_frozen(run)
+        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
+        if slowly:  # the loss or bias needs time to work
+            unmoved = max(unmoved, math.sqrt(SATURATED) / run.model.d_model)
         early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
         grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
         found: list[tuple[int, float, str]] = []
@@ -63,7 +69,7 @@ def lasting(
     return find
 
 
-def _first_size(run: Run) -> float:
+def first_size(run: Run) -> float:
     """Return the standard deviation of the router's first weights."""
     return math.sqrt(run.model.init_scale / run.model.d_model)
 
@@ -154,7 +160,7 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 def rounded_away(window: Window, run: Run) -> Shown:
     """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
     this is rounded away."""
-    half, rate = 2.0 ** (math.floor(math.log2(_first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
+    half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
     said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers near the first weights"
@@ -188,6 +194,11 @@ def enough_warmup(run: Run) -> int:
     return round(2 / (1 - o.beta2)) if o.kind in ("adamw", "kfac", "muon") else 0
 
 
+def is_beyond(run: Run) -> bool:
+    """Return whether AdamW's steps, which are about as long as the learning rate, leave nothing of the first weights."""
+    return bool(enough_warmup(run)) and run.optimizer.lr > BEYOND * first_size(run)
+
+
 def too_fast(windows: Sequence[Window], run: Run) -> Found | None:
     found = course(windows)
     return None if found is None or _starts_cold(found, run) else found
@@ -201,9 +212,9 @@ def cold_start(windows: Sequence[Window], run: Run) -> Found | None:
 
 
 def _starts_cold(found: Found, run: Run) -> bool:
-    """Return whether the trouble began before a warm-up of `enough_warmup` steps would have ended, and the run's own was shorter."""
+    """Return whether a longer warm-up may help: the run's own had fewer than `enough_warmup` steps, and the trouble began within them."""
     enough = enough_warmup(run)
-    return run.optimizer.warmup_steps < enough and found.since <= enough
+    return run.optimizer.warmup_steps < enough and found.since <= enough and not is_beyond(run)
 
 
 # --- facts of a recipe -------------------------------------------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ from moe.records.conditions import (
     enough_warmup,
     equal_tokens,
     few_slots,
+    first_size,
     fixed_load,
     frozen,
+    is_beyond,
     is_frozen,
     lasting,
     leaks,
@@ -79,8 +81,9 @@ class Rule:
 # --- the remedies -------------------------------------------------------------------------------------------------------------------------
 
 
-def _slower(run: Run) -> Fix:
-    return Set("optimizer.lr", float(f"{run.optimizer.lr / 10:.2g}"))
+def slower(run: Run) -> Fix:
+    """A tenth of the learning rate; the size of the first weights if the rate is far above that."""
+    return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 
 def _more_balance(run: Run) -> Fix:
@@ -146,14 +149,14 @@ RULES = (
         "warm-up",
         ("loss",),
         cold_start,
-        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | _slower(run),
+        lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | slower(run),
         hides=_LOADS,
     ),
     Rule(
         "learning rate",
         ("loss",),
         too_fast,
-        _slower,
+        slower,
         hides=_LOADS,
     ),
     Rule(
@@ -204,7 +207,7 @@ RULES = (
         "router saturates",
         ("moe.z_loss",),
         lasting(saturated),
-        lambda run: _slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+        lambda run: slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
         hides=("no balance loss", "uneven load", "dropped choices"),
     ),
     Rule(

@@ -79,7 +79,7 @@ print(json.dumps([str(BadInput("a", got=1, needed="2", fix=f"see: {page}")) for 
 """
     # in code, not in docstrings: a name of a page before the end of a string
     texts = [path.read_text("utf-8") for part in ("moe", "parallel") for path in (ROOT / part).rglob("*.py")]
-    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["']""", text)}
+    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["')]""", text)}
     assert len(pages) > 5 and "docs/use/dpo.py" in pages
     listed = sorted(pages)
     for page, said in zip(listed, in_wheel(site, tmp_path, code, json.dumps(listed)), strict=True):

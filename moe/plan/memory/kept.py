@@ -226,7 +226,7 @@ def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
-    dense = replace(network, experts=None)
+    dense = network.of_ahead
     of_layers = sum(layer_pending(dense, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return of_head * (1 + network.ahead) + of_layers + stack.pending * c * 3 * network.width * at.between * network.ahead
 
@@ -262,9 +262,9 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
         return 0.0
     merges = n.adapters is not None  # the backward pass computes LoRA's W + s B A again, so it is not kept
     elements = 0.0
-    if not (merges and n.trains("attention")):
+    if not (n.blocks("attention") or merges and n.trains("attention")):
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
-    if recompute == "none" and not (merges and n.trains("dense")):
+    if recompute == "none" and not (n.blocks("dense") or merges and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         dense = network_elements(n, n.hidden, gated=n.gated) / plan.grid.matrix
         elements += network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else dense
@@ -273,7 +273,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 def cast_ahead(network: Network, plan: Plan) -> float:
     """Bytes of the weights of one depth of multi-token prediction, as the copies in the compute dtype that stay until backward."""
-    return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
+    return cast_weights(network.of_ahead, plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
@@ -306,7 +306,7 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps an fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
-    of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
+    of_layer = layer_kept(network.of_ahead, plan, stack, index, recompute_of(plan, index))
     return of_layer + (joined + read) * at.between + (logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0)
 
 

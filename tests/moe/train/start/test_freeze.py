@@ -150,3 +150,9 @@ def test_a_frozen_weight_has_no_gradient_and_no_state() -> None:
     ran = compute(case)
     assert not any(".attention." in name for name in ran.gradients) and any(".experts." in name for name in ran.gradients)
     assert all(torch.isfinite(value).all() for value in ran.gradients.values())
+
+
+def test_names_with_commas_are_a_list() -> None:
+    """As on a command line: --train.freeze router,layers.0."""
+    run = build_run({"train": {"freeze": "router, layers.0"}, "lora": {"targets": "attention,experts"}})
+    assert run.train.freeze == ("router", "layers.0") and run.lora.targets == ("attention", "experts")
