@@ -106,6 +106,8 @@ SETTINGS = {
         "moe/train/start/place.py": "a process has one handler for each signal; put back after training",
         "moe/launch/start.py": "likewise, while a launch lasts",
         "moe/launch/launch.py": "a rank that is leaving must get to say how it ended",
+        "moe/launch/early.py": "a process has one handler for each signal, until training installs its own",
+        "moe/__main__.py": "Ctrl-C must not raise an exception within an import; put back after it",
         "moe/launch/processes.py": "a rank gets a terminal's Ctrl-C though a shell ignored it for its children",
         "moe/cli/energy.py": "clocks are given back; the handler is put back",
         "moe/data/sandbox.py": "of a process that runs one chat template: Ctrl-C is for its parent",

@@ -71,6 +71,14 @@ def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> N
     assert wrong == {}
 
 
+def test_the_command_of_the_wheel_starts(site: Path, tmp_path: Path) -> None:
+    (command,) = site.parents[2].glob("bin/moe")
+    ran = subprocess.run(
+        [sys.executable, str(command), "--version"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True
+    )
+    assert ran.returncode == 0 and ran.stdout.startswith(b"moe-parallel "), ran.stderr
+
+
 def test_errors_of_an_installed_package_name_pages_that_are_there(site: Path, tmp_path: Path) -> None:
     code = """
 import json, sys
