@@ -64,8 +64,7 @@ class Comparison:
                 noise = max(noise, mine)
             limit = mine if exact or key.kind == "weight after" else 0.0 if key.kind == "weight" else noise
             bound = 2 * limit + (0.0 if exact else roundoff([self._whole(key), *(r.pieces.get(key, []) for r in self.ranks)]))
-            seen = self.seen(key, bound)
-            if seen is None:
+            if (seen := self.seen(key, bound)) is None:
                 continue
             if key.kind == "gradient":
                 if any(s.deviation > bound for s in seen):
@@ -120,16 +119,20 @@ class Comparison:
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
-        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain."""
-        others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
-        settled = []
+        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain. The norm of all
+        elements, which is last, may differ by as much as these differences in the sample, relative to its norm."""
+        others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
+        settled, moved, squares = [], 0.0, 0.0
         for s in seen:
-            if all(s.rank in other for other in others):
-                held = self.ranks[s.rank].pieces[key][0]
+            here, held = s.here, self.ranks[s.rank].pieces[key][0]
+            if s.part is None:
+                rest = s.here - s.one
+                here = s.one + rest.sign() * (rest.abs() - s.one * (moved / squares) ** 0.5).clamp_min(0) if squares else here
+            elif all(s.rank in other for other in others):
                 mine = [replace(m, one=held.cut(m.one), here=held.cut(m.here)) for m in (other[s.rank] for other in others)]
                 here = self._settled(key.name, [s.one, *(m.one for m in mine)], [s.here, *(m.here for m in mine)])
-                s = replace(s, here=here, deviation=self.deviation(key.kind, s.one, here))
-            settled.append(s)
+                moved, squares = moved + float((s.here - here).square().sum()), squares + float(s.one.square().sum())
+            settled.append(replace(s, here=here, deviation=self.deviation(key.kind, s.one, here)))
         return settled
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
@@ -360,8 +363,7 @@ class Comparison:
     def layout(self, name: str, rank: int) -> Part | None:
         """Return the part of a parameter that the rank holds. If several chunks fit, prefer the chunk index that the rank has for most
         other parameters."""
-        tried = self.tried(name, rank)
-        if not tried:
+        if not (tried := self.tried(name, rank)):
             return None
         best = min(tried, key=lambda pair: pair[1])[0]
         if best.cut is None:
