@@ -44,10 +44,12 @@ def _with_fault(module: Any, fault: str) -> Callable[..., None]:
     where, word, *edit = module.FAULTS[fault] if fault else ("", "")
     if not edit:
         return partial(module.main, fault=fault) if fault else module.main
+    names: dict[str, Any]
     text, names = Path(module.__file__).read_text().partition("\nFAULTS")[0], {"__name__": module.__name__}
     assert text.count(edit[0]) == 1, f"{fault}: the program has {text.count(edit[0])} times {edit[0]!r}"
     exec(compile(text.replace(*edit), module.__file__, "exec"), names)
-    return names["main"]
+    faulty: Callable[..., None] = names["main"]
+    return faulty
 
 
 def compared(one: Path, many: Path) -> tuple[int, list[dict[str, Any]], str]:
