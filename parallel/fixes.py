@@ -174,7 +174,7 @@ class Either(Fix):
 
 
 def fix_of(fix: Fix | str) -> Fix:
-    """Return `fix` as a Fix: a text becomes Words without a change."""
+    """Return `fix` as a Fix: a text becomes Words, which change no key."""
     return Words(fix) if isinstance(fix, str) else fix
 
 

@@ -51,9 +51,9 @@ CALLS = 25
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer versions of torch have the first name
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
-# (layers, width, hidden, heads, positions, sequences) of each model; in later models, products take a larger part of a step's time
+# (layers, width, hidden, heads, positions, sequences) of each timed model; in later ones, matrix products take more of a step's time
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the same order, of the model that gives gather_us in FSDP and DDP steps: many small gathers
+SHARDED = (6, 64, 256, 2, 64, 16)  # the same sizes of the model that is timed with FSDP and DDP for gather_us: it has many small gathers
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:

@@ -22,7 +22,7 @@ import yaml
 
 from moe.launch import exit_codes
 from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
-from parallel.errors import BadInput, counted
+from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, read_text, write_text
 
 # name of a program -> key of `inside.times`
@@ -196,7 +196,8 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         found[key] = found[key].slower(one) if key in found else one
     if not found:
         fix = "name them all_reduce_perf.txt, all_gather_perf.txt, ..."
-        raise BadInput("--nccl", got=str(folder), needed="a folder with outputs of nccl-tests", fix=fix)
+        held = some(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "no folder"
+        raise BadInput("--nccl", got=f"{folder}: {held or 'empty'}", needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"

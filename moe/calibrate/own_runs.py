@@ -36,10 +36,11 @@ from moe.records.metrics import SUMMARY, read, read_summary
 from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
+# x: logarithm of the factor that the fit puts on a constant
 NOISE = 0.05  # about the spread of the predictions' errors over layouts, with the right constants (docs/parallel/planner_time.md)
-PRIOR = math.log(2)  # prior standard deviation of x, the logarithm of the factor on a constant
-DETERMINED = 0.25  # the steps determine a constant if the standard deviation of its x is below this
-MOST = math.log(4)  # largest absolute value of x
+PRIOR = math.log(2)  # prior standard deviation of x
+DETERMINED = 0.25  # a constant counts as determined by the steps if the standard deviation of its x is below this
+MOST = math.log(4)  # largest absolute value of x: a factor of 4
 STEP = 0.02  # difference of x in numerical derivatives: large compared with the small jumps of predicted seconds
 
 

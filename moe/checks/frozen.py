@@ -51,19 +51,21 @@ def _check_targets(run: Run) -> None:
 
 
 def _check_base(run: Run) -> None:
-    """Raise BadInput if the frozen experts cannot be kept in the blocks of lora.base."""
-    form = run.lora.in_blocks
-    if form is None:
+    """Raise BadInput if the frozen matrices cannot stay in the MXFP4 or FP8 blocks that lora.base names."""
+    form, whole = run.lora.base, Set("lora.base", "whole")
+    if not run.lora.blocks_of:
         return
-    whole = Set("lora.base", "whole")
-    if not run.model.layers_with_experts():
-        raise BadInput("lora.base", got=f"{form} in a dense model", needed="layers with experts, which alone are kept in blocks", fix=whole)
+    if form != "fp8_all" and not run.model.layers_with_experts():
+        needed = "layers with experts, which alone are kept in these blocks"
+        raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
         "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),
         "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
         "experts.products": ("plain", "matrices are decoded for plain products"),
     }
     check_others(run, "lora.base", works, whole)
+    if form == "fp8_all":
+        check_others(run, "lora.base", {"degrees.tp": (1, "blocks are of whole matrices, which tp would cut")}, Set("lora.base", "fp8"))
     if run.sharding.named.threads:
         needed = "ddp, fsdp or zero: the replicas of dp would need the blocks on each device"
         raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)

@@ -116,7 +116,7 @@ def _check_sequences(run: Run) -> None:
     if held % unit:
         least, got = dp * run.pipeline.microbatches * unit, f"{tp} for {counted(held, 'sequence')} of a micro-batch"
         fix = Set("train.global_batch", least, said=f"a multiple of {least}") | Set("degrees.tp", 1)
-        raise BadInput("degrees.tp", got=got, needed=f"sequences that are a multiple of {words}: {each}", fix=fix)
+        raise BadInput("degrees.tp", got=got, needed=f"a number of sequences that is a multiple of {words}: {each}", fix=fix)
     if (sequences := run.train.eval_sequences) % (dp * unit):
         needed, fix = f"a multiple of degrees.dp={dp} times {words}", Set("it", max(1, round(sequences / (dp * unit))) * dp * unit)
         raise BadInput("train.eval_sequences", got=sequences, needed=needed, fix=fix)

@@ -109,7 +109,8 @@ def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any])
 
 
 def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> Fix | str | None:
-    """Return the fix for another tool's flag, or for a recipe's key without its section (`--lr`); None if `name` is neither."""
+    """Return what to type instead of the unknown flag `name`, if it is another tool's flag, or a recipe's key without its section (`--lr`);
+    else None."""
     from moe.recipe.keys import choices, field_of, keys_named, known_keys
     from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run

@@ -145,7 +145,7 @@ class Bench:
     name: str = _word("name of the measurement")
     steps: int | None = _flag("number of training steps, for measurements that train")
     seeds: int | None = _flag("number of repetitions, each with another seed")
-    out: Path | None = _flag("folder for the runs of measurements that train")
+    out: Path | None = _flag("for measurements that train: folder for their runs")
     nproc: int | None = _flag("number of processes, for measurements that run on several")
     peers: str | None = _flag("other systems to compare with: all, none, or comma-separated names")
     only: str | None = _flag("only rows that contain this text, such as bf16 or E64; or only these parts of the measurement")
@@ -232,7 +232,7 @@ class Energy:
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank at full clock; 140 by default")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default")
     apply: bool = _flag(
-        "set the plan's clocks on this machine's GPUs, one per rank, for --steps steps without computing, then restore them; needs root",
+        "test the plan's clocks on this machine's GPUs, one a rank: set them for --steps steps without computing, then restore; needs root",
         False,
     )
     steps: int | None = _flag("with --apply: number of steps; 1 by default")

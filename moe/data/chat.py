@@ -16,6 +16,7 @@ assistant's last message, and this id is appended. moe/data/chats.py stores the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,7 @@ from moe.data.chat_template import ASSISTANT, ChatTemplate, Span
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
+from parallel.fixes import Set
 from parallel.store.files import read_text, user_path
 
 # value of "from" -> role
@@ -92,6 +94,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
+    least = math.inf  # model.max_length with which a chat that is left out keeps a predicted token
     for number, line in enumerate(formats.lines(file), 1):
         if not line.strip():
             continue
@@ -104,11 +107,16 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):
             left_out += each
+            if all(shown[1:].any() for _, shown in made):  # cut before an answer begins
+                least = min(least, each * max(2 + int(shown[1:].argmax()) for _, shown in made) - 1)
             continue
         for found, shown in made:
             ids += found[:room].astype(np.uint32).tobytes()
             predicted += shown[:room].tobytes()
             lengths.append(len(found[:room]))
+    if len(lengths) == 1 and least < math.inf:
+        got = f"{max_length}, which cuts each chat of {path} before its answer"
+        raise BadInput("model.max_length", got=got, needed=f"at least {least}", fix=Set("it", least))
     if len(lengths) == 1:
         got = f"{path} with no chat that has a predicted token" if left_out else f"{path}, which has no lines"
         raise BadInput("data.path", got=got, needed=f"lines with {_FORMS}", fix="give chats that an assistant answers")

@@ -129,7 +129,8 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class _Missing(Undefined):
-    """A variable without a value, which is rendered as "". For a special token this raises an error, because the token would be lost."""
+    """A variable of a chat template without a value. It is rendered as "", but a special token (such as bos_token) raises an error, because
+    the token would be lost."""
 
     def __str__(self) -> str:
         if (self._undefined_name or "").endswith("_token"):

@@ -40,7 +40,8 @@ from moe.router.losses import (
     step_means,
     z_loss,
 )
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from moe.router.slices import Shards
 
 if TYPE_CHECKING:  # for annotations only: the layer runs without the packages that read recipes
@@ -192,8 +193,8 @@ class MoELayer(nn.Module):
 
 
 def _without_free(routing: Routing, num_experts: int) -> Routing:
-    """Return the routing without free experts, for the dispatcher. Choices of free experts count as dropped. `num_experts`: number of
-    experts with networks."""
+    """Return the routing for the dispatcher, which knows only experts with networks. Choices of free experts (skip and zero experts, which
+    have no network) count as dropped there. `num_experts`: number of experts with networks."""
     kept_TK, probs_TE = routing.kept_TK & (routing.expert_TK < num_experts), routing.probs_TE[:, :num_experts]
     return replace(routing, expert_TK=routing.expert_TK.clamp(max=num_experts - 1), kept_TK=kept_TK, probs_TE=probs_TE)
 

@@ -15,7 +15,7 @@ from parallel.numerics.supposed import supposed_as
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results are integers, which the host reads
+_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results decide where rows go, so a rehearsal needs their values
 
 
 def _for_gpu(device: torch.device) -> ModuleType:
@@ -36,7 +36,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
         kernels = kernels_of(first)
         made = getattr(kernels, name)(first, *rest, **named)
-        # in a rehearsal (parallel/rehearse), tensors have no values and Triton computes nothing, so `cpu` supplies the integers
+        # in a rehearsal (parallel/rehearse), tensors have no values and Triton computes nothing, so `cpu` computes the decisions
         return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call

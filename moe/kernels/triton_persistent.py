@@ -1,13 +1,13 @@
-"""The kernels `triton`, in which a persistent grid multiplies rows that lie in order: A W2, and dH W1^T + dG W3^T in one sum.
+"""A variant of the kernels `triton`: a persistent grid computes the two products of contiguous rows, A W2 and dH W1^T + dG W3^T.
 
     multiprocessor 0    loads       tile 0 .... | tile 132 ......... | tile 264 ...
                         products      tile 0 .... | tile 132 ......... | tile 264 ...
                         stores                     tile 0               tile 132
 
 Each multiprocessor computes one tile after another in one flattened loop, so the next tile's first blocks are loaded while a tile is
-stored. Its blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other kernels are those of `triton`, also
-for products of fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). Not timed on a GPU yet, so `auto` does
-not take it.
+stored. Its blocks of rows and weights are copied by TMA, which needs compute capability 9.0. Everything else uses the kernels of `triton`,
+as do these two products of fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). Not timed on a GPU yet, so
+`auto` does not take it.
 """
 
 from __future__ import annotations

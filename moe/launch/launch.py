@@ -6,38 +6,36 @@ torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny --degrees.ep 2
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
+import json
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from moe.checks.advice import check_for_user
-from moe.checks.sharding import check_installed
-from moe.launch import elastic, status
-from moe.launch.arguments import Arguments, parse
+from moe.launch import status
+from moe.launch.early import early_signals, number_of_rank
 from moe.launch.environment import allow_open_files, set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, die_with_parent
 from moe.launch.streams import Log, log_of, logged, outlive_readers
-from moe.recipe.load import load, run_name
-from moe.recipe.sections import Run
-from moe.records.redone import Restart
 from parallel.errors import BadInput, Ended
 from parallel.mesh.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.process.extensions import use_extensions_dir
 from parallel.store.lock import is_held
 
+if TYPE_CHECKING:
+    from moe.launch.arguments import Arguments
+    from moe.recipe.sections import Run
+
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher, and Open MPI
-_SAID = ".moe-said-"  # prefix of files in the temporary folder: one for each error message that a rank on this machine has printed
+_SAID = ".moe-said-"  # prefix of files in the temporary folder, one for each error message that a rank here has already printed
 _KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 
@@ -69,14 +67,21 @@ def run_as_rank(work: Callable[[RankRun], int]) -> int:
     use_extensions_dir()
     set_before_torch(os.environ)
     outlive_readers()
-    number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    rank = int(number) if number.isdecimal() else 0  # other values are refused when process.read_environment reads them
+    rank = number_of_rank()
     rank_run = RankRun(rank)
-    with _early_signals(rank_run.place, rank):
+
+    def leave() -> None:
+        for out in rank_run.place:
+            status.leave(out, rank, STOPPED, status.TOO_EARLY)
+
+    with early_signals(prints=TOKEN not in os.environ and rank == 0, leave=leave):
         return _ended(work, rank_run, rank)
 
 
 def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
+    from moe.launch.arguments import parse  # here and below: after early signals are caught
+    from moe.recipe.load import load, run_name
+
     given = parse(list(sys.argv[1:] if argv is None else argv))
     _refuse_fresh_again(given, os.environ)
     if given.debug_collectives:
@@ -121,7 +126,18 @@ def _ended(work: Callable[[RankRun], int], rank_run: RankRun, rank: int) -> int:
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     for out in rank_run.place:
         status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
+    if error is not None and TOKEN not in os.environ:
+        _tell_torchrun(error)
     return code
+
+
+def _tell_torchrun(error: str) -> None:
+    """Write this rank's error to the file that torchrun names. torchrun prints it in its summary, after its own traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        try:
+            Path(path).write_text(json.dumps({"message": {"message": error, "extraInfo": {"timestamp": f"{time.time():.0f}"}}}))
+        except OSError:
+            Path(path).unlink(missing_ok=True)  # torchrun would fail to read a part of it
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
@@ -153,84 +169,6 @@ def _first_here(line: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _TooEarly:
-    """Signal handler before training begins: reports that nothing is lost, and ends the rank with STOPPED. Ctrl-C has its default effect,
-    and so has each signal in a forked child, which inherits the handler. place: as in RankRun. process: id of the rank's process.
-    before_training: lets moe/train/start/place.py recognise this handler, which it must not restore after training."""
-
-    place: list[Path]
-    rank: int
-    process: int
-    before_training = True
-
-    def __call__(self, number: int, _: object) -> None:
-        if number == signal.SIGINT or os.getpid() != self.process:
-            ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL. C's signal(), because Python's works only in the main thread
-            os.kill(os.getpid(), number)
-        if self.place:
-            status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
-        if TOKEN not in os.environ and self.rank == 0:
-            os.write(2, f"exit code {STOPPED}: a signal came before training began, and {status.NOTHING_LOST}\n".encode())
-        os._exit(STOPPED)
-
-
-@contextlib.contextmanager
-def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Within the context, `_TooEarly` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers. The handler
-    ends the process without an exception, because an exception during an import could leave a library in a broken state."""
-    stop = _TooEarly(place, rank, os.getpid())
-    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-    with contextlib.suppress(ValueError):  # raised outside of the main thread; then no handler is installed
-        for number in heard:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, stop)
-    try:
-        with _called_immediately(stop):
-            yield
-    finally:
-        for number in heard:
-            if signal.getsignal(number) is stop:
-                signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _called_immediately(stop: _TooEarly) -> Iterator[None]:
-    """Within the context, a second thread calls the signal handler immediately. Python itself calls a handler only when the main thread
-    returns from C code, in which that thread may wait minutes for missing ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    readable, writable = os.pipe()
-    os.set_blocking(writable, False)
-    active = [True]
-
-    # Makes Python write the number of each signal to the pipe `fd` (-1: to no pipe). A forked child inherits the pipe, so the child's own
-    # signals would end this process. Therefore `fd` is -1 in the child.
-    def write_to(fd: int) -> None:
-        if active:
-            with contextlib.suppress(ValueError):  # raised if the fork is made outside of the main thread
-                signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-
-    os.register_at_fork(before=lambda: write_to(-1), after_in_parent=lambda: write_to(writable), after_in_child=lambda: write_to(-1))
-
-    def listen() -> None:
-        while number := os.read(readable, 1):
-            now: object = signal.getsignal(number[0])
-            if now is stop:
-                stop(number[0], None)
-        os.close(readable)
-
-    threading.Thread(target=listen, daemon=True, name="early-signals").start()
-    before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        active.clear()
-        signal.set_wakeup_fd(before)
-        os.close(writable)
-
-
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
@@ -247,6 +185,8 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
     """Return (the recipe, changed for the present number of processes; key -> origin). Raises BadInput for fewer than `least` processes."""
+    from moe.checks.advice import check_for_user
+    from moe.launch import elastic
     from parallel.process import process
 
     world = process.read_environment()
@@ -262,6 +202,8 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path], log: Log) -> int:
     """Train, and return the exit code. `log` is not kept if the run was finished before, so that nothing was trained."""
+    from moe.checks.advice import check_for_user
+    from moe.checks.sharding import check_installed
     from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds
 
     world = process.read_environment()
@@ -271,6 +213,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
     def work() -> None:
         from moe.records.metrics import read_summary
+        from moe.records.redone import Restart
         from moe.train.loop.trainer import train
 
         process.share_cores(world)

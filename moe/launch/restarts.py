@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe.launch.early import NOTHING_LOST
 from moe.launch.exit_codes import FAILED, STOPPED
-from moe.launch.status import NOTHING_LOST, TOO_EARLY
+from moe.launch.status import TOO_EARLY
 from moe.records.redone import Restart
 from parallel.errors import counted
 from parallel.store.files import step_of

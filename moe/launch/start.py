@@ -348,4 +348,4 @@ def _caught_signals() -> Iterator[list[tuple[int, float]]]:
         yield caught
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if getattr(handler, "before_training", False) else handler)

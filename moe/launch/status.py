@@ -24,7 +24,6 @@ from moe.launch.processes import own_launch
 from parallel.errors import BadInput
 
 NAME, STARTED = ".status", "started"
-NOTHING_LOST = "nothing is lost: start it again"
 TOO_EARLY = "a signal before training"  # "error" in the status file of a rank that a signal ended before training
 _POLL_S = 0.1
 

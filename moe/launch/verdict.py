@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from moe.launch import status
+from moe.launch.early import NOTHING_LOST
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import Rank
 
@@ -36,7 +37,7 @@ def verdict(
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
         early = all(statuses[rank].get("error") == status.TOO_EARLY for rank in range(world))
-        said = f"a signal came before training began, and {status.NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
+        said = f"a signal came before training began, and {NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
         return STOPPED, [f"exit code {STOPPED}: {said}"]
     if all(code == DONE for code in exits) and launcher_code == DONE:
         return DONE, []
@@ -45,7 +46,7 @@ def verdict(
     if _too_early(statuses, ranks, world, launcher_code, asked, how):
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
-        return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
+        return code, [f"exit code {code}: {name} came before training began, and {NOTHING_LOST}"]
     # `killed` without a signal means that a rank had started on another machine and ended without a status file
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"

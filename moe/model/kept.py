@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from moe.experts.layer import MoELayer
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.errors import BadInput, did_you_mean
 
 # B sequences, L tokens of each, D model, K choices, E experts

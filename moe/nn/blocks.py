@@ -5,8 +5,9 @@
     FP8     values fp8 e4m3 [M, N]; factors fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
             element = fp8 * factor, rounded to bf16
 
-`Blocks` holds a stack of experts' matrices in such blocks. `put` finds blocks that decode to a given matrix to the bit. They exist for each
-matrix that a file had in this format, because a decoded matrix has no other values. Source of MXFP4: OCP Microscaling, version 1.0.
+`Blocks` holds a stack of experts' matrices in such blocks, or a linear layer's matrix as a stack of one. `put` finds blocks that decode to
+a given matrix to the bit. They exist for each matrix that a file had in this format, because a decoded matrix has no other values. Source
+of MXFP4: OCP Microscaling, version 1.0.
 """
 
 from __future__ import annotations
@@ -37,9 +38,16 @@ def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
 def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
     """Decode values [M, N] to bf16. size: rows and columns of a block. skip: index of the first value in the first block."""
-    for dim, (count, block, start) in enumerate(zip(values.shape, size, skip, strict=True)):
-        factors = factors.repeat_interleave(block, dim).narrow(dim, start, count)
-    return (values.to(torch.float32) * factors).to(torch.bfloat16)
+    rows, columns = values.shape
+    factors, wide = factors.repeat_interleave(size[1], 1).narrow(1, skip[1], columns), values.to(torch.float32)
+    before = min(rows, -skip[0] % size[0])  # rows of the first block, if it is not whole
+    whole = (rows - before) // size[0]
+    parts = wide.split((before, whole * size[0], rows - before - whole * size[0]))
+    counts = (min(before, 1), whole, len(factors) - min(before, 1) - whole)
+    for part, of_blocks in zip(parts, factors.split(counts), strict=True):
+        if len(part):
+            part.unflatten(0, (len(of_blocks), -1)).mul_(of_blocks[:, None])
+    return wide.to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -79,10 +87,17 @@ class Blocks:
         return len(self.values)
 
     def __getitem__(self, expert: int) -> Tensor:
-        values, scales = self.values[expert], self.scales[expert]
-        matrix_OI = of_mxfp4(values, scales) if self.form == "mxfp4" else of_fp8(values, scales, (FP8_BLOCK, FP8_BLOCK))
-        matrix_IO = matrix_OI.t().contiguous()  # products of other strides may round in another way
+        matrix_IO = self._decoded(expert).t().contiguous()  # products of other strides may round in another way
         return matrix_IO.t() if self.turned else matrix_IO
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Decode the only matrix, as [O, I] in this dtype."""
+        return self._decoded(0).to(dtype)
+
+    def _decoded(self, expert: int) -> Tensor:
+        """Decode the matrix of an expert to bf16 [O, I]."""
+        values, scales = self.values[expert], self.scales[expert]
+        return of_mxfp4(values, scales) if self.form == "mxfp4" else of_fp8(values, scales, (FP8_BLOCK, FP8_BLOCK))
 
     def split(self, each: int) -> Iterator[Blocks]:
         """Yield the blocks of `each` experts after another, as views."""
@@ -109,8 +124,10 @@ def _to_mxfp4(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_fp8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode with factors found in the decoded values. In each block, the largest element may be any of _LARGEST. For a candidate, all fp8
-    values follow, and each bounds the factor. A factor within all bounds decodes to the same values."""
+    """Encode values that were decoded from fp8, without loss, although their factors are not known: find each block's factor.
+
+    Each number in _LARGEST is tried as the fp8 value of the block's largest element. All other fp8 values follow from it, and each gives a
+    lower and an upper bound of the factor. A factor within all bounds decodes to the same values."""
     rows, columns = matrix_OI.shape
     padded = F.pad(matrix_OI, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     down, across = len(padded) // FP8_BLOCK, padded.shape[1] // FP8_BLOCK

@@ -31,8 +31,8 @@ class Context:
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each of the L tokens (columns) in its
     sequence. `length`: tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat
     begins. `document_BS` int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`:
-    the documents of the encoder's tokens, for cross attention. `source`: number of this rank's first columns that the encoder reads; 0: no
-    encoder.
+    the documents of the encoder's tokens, for cross attention. `source`: the encoder reads the first `source` columns on this rank, and the
+    decoder the others; 0: no encoder.
 
     `auxiliary_scale`: factor on auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from moe.kernels import cpu
 from moe.kernels.activation import GATED, activate
 from moe.kernels.auto import kernels_of
+from moe.nn.blocks import Blocks, Form
 from moe.nn.context import Context
-from moe.nn.lora import adapted, widened
+from moe.nn.lora import adapted, frozen_linear, widened
 from moe.nn.lora import product as adapted_product
 from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Multiply, Products, Slot, Tiled, as_it_is, by, one_by_one, take
-from parallel.mesh.layout import Tile
+from parallel.mesh.layout import Layout, Tile
 from parallel.mesh.regions import in_region
 from parallel.numerics.precision import sum_dtype
 from parallel.numerics.weight_gradient import linear
@@ -33,12 +34,14 @@ WIDEST = 8192  # largest number of channels for Triton's norm: more do not fit i
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
-    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products."""
+    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products. `blocks`: the
+    frozen weight in blocks, not as a parameter, and its layout."""
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
         self.recast = recast
         self.product: Multiply | None = None
+        self.blocks: dict[str, tuple[Blocks, Layout]] = {}
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
         self.lora_a: nn.Parameter | None = None  # LoRA's A [rank, in] and B [out, rank], made by `adapt`
         self.lora_b: nn.Parameter | None = None
@@ -48,11 +51,22 @@ class Linear(nn.Module):
         self.recast = True  # no copy of the frozen weight in another dtype is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
-    def read(self, dtype: torch.dtype) -> Tensor:
+    def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
+        """Replace the weight by blocks without values yet (`Blocks.put`). layouts: {"weight": its layout}."""
+        out_size, in_size = self.weight.shape
+        self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]
+        self.weight = None  # type: ignore[assignment]
+
+    @property
+    def held(self) -> Tensor | Blocks:
+        """The weight as it is kept, without adapters."""
+        return self.blocks["weight"][0] if self.blocks else self.weight
+
+    def read(self, dtype: torch.dtype) -> Tensor | Blocks:
         """Return the matrix that multiplies inputs of this dtype: the weight, or with LoRA adapters W' = W + s B A."""
         if self.lora_a is None or self.lora_b is None:
-            return self.weight
-        return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
+            return self.held
+        return adapted(self.held, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
 
     def widened(self, y: Tensor, narrow: Tensor) -> Tensor:
         """Return y + s narrow B^T, given y = x W^T and narrow = x A^T."""
@@ -62,9 +76,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return by(self.product, x, [self])[0]
+        weight = self.held
         if self.lora_a is not None and self.lora_b is not None:
-            return adapted_product(x, self.weight, self.lora_b, self.lora_a, scale=self.scale)
-        return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
+            return adapted_product(x, weight, self.lora_b, self.lora_a, scale=self.scale)
+        if isinstance(weight, Blocks):
+            return frozen_linear(x, weight)
+        return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     y  =  x W^T + s (x A^T) B^T        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
 The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
-narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. Experts' W may be Blocks
-(moe/nn/blocks.py), which are decoded for one expert after another.
+narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. W may be Blocks
+(moe/nn/blocks.py), which are decoded for each product; experts' for one expert after another.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
     return {n: v for n, v in layouts.items() if n in trainable}, {n: v for n, v in layouts.items() if n not in trainable}
 
 
-def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
+def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
     """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`."""
-    wide = sum_dtype(weight.dtype)
+    wide = sum_dtype(left.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
 
-def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
+def product(x: Tensor, weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
     """Return x (W + s left right)^T in x's dtype, for a frozen W [out, in]."""
     y: Tensor = _Product.apply(x, weight, left, right, scale)
     return y
@@ -79,9 +79,10 @@ def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: fl
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | Blocks, left: Tensor, right: Tensor, scale: float) -> Tensor:
         narrow = F.linear(x, right.to(x.dtype))
-        ctx.save_for_backward(x, narrow, weight, left, right)
+        ctx.blocks = weight if isinstance(weight, Blocks) else None
+        ctx.save_for_backward(x, narrow, None if isinstance(weight, Blocks) else weight, left, right)
         ctx.scale, ctx.dtypes = scale, (gradient_dtype(left), gradient_dtype(right))
         return _added(F.linear(x, weight.to(x.dtype)), narrow, left.to(x.dtype).t(), scale)
 
@@ -90,7 +91,7 @@ class _Product(torch.autograd.Function):
         x, narrow, weight, left, right = ctx.saved_tensors
         grad_x, grad_narrow = None, (grad @ left.to(grad.dtype)).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            grad_x = _added(grad @ weight.to(grad.dtype), grad_narrow, right.to(grad.dtype), 1.0)
+            grad_x = _added(grad @ (ctx.blocks or weight).to(grad.dtype), grad_narrow, right.to(grad.dtype), 1.0)
         grad_left = _transposed(grad, narrow, ctx.dtypes[0]).mul_(ctx.scale)
         return grad_x, None, grad_left, _transposed(grad_narrow, x, ctx.dtypes[1]), None
 
@@ -143,6 +144,23 @@ class _GroupedProduct(torch.autograd.Function):
             grad_rows = _times(grad_narrow, first.mT, counts, onto=_times(grad, weight.mT, counts))
         grad_first, grad_second = _outer(rows, grad_narrow, counts, ctx.dtypes[0]), _outer(narrow, grad, counts, ctx.dtypes[1])
         return grad_rows, None, grad_first, grad_second.mul_(ctx.scale), None, None
+
+
+def frozen_linear(x: Tensor, blocks: Blocks) -> Tensor:
+    """Return x W^T in x's dtype, for a frozen W [out, in] in blocks."""
+    y: Tensor = _FrozenLinear.apply(x, blocks)
+    return y
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Blocks) -> Tensor:
+        ctx.blocks = blocks
+        return F.linear(x, blocks.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ ctx.blocks.to(grad.dtype), None
 
 
 def frozen_product(rows_RI: Tensor, blocks: Blocks, counts: list[int]) -> Tensor:

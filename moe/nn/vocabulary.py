@@ -99,7 +99,7 @@ class Rows(nn.Module):
 
 
 class TiledRows(Tiled):
-    """Rows cut into tiles. `others` is set on this module, not on the tiles."""
+    """Rows of a vocabulary matrix as several tiles. The interface to other ranks, `others`, is set here and not on the tiles."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__(tiles)

@@ -4,6 +4,8 @@ the rank's pipeline stages, its shards and the exchanges between ranks, initial 
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.names import global_name
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.blocks import Form
-from moe.nn.lora import adapt, freeze
+from moe.nn.lora import TARGETS, adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.compiled import compile_between_products
 from moe.parallelize.engines import setup_of
@@ -21,7 +23,7 @@ from moe.parallelize.sequence import slice_sequences
 from moe.recipe import hash_table, sections
 from moe.recipe.frozen import is_frozen
 from moe.recipe.hash_table import Table
-from moe.recipe.sections import Run
+from moe.recipe.sections import Lora, Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
 from parallel.mesh.gradients import data_axis
@@ -71,7 +73,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     for num_experts in set(model.expert_counts.values()):
         check_own(run.router, num_experts)
     if run.lora.in_blocks:
-        layouts = _in_blocks(model, layouts, run.lora.in_blocks, device)
+        layouts = _in_blocks(model, layouts, run.lora, run.lora.in_blocks, device)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     cut = run.carrier.cut
     if cut is None:
@@ -89,13 +91,13 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     return model, layouts
 
 
-def _in_blocks(model: Transformer, layouts: dict[str, Layout], form: Form, device: torch.device) -> dict[str, Layout]:
-    """Keep experts' matrices in blocks. Return the layouts of all other parameters: engines know no others."""
-    left = dict(layouts)
+def _in_blocks(model: Transformer, layouts: dict[str, Layout], lora: Lora, form: Form, device: torch.device) -> dict[str, Layout]:
+    """Keep matrices of the kinds `lora.blocks_of` in blocks. Return the layouts of all other parameters: engines know no others."""
+    left, patterns = dict(layouts), [TARGETS[kind] for kind in lora.blocks_of]
     for path, module in model.named_modules():
-        if isinstance(module, Experts):
-            names = [name for name in MATRICES if getattr(module, name) is not None]
-            module.keep_in_blocks(form, {name: left.pop(f"{path}.{name}") for name in names}, device)
+        if any(re.fullmatch(pattern, path) for pattern in patterns):
+            names = [name for name in MATRICES if getattr(module, name) is not None] if isinstance(module, Experts) else ["weight"]
+            module.keep_in_blocks(form, {name: left.pop(f"{path}.{name}") for name in names}, device)  # type: ignore[operator]
     return left
 
 

@@ -31,10 +31,11 @@ from moe.plan.job.flops import (
     multi_token_size,
     stage_flops,
 )
-from moe.plan.job.network import Network, Plan
+from moe.plan.job.network import Plan
 from moe.plan.job.of_recipe import compute_bytes, network_of, storage_of
-from moe.plan.memory.kept import stage_kept
+from moe.plan.memory.kept import casts_kept
 from moe.plan.memory.stack import OURS
+from moe.plan.memory.stages import StageBytes, Stages
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
 from parallel.fixes import Fix, Set, fix_of
@@ -227,7 +228,7 @@ def micro_batch(run: Run, microbatches: int) -> int:
 
 def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
     """Return the stages with these layers, with the costs of micro-batches of `sequences` sequences."""
-    network, last = network_of(run), len(layers) - 1
+    network = network_of(run)
     plan = Plan(  # each stage is on one device
         pp=len(layers),
         ep=run.degrees.ep if isinstance(run.degrees.ep, int) else 1,
@@ -238,10 +239,11 @@ def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Sta
         compute_bytes=compute_bytes(run),
         storage=storage_of(run),
     )
-    return tuple(_stage(run, held, network, plan, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
+    sizes, last = Stages(network, plan, OURS, layers, casts_kept(plan, OURS)), len(layers) - 1
+    return tuple(_stage(run, held, sizes.stage(stage), plan, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
 
 
-def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool, last: bool) -> Stage:
+def _stage(run: Run, layers: range, size: StageBytes, plan: Plan, *, first: bool, last: bool) -> Stage:
     model, tokens = run.model, plan.microbatch * run.model.read_length
     flops = end_flops(run) if last else 0.0
     heads = head_forward(run) * (1 + model.ahead) if last else 0.0
@@ -255,7 +257,7 @@ def _stage(run: Run, layers: range, network: Network, plan: Plan, *, first: bool
         forward=tokens * forward,
         backward=tokens * (2 * forward + again),
         weights=tokens * (forward - core),
-        held=stage_kept(network, plan, OURS, layers, first=first, last=last),
+        held=size.kept + size.ends_kept,
         crossing=tokens * model.d_model * plan.compute_bytes,
     )
 

@@ -110,7 +110,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     if set(before.train.freeze) != set(after.train.freeze):
         got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
         fix = typed({"train.freeze": list(before.train.freeze)}) | anew
-        raise BadInput("train.freeze", got=got, needed=f"{held}: {where} has optimizer states of all other weights", fix=fix)
+        raise BadInput("train.freeze", got=got, needed=f"{held}: {where} has optimizer states of the weights not in it", fix=fix)
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | anew

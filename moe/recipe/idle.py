@@ -99,7 +99,7 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
         return
     for number, source in enumerate(data.sources):
         if source.text_key is not None:
-            key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
+            key, got = f"data.sources[{number}].text_key", f"{source.text_key}, but the data are token ids"
             raise BadInput(key, got=got, needed="text: otherwise this key has no effect", fix=Remove(key))
     ids = max(2, level("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
@@ -109,4 +109,4 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
         value = getattr(data, key)
         if level(f"data.{key}") >= decided and is_set(f"data.{key}", value, Data.model_fields[key].default):
             needed, fix = f"{reader}: otherwise this key has no effect", Remove(f"data.{key}")
-            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=needed, fix=fix)
+            raise BadInput(f"data.{key}", got=f"{value}, but the data are token ids", needed=needed, fix=fix)

@@ -58,7 +58,7 @@ def of_transformers(folder: Path) -> bool:
 
 def refuse_on_hub(name: str, what: str, *, needed: str = "a folder on this machine", then: str = "hf:") -> None:
     """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine.
-    what: name of the argument. then: what to do after the download, with its folder after the first "hf:"."""
+    what: name of the argument. then: what to do after the download; the downloaded folder is put after its first "hf:"."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return
@@ -87,7 +87,9 @@ def recipe_path(name: str) -> Path:
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
     # a misspelled name is also compared with published names without "published/": that common prefix makes all of them look similar
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
-    near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
+    here = {path.stem: str(path) for path in sorted(given.parent.glob("*.y*ml"))}
+    near = here.get(given.stem) or did_you_mean(name, [*recipe_names(), *published_names()])
+    near = near or published.get(did_you_mean(name, published) or "") or here.get(did_you_mean(given.stem, here) or "")
     needed, fix = f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}", "list them with: moe recipes"
     raise BadInput("recipe", got=name, needed=needed, fix=f"did you mean {near}?" if near else fix)
 
@@ -143,7 +145,7 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-# begins the text on the origin of a router key's value, if `_drop_router` removed the value of the parent recipe
+# added to a router key's origin if `_drop_router` removed the parent recipe's value: "default; not VALUE from PARENT"
 _DROPPED = "; not "
 
 

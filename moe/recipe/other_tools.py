@@ -29,7 +29,7 @@ _FALSE = ("false", "0", "no", "off")
 @dataclass(frozen=True)
 class Meant:
     """The meaning of another tool's name; one of the four fields is set.
-    keys: keys of a recipe with their values. unit: the corresponding key, whose unit differs, and that unit in words.
+    keys: keys of a recipe with their values. unit: the corresponding key, and its unit in words, if the other tool's unit differs.
     flag: a flag of `moe`. needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)

@@ -22,7 +22,8 @@ from parallel.errors import harmless
 
 _LARGEST = 2**40
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is refused, because YAML 1.1 and C read it as 8
-OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # reads a single name as a list of one name
+# reads a name, or names with commas between them, as a list
+OneOrMore = BeforeValidator(lambda value: tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value)
 
 
 Alters = Literal["shape", "function", "training", "cost", "name"]  # explained in `Key`

@@ -25,7 +25,23 @@ _BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it f
 MXFP4_BLOCK = 32  # number of elements that share a scale
 FP8_BLOCK = 128  # rows and columns that share a factor in published files
 BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # of an element in whole blocks
-DECODING_BYTES = 12  # temporary bytes an element of a matrix that is decoded
+
+
+class Decoding(NamedTuple):
+    """Decoding of a frozen matrix by moe/nn/blocks.py. temporary: most bytes an element that exist meanwhile. moved: bytes an element that
+    its `kernels` read and write."""
+
+    temporary: float
+    moved: float
+    kernels: int
+
+    @property
+    def transposed(self) -> Decoding:
+        """For an expert's matrix, which one more kernel transposes."""
+        return self._replace(moved=self.moved + 4, kernels=self.kernels + 1)
+
+
+DECODING = {"mxfp4": Decoding(12, 31.5, 9), "fp8": Decoding(6, 19, 4)}
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 
 

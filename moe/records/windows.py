@@ -39,8 +39,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Window:
-    """Some consecutive training steps. first, last: numbers of steps. losses, lrs: of each step with a finite loss, whose numbers are
-    `steps`. router_share: the router's share of the squared gradient norm, NaN if unknown. layers: the MoE layers."""
+    """Some consecutive training steps. first, last: numbers of steps. steps: numbers of the steps with a finite loss. losses, lrs: loss and
+    learning rate of each of `steps`. router_share: the router's share of the squared gradient norm, NaN if unknown. layers: the MoE
+    layers."""
 
     first: int
     last: int
@@ -105,7 +106,7 @@ class _Sums:
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
 
     def layer(self, number: int) -> Layer:
-        echoed = self._squares - self._last  # squares of the steps that have a next one
+        echoed = self._squares - self._last  # of all steps but the last, each of which is compared with the next step
         return Layer(
             number,
             self._load_E / max(1, self._steps),

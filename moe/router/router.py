@@ -10,7 +10,6 @@ training only, depends on a token's position in the step. Experts are selected b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec, fuses
 from moe.router.methods.catalog import method_of
 from moe.router.methods.method import Chosen, Method, RoutingRequest
+from moe.router.routing import Decision, Routing
 from moe.router.scores import chance_of_choice, chosen_gates, chosen_scores, gumbel, jittered, normal, probabilities, scores_of
 from moe.router.slices import Shards
 from parallel.errors import BadInput, counted
@@ -41,44 +41,6 @@ if TYPE_CHECKING:
 # T tokens, D model, E experts, K choices
 
 _CHOSEN = 20.0  # `balanced_logits`: the chosen experts' logit, far above noise; all others get -_CHOSEN
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The router's choices, without gradient. `chosen`: the experts. `kept_TK` bool: True if the choice got a slot.
-    `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, which
-    have equal sizes. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
-    `counted_GE`: how often all ranks' tokens of a group chose each expert; None: not known.
-    """
-
-    chosen: Chosen
-    kept_TK: Tensor
-    capacity: int | None
-    num_groups: int
-    load_TK: Tensor | None = None
-    counted_GE: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Routing:
-    """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
-    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
-    are neither kept nor counted; None: no padding. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
-    `fused`: losses and report, if a kernel computed them; probs_TE then has no gradient.
-    """
-
-    expert_TK: Tensor
-    gate_TK: Tensor
-    kept_TK: Tensor
-    probs_TE: Tensor
-    logits_TE: Tensor
-    capacity: int | None
-    num_groups: int
-    valid_T: Tensor | None = None
-    counted_TK: Tensor | None = None
-    load_TK: Tensor | None = None
-    chance_TE: Tensor | None = None
-    fused: Fused | None = None
 
 
 class Router(nn.Module):

@@ -43,8 +43,8 @@ from parallel.tensor.style import fits
 
 
 def in_parts(model: Transformer, run: Run, *, first: int) -> None:
-    """Make an unsharded model's layers, except MoE layers, sum the partial results of the tp ranks of `run`, beginning with rank
-    `first`."""
+    """Make an unsharded model round as the tp ranks of `run` do: each layer, except MoE layers, computes the ranks' partial results one
+    after another and sums them, beginning with rank `first`."""
     degrees = run.mesh_degrees()
     layouts = lay_out(model, plan_for(run))
     for number, block in enumerate(model.layers):
@@ -108,7 +108,7 @@ def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
 
 class _Alone:
     """The head's interface to other ranks (`Others` in moe/nn/vocabulary.py) for one process: sends nothing, and makes the head multiply in
-    blocks."""
+    the blocks of a grid's ranks, so that it rounds as they do."""
 
     def __init__(self, side: int) -> None:
         self.product: Product | None = partial(_product, side=side)

@@ -26,7 +26,7 @@ from parallel.watch.audit import Held
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or name of an optimizer state, box of the tensor) -> values in the box
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
-StateDims = Mapping[str, int | None]  # optimizer state -> None if it has the parameter's shape, or the dim over which it is a mean
+StateDims = Mapping[str, int | None]  # state -> the parameter's dim over which it is a mean (Adafactor); None: whole shape
 
 
 class Rule(ABC):

@@ -85,8 +85,8 @@ def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, 
 
 
 class _Branch(torch.autograd.Function):
-    """Return (x for one tile, `wide` for the following tiles). Backward adds this tile's gradient of x to the gradient of `wide`, the sum
-    of the following tiles' gradients."""
+    """Return (x for one tile, `wide` for the following tiles). `wide` is x in the dtype in which gradients are summed. In backward, the
+    gradient of the returned `wide` is the sum over the following tiles; this tile's gradient of x is added to it."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

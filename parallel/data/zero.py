@@ -1,13 +1,13 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
     stage 1   every rank keeps all weights, and optimizer states for 1/N of them; with fp32 masters each gradient is summed on its owner,
-              in the engine's own buckets, of which several are summed at the same time (parallel/data/buckets.py)
+              in this project's buckets, of which several are summed at the same time (parallel/data/buckets.py)
     stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
-A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces, partitions, steps and gathers.
-This project handles precision, loss scale, gradient norm, clipping, sums of stage 1, and checkpoints, which store tensors under global
-names. Source: ZeRO (arXiv 1910.02054).
+A parameter is sharded over the ranks that sum its gradient (Layout.summed_over). DeepSpeed reduces (except in stage 1 as above),
+partitions, steps and gathers. This project handles precision, loss scale, gradient norm, clipping, and checkpoints, which store tensors
+under global names. Source: ZeRO (arXiv 1910.02054).
 
 16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then each flat group of weights that the
 model reads in 16 bits is replaced by a copy in that dtype. Gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches

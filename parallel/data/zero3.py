@@ -81,7 +81,7 @@ class ShardedInit:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.mpu,
-        )  # no `dtype`: on some processors DeepSpeed ignores it; settings without 16 bits give fp32
+        )  # no `dtype`: DeepSpeed ignores it on some processors. Its settings name neither fp16 nor bf16, so it takes fp32
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
             _read_each_once(init.param_swapper)

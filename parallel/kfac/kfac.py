@@ -274,8 +274,8 @@ class Kfac:
 
     @torch.no_grad()
     def _share_inverses(self) -> None:
-        """Run all waiting units, then send each new inverse to all ranks with copies: an all-reduce in which the other ranks contribute
-        zeros."""
+        """Compute all inverses that are still queued on this rank, then give each new inverse to all ranks that need it: by an all-reduce
+        to which only the rank that computed it contributes, and the others add zeros."""
         self._run_all()
         if not self._inverses_due:
             return

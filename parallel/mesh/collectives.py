@@ -87,14 +87,14 @@ def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = Tru
 
 class Started:
     """A started collective. `wait` returns its result. Before `wait`, change neither the result nor `given`, the input of the
-    collective."""
+    collective. what: its name in a profile."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
-        self.result, self._work, self._given = result, work, given  # `given` only keeps the input in memory
+    def __init__(self, result: Tensor, work: dist.Work | None = None, given: Tensor | None = None, *, what: str = "") -> None:
+        self.result, self._work, self._given, self._what = result, work, given, what  # `given` only keeps the input in memory
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            with region("wait for a collective"):
+            with region(self._what):
                 self._work.wait()
             self._work = self._given = None
         return self.result
@@ -104,10 +104,11 @@ def start_broadcast(mine: Tensor, axis: Axis, *, root: int) -> Started:
     """Start to broadcast the tensor `mine` of the rank with index `root`. On other ranks, `mine` only gives the shape and dtype of the
     result."""
     if axis.size == 1:
-        return Started(mine, None)
+        return Started(mine)
     tensor = mine.contiguous() if axis.index == root else torch.empty_like(mine, memory_format=torch.contiguous_format)
     axis.count("broadcast", tensor)
-    return Started(tensor, dist.broadcast(tensor, src=axis.ranks[root], group=axis.group, async_op=True))
+    work = dist.broadcast(tensor, src=axis.ranks[root], group=axis.group, async_op=True)
+    return Started(tensor, work, what=f"broadcast over {axis.name}")
 
 
 def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
@@ -116,7 +117,8 @@ def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
     if axis.size == 1:
         return Started(tensor, None)
     axis.count("reduce", tensor)
-    return Started(tensor, dist.reduce(tensor, dst=axis.ranks[root], op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
+    work = dist.reduce(tensor, dst=axis.ranks[root], op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return Started(tensor, work, what=f"reduce over {axis.name}")
 
 
 def start_sum(tensor: Tensor, axis: Axis) -> Started:
@@ -124,7 +126,8 @@ def start_sum(tensor: Tensor, axis: Axis) -> Started:
     if axis.size == 1:
         return Started(tensor, None)
     axis.count("all_reduce", tensor)
-    return Started(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return Started(tensor, work, what=f"all_reduce over {axis.name}")
 
 
 def start_gather(mine: Tensor, axis: Axis) -> Started:
@@ -133,7 +136,7 @@ def start_gather(mine: Tensor, axis: Axis) -> Started:
     if axis.size == 1:
         return Started(mine, None)
     out = mine.new_empty((axis.size * len(mine), *mine.shape[1:]))
-    return Started(out, gather_into(out, mine, axis, wait=False), mine)
+    return Started(out, gather_into(out, mine, axis, wait=False), mine, what=f"all_gather over {axis.name}")
 
 
 def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
@@ -142,7 +145,7 @@ def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
     if axis.size == 1:
         return Started(parts, None)
     out = parts.new_empty((len(parts) // axis.size, *parts.shape[1:]))
-    return Started(out, scatter_sum_into(out, parts, axis, wait=False), parts)
+    return Started(out, scatter_sum_into(out, parts, axis, wait=False), parts, what=f"reduce_scatter over {axis.name}")
 
 
 def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
@@ -254,20 +257,18 @@ def _own_shard(tensor: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-    out, work = _start_exchange(rows, axis, send=send, receive=receive)
-    with region(f"all_to_all over {axis.name}"):
-        work.wait()
-    return out
+    return _start_exchange(rows, axis, send=send, receive=receive).wait()
 
 
 def _exchange_back(grad: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
     return _exchange(grad, axis, send=receive, receive=send)
 
 
-def _start_exchange(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> tuple[Tensor, dist.Work]:
+def _start_exchange(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Started:
     axis.count("all_to_all", rows, send=send, receive=receive)
-    out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    return out, dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group, async_op=True)
+    given, out = rows.contiguous(), rows.new_empty((sum(receive), *rows.shape[1:]))
+    work = dist.all_to_all_single(out, given, receive, send, group=axis.group, async_op=True)
+    return Started(out, work, given, what=f"all_to_all over {axis.name}")
 
 
 def _shifted(tensor: Tensor, axis: Axis, *, steps: int) -> Tensor:
@@ -319,33 +320,27 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
 class StartedRows:
     """A started all_to_all of rows or, in the backward pass, of their gradients. NCCL sends on a CUDA stream of its own, so until `wait` no
-    kernel may read or write `buffer`, which is being received, or write `given`, which is being sent. This object keeps both in memory."""
+    kernel may read or write `buffer`, which is being received, or write the tensor that is being sent. `work` keeps both in memory."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
         self.buffer: Tensor | None = None
-        self.given: Tensor | None = None
-        self.work: dist.Work | Started | None = None
+        self.work: Started | None = None
 
     def wait(self) -> None:
         assert self.work is not None
-        with region(f"all_to_all over {self.axis.name}"):
-            self.work.wait()
-        self.work = self.given = None
-
-    def start(self, rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-        """Start to send `rows`, and return the tensor that is being received."""
-        self.given = rows.contiguous()
-        out, self.work = _start_exchange(self.given, axis, send=send, receive=receive)
-        return out
+        self.work.wait()
+        self.work = None
 
     def there(self, rows: Tensor) -> Tensor:
         """Start the forward pass's collective, and return the tensor that is being received."""
-        return self.start(rows, self.axis, send=self.send, receive=self.receive)
+        self.work = _start_exchange(rows, self.axis, send=self.send, receive=self.receive)
+        return self.work.result
 
     def back(self, grad: Tensor) -> Tensor:
         """Start the backward pass's collective of the rows' gradients, and return the tensor that is being received."""
-        return self.start(grad, self.axis.backward(), send=self.receive, receive=self.send)
+        self.work = _start_exchange(grad, self.axis.backward(), send=self.receive, receive=self.send)
+        return self.work.result
 
 
 class _Start(torch.autograd.Function):

@@ -226,5 +226,5 @@ def looped(ranks: int, chunks: int) -> list[tuple[int]]:
 
 
 def folded(ranks: int) -> list[tuple[int]]:
-    """Return the rank of each stage in a V-shaped placement: rank r holds stages r and 2 ranks - 1 - r."""
+    """Return the rank of each stage in a V-shaped placement: rank r holds stages r and `2 * ranks - 1 - r`."""
     return [(min(stage, 2 * ranks - 1 - stage),) for stage in range(2 * ranks)]

@@ -198,7 +198,8 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """Compute the known values of an operator's results, `made`. An in-place operator changes the known values of all views."""
+        """Compute an operator's results `made` from known inputs, and keep them as known values. (Other tensors have no data.) An in-place
+        operator changes the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):

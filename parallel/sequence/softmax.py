@@ -166,7 +166,7 @@ def attend_backward(
     keys: Tokens,
     bias: Bias | None = None,
 ) -> Gradients:
-    """Return a block's gradients. `whole`: the merged result of all blocks of these queries, with out in q's dtype."""
+    """Return a block's gradients. `whole`: the merged result of all blocks of these queries; its `out_BHLC` has q's dtype."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:

@@ -118,8 +118,8 @@ def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence
 
 
 def row_products(h: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
-    """Return the partial sums of h W^T over this rank's inputs, as DTensors that `leave` adds over ranks. If there are narrow matrices A,
-    return them as plain tensors, and those of h A^T too, because ranks add to partial sums before `leave`."""
+    """Return the partial sums of h W^T over this rank's inputs, as DTensors; `leave` adds them over ranks. With narrow matrices A (of
+    LoRA): also the partial sums of h A^T, all as plain tensors, because ranks add LoRA's terms to them before `leave`."""
     from torch.distributed.tensor import Shard
 
     if narrow_rI:

@@ -26,7 +26,7 @@ from parallel.errors import BadInput, Ended
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1  # key with the reason why the run cannot start; seconds between two reads of the store
 _MARGIN_S = 10.0  # seconds that the other ranks wait for rank 0's result after rank 0's own time limit
-_DEVICES = "devices"  # key that rank 0 writes when all ranks have come: the arguments of a BadInput about their devices, or {}
+_DEVICES = "devices"  # key that rank 0 writes once all ranks are connected: arguments of a BadInput if their devices are wrong, else {}
 _NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
 _HEARD_S = 60.0  # longest time that rank 0, which holds the store, stays until the other ranks have read why the run cannot start
 _GONE = (dist.DistNetworkError, dist.DistStoreError)

@@ -30,8 +30,10 @@ from parallel.mesh.record import Record, balanced
 from parallel.watch.diagnosis import ABORTED, Finding, diagnose
 
 FIRST = 5.0  # factor of the time limit until the end of the first step, and while saving
-ANSWER_S = 3.0, 10.0  # bounds of the time that a rank has to answer; between them it is a twentieth of the time limit
-_AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0  # before answers are read again; between two reads of a key; limits for ending the watchdog
+ANSWER_S = 3.0, 10.0  # a rank has a twentieth of the time limit to answer, but at least 3 s and at most 10 s
+_AGAIN_S = 0.3  # wait before the answers are read again
+_LOOK_S = 0.02  # wait between two reads of a key
+_LEAVE_S = 2.0  # longest wait for the watchdog's own end
 _STORE = "a store operation that did not end"
 # parts of messages of errors that are consequences of another rank's end
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")

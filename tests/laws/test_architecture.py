@@ -37,6 +37,7 @@ READS_THE_ENVIRONMENT = {
     "parallel/process/extensions.py": "where compiled extensions are kept",
     "moe/launch/environment.py": "what ranks inherit: cores, devices, port, torch's libraries",
     "moe/launch/launch.py": "which rank reports",
+    "moe/launch/early.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
     "moe/launch/ready.py": "who started it; and it sets what its forks inherit, as a launcher does",
@@ -69,7 +70,16 @@ SAYS_EXPERT = {  # allowed names: of a view of the mesh, of a family of paramete
     },
 }
 # Modules that may not import a SLOW package: they run for `moe --help`, for a refused recipe, or before a rank sets torch's variables.
-QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
+QUICK = (
+    "moe",
+    "moe.__main__",
+    "moe.cli.main",
+    "moe.checks.together",
+    "moe.recipe.sections",
+    "moe.recipe.load",
+    "moe.launch.start",
+    "moe.launch.launch",
+)
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 

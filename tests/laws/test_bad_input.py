@@ -110,6 +110,8 @@ CASES: list[tuple[str, str, str]] = [
     ("rehearse switch_tiny --world 2 --degrees.dp 4", "= 4 ranks on 2 processes", "--world 4"),
     ("show base_60.yaml", "base_60.yaml, line 1: got 1:30, which YAML reads as another number", "mend that line"),
     ("show many_keys.yaml", "model.k0: got a key that does not exist", "remove it"),
+    ("show orphan.yml", "recipe: got orphan.yml", "did you mean orphan.yaml?"),
+    ("show orfan", "recipe: got orfan", "did you mean orphan.yaml?"),
     ("show pipe", "recipe: got pipe, which is no regular file", "moe recipes"),
     (T + "--nproc 0", "--nproc: got 0, needed at least 1", "--nproc 1"),
     (T + "--nproc 2 --nproc 4", "--nproc: got two values", "remove one"),
@@ -361,12 +363,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
-        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed sequences that are a multiple of the 2 rows of tp's grid",
+        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
         "set train.global_batch to a multiple of 2",
     ),
     (
         "train dense_tiny --nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
-        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed sequences that are a multiple of the 2 rows of tp's grid",
+        "degrees.tp: got 4 for 3 sequences of a micro-batch, needed a number of sequences that is a multiple of the 2 rows of tp's grid",
         "set train.global_batch to a multiple of 2",
     ),
     (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),

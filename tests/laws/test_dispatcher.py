@@ -29,7 +29,7 @@ from moe.plan.memory.memory import peak
 from moe.plan.time.cost import step_time
 from moe.recipe import sections
 from moe.recipe.load import build_run, load
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from moe.verify import expected, layouts, twin
 from moe.verify.cases import Case
 from moe.verify.compare import compare

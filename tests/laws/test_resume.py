@@ -298,6 +298,9 @@ def test_a_finished_run_started_again_keeps_its_summary(
     assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
     assert trained.losses(out) == trained.losses(whole)
     assert f"train.steps {STEPS} was reached before" in capsys.readouterr().out
+    trainer.train(recipe(home, changed={"optimizer": {"lr": 2e-3}}), out=out, world=World())
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("resumed", "changed", "train.steps"))]
+    assert [line.split(":")[0] for line in told] == [f"train.steps {STEPS} was reached before", "changed since the checkpoint"]
     (summary,) = go(recipe(home, changed={"train": {"steps": STEPS + 2}}), out)  # with more steps, it continues
     assert summary["steps"] == STEPS + 2 and [s for s, _ in trained.losses(out)] == list(range(1, STEPS + 3))
 
@@ -401,7 +404,8 @@ def test_every_other_changed_value_is_said_and_recorded(
     out = copied(left("dp 1")[1], tmp_path / "run")
     changed = {"optimizer": {"lr": 2e-3}, "router": {"jitter": 0.0}, "train": {"save_every": 4}}
     trainer.train(recipe(home, changed=changed), out=out, world=World(), allow_changes=["router.gates"])
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("changed", "--allow"))]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("resumed", "changed", "--allow"))]
+    assert told.pop(0).startswith("resumed from")
     assert told == [
         "changed since the checkpoint: router.jitter: 0.05 -> 0.0, optimizer.lr: 0.01 -> 0.002",
         "changed since the checkpoint, for speed, memory or records only: train.save_every: 3 -> 4",

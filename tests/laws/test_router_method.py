@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.plan.job.of_recipe import network_of
-from moe.plan.memory.kept import router_kept
+from moe.plan.memory.rows import router_kept
 from moe.plan.memory.stack import OURS
 from moe.recipe.load import load
 from moe.recipe.sections import Run

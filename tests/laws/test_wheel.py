@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,18 +71,30 @@ def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> N
     assert wrong == {}
 
 
+def test_the_command_of_the_wheel_starts(site: Path, tmp_path: Path) -> None:
+    (command,) = site.parents[2].glob("bin/moe")
+    ran = subprocess.run(
+        [sys.executable, str(command), "--version"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True
+    )
+    assert ran.returncode == 0 and ran.stdout.startswith(b"moe-parallel "), ran.stderr
+
+
 def test_errors_of_an_installed_package_name_pages_that_are_there(site: Path, tmp_path: Path) -> None:
-    code = "import json\nfrom parallel.errors import BadInput\nprint(json.dumps(str(BadInput('a', got=1, needed='2', fix='see: {}'))))"
+    code = """
+import json, sys
+from parallel.errors import BadInput
+print(json.dumps([str(BadInput("a", got=1, needed="2", fix=f"see: {page}")) for page in json.load(sys.stdin)]))
+"""
     # in code, not in docstrings: a name of a page before the end of a string
     texts = [path.read_text("utf-8") for part in ("moe", "parallel") for path in (ROOT / part).rglob("*.py")]
-    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["']""", text)}
+    pages = {page for text in texts for page in re.findall(r"""(docs/\w+/\w+\.(?:md|py))["')]""", text)}
     assert len(pages) > 5 and "docs/use/dpo.py" in pages
-    for page in sorted(pages):
-        said = in_wheel(site, tmp_path, code.format(page))
+    listed = sorted(pages)
+    for page, said in zip(listed, in_wheel(site, tmp_path, code, json.dumps(listed)), strict=True):
         assert Path(said.rpartition(" ")[2]).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
 
 
-def in_wheel(site: Path, folder: Path, code: str, given: str = "") -> object:
+def in_wheel(site: Path, folder: Path, code: str, given: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
     ran = subprocess.run(
         [sys.executable, "-P", "-c", code], input=given, cwd=folder, env=environment, capture_output=True, text=True, timeout=200

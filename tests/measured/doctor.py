@@ -33,6 +33,7 @@ from moe.records.metrics import read
 from moe.records.results import write_json
 from moe.records.rules import Finding, Live, diagnose
 from moe.records.windows import windows_of
+from moe.router.checks import looks_ahead, only_second_choices_look_ahead
 from moe.train.loop import trainer
 from moe.train.start.restore import choose, restore
 from moe.verify.small import small
@@ -250,9 +251,13 @@ def shrunk(name: str) -> Values:
 
 
 def of_preset(name: str) -> Values:
-    """Return TINY with a published router. 32 experts if it has 8 choices."""
+    """Return TINY with a published router. 32 experts if it has 8 choices. A router that looks ahead is one of the sick runs in a decoder,
+    so it gets an encoder-decoder."""
     spec = PRESETS[name]
-    values = changed(TINY, {"router": {"preset": name, "allow_noncausal": name in ("expert_choice", "megatron")}})
+    values = changed(TINY, {"router": {"preset": name, "allow_noncausal": bool(looks_ahead(spec))}})
+    if looks_ahead(spec) and not only_second_choices_look_ahead(spec):
+        values["model"] |= {"kind": "encoder_decoder", "positions": "t5"}
+        values["data"] = {"objective": "span_corruption"}
     values["experts"]["num_experts"] = 32 if spec.num_choices > 4 else 8
     return values
 

@@ -112,8 +112,7 @@ def _splits_as_forward(real: Any) -> Any:
     def wrong(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         started = ctx.started
         given = fitted(grad, sum(started.send))
-        rows, work = _start_exchange(given, started.axis.backward(), send=started.send, receive=started.receive)
-        work.wait()
+        rows = _start_exchange(given, started.axis.backward(), send=started.send, receive=started.receive).wait()
         started.buffer, started.work = fitted(rows, sum(started.send)), SimpleNamespace(wait=lambda: None)
         return grad, None
 

@@ -23,7 +23,8 @@ from moe.recipe import sections
 from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import slots_of
 from moe.router.losses import balance_loss
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 
 # T tokens, E experts, C slots
 T, E = 100, 8

@@ -18,7 +18,7 @@ from moe.nn.context import Context
 from moe.nn.linear import Norm
 from moe.recipe import sections
 from moe.router.losses import balance_loss, z_loss
-from moe.router.router import Routing
+from moe.router.routing import Routing
 
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

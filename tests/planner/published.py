@@ -8,7 +8,8 @@ the planner was fitted to these runs, except where `seen` says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe.checks.together import check_run
@@ -38,6 +39,7 @@ class Published:
     `recomputed`: the printed TFLOP/s count recomputed layers too, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: how the
     recipe or the planner differs from the run. `seen`: constants of the planner were fitted to this run or to similar rows. `recompute`:
     what the run's own software recomputes, if not what the recipe recomputes. `same`: tolerance of the printed number of parameters.
+    `changes`: values of the run that the recipe has otherwise.
     """
 
     recipe: str
@@ -57,8 +59,10 @@ class Published:
     memory_gib: float | None = None
     recompute: Recomputed | None = None
     same: float = SAME
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
+BF16_STATES = {"precision.master": "bf16", "pipeline.microbatches": 16}  # of NeMo Automodel's benchmarks
 CORE = PROGRAMS["megatron-core"]
 RUNS = (
     Published(
@@ -128,12 +132,14 @@ RUNS = (
         source="NeMo Automodel's performance summary of 2025-10: 12,040 tokens/s a GPU",
         differs="exchanges by DeepEP, norms and products by Transformer Engine",
         device_seconds=1 / 12_040,
+        changes=BF16_STATES,
     ),
     Published(
         *("gpt_oss_20b", "h100-8", 20.91, 3.61, PROGRAMS["fsdp"], FSDP, BF16),
         source="NeMo Automodel's performance summary of 2025-10: 13,058 tokens/s a GPU",
         differs="exchanges by DeepEP, attention by FlexAttention; the loss in chunks",
         device_seconds=1 / 13_058,
+        changes=BF16_STATES,
     ),
     Published(
         *("olmoe_1b_7b", "h100-8x32", 6.9, 1.3, PROGRAMS["fsdp"], FSDP, FP32),
@@ -155,7 +161,7 @@ RUNS = (
 
 def resolved(run: Published) -> Run:
     """Return the run's recipe, resolved for the run's number of devices. Raises BadInput if the checks refuse it."""
-    return check_run(load(f"published/{run.recipe}")[0], load_cluster(run.cluster).world)
+    return check_run(load(f"published/{run.recipe}", run.changes)[0], load_cluster(run.cluster).world)
 
 
 def published_seconds(of: Published, run: Run, devices: int) -> float | None:

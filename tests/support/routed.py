@@ -10,7 +10,8 @@ from torch import Tensor
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 
 # B sequences, L length, T = B*L tokens, D model, E experts
 B, L, D, E = 3, 14, 7, 6

@@ -1,7 +1,7 @@
 """Records the wall and processor seconds of each test: `pytest --times FILE.json`, also with several workers.
 
 Processor seconds count the test process and every child that it waited for, so they hardly depend on other load of the machine. A module's
-import is the first line of its file, `import`. The table by file is printed after the run:
+import is the first line of its file, `import`, except in workers that run the whole suite. The table by file is printed after the run:
 
     python -m tests.support.times FILE.json [BEFORE.json]
 """

@@ -30,7 +30,7 @@ from moe.experts.experts import Experts, Routed
 from moe.kernels import choose
 from moe.kernels.cpu import combine, permute
 from moe.recipe import sections
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.errors import BadInput
 from parallel.mesh.collectives import max_over
 from parallel.mesh.mesh import Axis, Degrees, Mesh, divisors

@@ -34,7 +34,7 @@ def with_recipe(flags: Any, overrides: dict[str, str]) -> Iterator[Any]:
     source = user_path(name.removeprefix(PREFIX), what="recipe")
     if isinstance(flags, Train) and flags.init_from is not None:
         needed, fix = "one model to start from", "remove --init_from, or give a recipe"
-        raise BadInput("--init_from", got=f"--init_from with {PREFIX}{source}", needed=needed, fix=fix)
+        raise BadInput("--init_from", got=f"{flags.init_from} with {PREFIX}{source}", needed=needed, fix=fix)
     if isinstance(flags, Train) and not flags.dry_run:
         yield _converted(flags, overrides, source)
         return

@@ -55,7 +55,8 @@ from parallel.store.files import read_text, user_path
 ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors in transformers' files
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
-               "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
+               "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
+CARD, OLD_CARD = "README.md", "README.base.md"  # a model card; its name once the model has been trained further, which it does not describe
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
@@ -235,7 +236,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     family = family_of(config)
     kinds = {name: EXTRA if name in biases else "weight" for name in shapes}
     own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
-    dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
+    trained = reader.state["counters"]["step"] > 0
+    dtypes = _dtypes(own, kinds, came, asked=dtype, trained=trained)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
     # not true of the written files: weights are not quantised, and transformers' own code reads them
     for key in ("torch_dtype", "quantization_config", "auto_map"):
@@ -255,6 +257,9 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     with _whole(out, "TO_HF") as part:
         _take_along(came, part)
         said = write_tokenizer(part, reader.state["tokenizer"], came=(came / "config.json").is_file(), run=run)
+        if trained and (part / CARD).is_file():
+            (part / CARD).replace(part / OLD_CARD)
+            said.append(f"{OLD_CARD} is the card of the model before this training: write your own {CARD}")
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
         write(part, forms, lambda key: written(together[key], family, shapes, read))
     if dtype is None and any(own[name].itemsize > dtypes[name].itemsize for name in own):

@@ -227,7 +227,7 @@ def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], r
 
 
 def shape_of(names: Sequence[str], family: Family, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of the tensor in a written file that contains the parameters `names`."""
+    """Return the shape of the one tensor as which the parameters `names` are written to a file."""
     location, shape = _written(names[0], family), shapes[names[0]]
     return location.whole(shape, _experts(shapes)[names[0].partition(".experts.")[0]] if location.row.stacked else 0)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe.experts.dispatch.network import Dropout
     from moe.experts.experts import Experts
     from moe.kernels.rows import Plan
-    from moe.router.router import Routing
+    from moe.router.routing import Routing
 
 # T tokens on this rank, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
 

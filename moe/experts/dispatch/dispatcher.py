@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moe.experts.experts import Experts
     from moe.kernels.network import ByProduct
     from moe.recipe import sections
-    from moe.router.router import Routing
+    from moe.router.routing import Routing
 
 # T tokens, D model, R rows, E experts
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moe.experts.dispatch.network import Dropout
     from moe.experts.experts import Experts
     from moe.kernels.rows import Plan
-    from moe.router.router import Routing
+    from moe.router.routing import Routing
 
 # T tokens on this rank (its own, or received ones), D model, K choices, R rows, P ranks, O nodes, I ranks of a node
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe.experts.dispatch.network import Dropout
     from moe.experts.experts import Experts
     from moe.kernels.rows import Plan
-    from moe.router.router import Routing
+    from moe.router.routing import Routing
 
 # T tokens, K choices, D model, E experts, H experts on this rank, P ranks of the ep axis, N ranks of the etp axis, S slots
 

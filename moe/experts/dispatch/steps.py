@@ -18,7 +18,7 @@ from moe.experts.dispatch.network import Arrived, Dropout, compute
 from moe.experts.experts import Experts
 from moe.kernels.auto import by_bin
 from moe.kernels.rows import Plan
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.mesh.collectives import StartedRows, all_gather, all_to_all, finish_rows, start_all_to_all
 from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.host import read_later

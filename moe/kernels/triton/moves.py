@@ -107,8 +107,8 @@ def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constex
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Replace counts [groups, blocks + 1, E] by their sums over earlier blocks of the group. `totals`, if given [E]: sums over all
-    blocks."""
+    """Replace counts [groups, blocks + 1, E] in place by their sums over earlier blocks of the group. `totals` [E], if given (with one
+    group): write the sums over all blocks into it."""
     expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     passed_E = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, blocks + 1, BLOCK_B):

@@ -55,10 +55,11 @@ class GuideRule:
 
 
 def guide_rules(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[GuideRule]:
-    """Yield all rules that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which the recipe computes.
+    """Yield the rules of the strategy guide that apply to the cluster. best: finds the fastest plan of a family. compute: dtype in which
+    the recipe computes.
 
     one_device: the plan for one device that needs the least device memory without offload, even if it does not fit. offloaded: the plan for
-    one device with model states in the host's memory; None: without this plan.
+    one device with model states in the host's memory; None: there is none.
     """
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit

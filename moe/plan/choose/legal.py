@@ -108,6 +108,8 @@ def _adapters(network: Network, plan: Plan) -> Iterator[str]:
         yield f"tiling.ffn={plan.tiles} does not go with lora.rank={network.adapters.rank}"
     if plan.etp > 1 and network.adapters.blocks:
         yield f"degrees.etp={plan.etp} does not go with lora.base={network.adapters.blocks}"
+    if plan.tp > 1 and network.blocks("attention"):
+        yield f"degrees.tp={plan.tp} does not go with lora.base=fp8_all"
     if plan.pp > 1 and not all(network.adapts(layer) for layer in range(network.depth)):
         yield f"degrees.pp={plan.pp} needs adapters in every layer"
     if (

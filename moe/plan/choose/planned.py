@@ -308,7 +308,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
-GUIDED = Space(  # values that are tried for the rules of thumb
+GUIDED = Space(  # values among which the best plans are searched that illustrate the guide's rules
     engines=("ddp", "zero1", "zero3", "fsdp"),
     tensors=("sliced", "1d"),
     sequences=("ring",),

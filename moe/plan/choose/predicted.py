@@ -165,7 +165,7 @@ def _held(place: Place) -> Callable[[Memory], float]:
     return lambda rank: rank.allocated
 
 
-# --- a change that fits --------------------------------------------------------------------------------------------------
+# --- a change with which the recipe fits into memory ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

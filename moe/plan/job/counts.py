@@ -10,12 +10,12 @@ The first stage has the embedding, the last stage the head. If they are tied and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from moe.plan.job.hashed import Summed
-from moe.plan.job.network import Network, Plan, attention_shapes
+from moe.plan.job.network import Kind, Network, Plan, attention_shapes
 from parallel.mesh.grids import GRIDS
 
 
@@ -23,7 +23,7 @@ from parallel.mesh.grids import GRIDS
 class Elements(Summed):
     """Numbers of parameters on a rank. dense: outside of experts; Plan.copies ranks hold the same ones. expert: in experts; Plan.edp ranks
     hold the same ones. frozen_dense, frozen_expert: the frozen ones among them, which have no gradients and optimizer states. blocks: in
-    frozen experts that are kept in blocks, counted neither in `expert` nor in `frozen_expert`."""
+    frozen matrices that are kept in blocks, counted in no other field."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -87,21 +87,28 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     of_norms = dense(n, (attentions + 1) * norm(n) / plan.grid.columns, "norms")
     of_norms += dense(n, attentions * inner_gains(n, over=plan.grid.units), "attention", "norms")
-    found = of_norms + dense(n, attentions * attention(n, plan), "attention")
+    of_attention = attentions * attention_matrices(n, t, over=plan.grid.units)
+    found = of_norms + _matrix(n, of_attention, "attention") + dense(n, attentions * attention(n, plan) - of_attention, "attention")
     if n.experts is None or index not in n.sparse_layers:
         biases = n.width + n.hidden / t if n.biases else 0
-        return found + dense(n, network_elements(n, n.hidden, gated=n.gated) / t + biases, "dense")
+        return found + _matrix(n, network_elements(n, n.hidden, gated=n.gated) / t, "dense") + dense(n, biases, "dense")
     e = n.experts
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
-    found += dense(n, network_elements(n, e.shared_hidden, gated=e.gated) + n.width * e.gates, "dense")  # tp ranks divide tokens
+    found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # tp ranks divide tokens
+    found += dense(n, n.width * e.gates, "dense")
     held = e.count / (plan.ep * plan.etp)
     matrices, of_experts = held * network_elements(n, e.hidden, gated=e.gated), held * e.hidden * (2 if e.gated else 1) * e.biases
     found += dense(n, n.width * e.count * e.biases, "experts")
-    if n.adapters is not None and n.adapters.blocks:
+    if n.blocks("experts"):
         return found + Elements(expert=of_experts, frozen_expert=of_experts, blocks=matrices)
     of_experts += matrices
     return found + Elements(expert=of_experts, frozen_expert=of_experts * n.freezes("experts"))
+
+
+def _matrix(network: Network, count: float, kind: Kind) -> Elements:
+    """Return `count` parameters in matrices outside of experts as Elements."""
+    return Elements(blocks=count) if network.blocks(kind) else dense(network, count, kind)
 
 
 def dense(network: Network, count: float, *parts: str) -> Elements:
@@ -177,7 +184,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
 def ahead(network: Network, plan: Plan) -> Elements:
     """Parameters of one depth of multi-token prediction: a dense layer, a matrix that merges its two inputs, three norms."""
     joined = dense(network, 2 * network.width**2) + dense(network, 3 * norm(network), "norms")
-    return joined + layer(replace(network, experts=None), plan, 0)
+    return joined + layer(network.of_ahead, plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:

@@ -19,6 +19,7 @@ from moe.experts.dispatch.dispatcher import Dispatcher
 from moe.plan.job.hashed import KEPT, hashed_once
 from moe.plan.job.states import MIXED_FP32_GRADIENTS, Storage
 from moe.recipe.frozen import PARTS
+from moe.recipe.shapes import DECODING
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.data.kinds.kind import EngineKind
 from parallel.mesh.grids import Grid, grid
@@ -29,6 +30,7 @@ from parallel.sequence.order import Places
 
 LARGEST_EP = 8  # by default, the busiest rank's rows grow with ep only up to this ep (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
+Kind = Literal["attention", "dense", "experts"]  # of matrices, named as in lora.targets
 
 
 def repeats(index: int, every: int) -> bool:
@@ -117,11 +119,12 @@ class Latent:
 @dataclass(frozen=True)
 class Adapters:
     """LoRA (arXiv 2106.09685): two narrow matrices of `rank` are trained for each matrix of `targets`; everything else is frozen. blocks:
-    format of the frozen experts' matrices; None: the master dtype."""
+    format of the frozen matrices of the kinds `blocks_of`; None: the master dtype."""
 
     rank: int
-    targets: tuple[Literal["attention", "dense", "experts"], ...]
+    targets: tuple[Kind, ...]
     blocks: Literal["mxfp4", "fp8"] | None = None
+    blocks_of: tuple[Kind, ...] = ()
 
 
 def attention_shapes(width: int, heads: int, groups: int, channels: int, latent: Latent | None) -> list[tuple[int, int]]:
@@ -159,7 +162,7 @@ class Network:
     shared_buckets: bool = False  # all layers of a stack share one T5 bias
     sinks: bool = False  # each head has a learned logit in its softmax
     clipped: bool = False  # queries, keys and values are clipped
-    logit_cap: bool = False  # tanh bounds the head's logits
+    logit_cap: bool = False  # tanh bounds the logits of the output layer
     qk_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalized, for each head or over all heads
     learned_positions: bool = False
     dropout: bool = False
@@ -214,14 +217,25 @@ class Network:
     def all_frozen(self) -> Network:
         return replace(self, frozen=tuple(PARTS))
 
-    def trains(self, target: Literal["attention", "dense", "experts"]) -> bool:
+    def trains(self, target: Kind) -> bool:
         """True if matrices of this kind are trained, or if they have LoRA adapters."""
         return target not in self.frozen and (self.adapters is None or target in self.adapters.targets)
 
-    def learning(self, target: Literal["attention", "dense", "experts"]) -> dict[str, Any]:
-        """Return {"trained": whether gradients of matrices of this kind are computed, "rank": of their LoRA adapters, 0 for none}."""
-        rank = self.adapters.rank if self.adapters is not None and self.trains(target) else 0
-        return {"trained": not self.freezes(target), "rank": rank}
+    def learning(self, target: Kind) -> dict[str, Any]:
+        """Return {"trained": whether gradients of matrices of this kind are computed, "rank": of their LoRA adapters, 0 for none,
+        "decoding": of their blocks, None for whole matrices}."""
+        rank, form = self.adapters.rank if self.adapters is not None and self.trains(target) else 0, self.blocks(target)
+        decoding = None if form is None else DECODING[form].transposed if target == "experts" else DECODING[form]
+        return {"trained": not self.freezes(target), "rank": rank, "decoding": decoding}
+
+    def blocks(self, target: Kind) -> Literal["mxfp4", "fp8"] | None:
+        """Return the format of blocks in which frozen matrices of this kind are kept; None: they are parameters."""
+        return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
+
+    @property
+    def of_ahead(self) -> Network:
+        """The network of a depth of multi-token prediction: dense layers, which have no adapters and stay whole."""
+        return replace(self, experts=None, adapters=None if self.adapters is None else Adapters(self.adapters.rank, ()))
 
     def adapts(self, index: int) -> bool:
         """Return whether layer `index` of the model has LoRA adapters."""

@@ -92,7 +92,7 @@ def _decoder(run: Run) -> Network:
         documents=m.document_mask,
         experts=_experts(run),
         latent=latent_of(m),
-        adapters=Adapters(run.lora.rank, run.lora.targets, run.lora.in_blocks) if run.lora.rank else None,
+        adapters=Adapters(run.lora.rank, run.lora.targets, run.lora.in_blocks, run.lora.blocks_of) if run.lora.rank else None,
         frozen=tuple(part for part in run.train.freeze if part in PARTS),
         frozen_layers=tuple(sorted({layer for part in run.train.freeze for layer in layers_of(part) or ()})),
         sparse_layers=m.layers_with_experts(),
@@ -118,7 +118,7 @@ def _experts(run: Run) -> Experts | None:
         dropout=e.dropout > 0,
         free=e.free,
         products=products.kind,
-        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and ("experts" in run.lora.targets or run.lora.in_blocks)),
+        fused=products.fused and e.kernels not in UNFUSED and not (run.lora.rank and "experts" in (*run.lora.targets, *run.lora.blocks_of)),
         router=Router(
             vectors=spec.vectors,
             noise=spec.noise == "noisy_top_k",

@@ -21,11 +21,9 @@ from dataclasses import dataclass, replace
 
 from moe.plan.job.counts import attention_matrices, network_elements
 from moe.plan.job.network import Network, Plan, Recomputed, attention_shapes, repeats
+from moe.plan.memory.rows import experts_kept, most_rows
 from moe.plan.memory.stack import PARTS, Part, Stack
 from parallel.mesh.grids import GRIDS
-from parallel.mesh.traffic import Load, Message, Traffic
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
         parts["activation"] = c * of_activation * n.hidden * at.inside
         parts["network"] = c * (count - of_activation) * n.hidden * at.inside
     else:
-        parts["experts"] = _experts(n, plan, stack)
+        parts["experts"] = experts_kept(n, plan, stack)
     return parts
 
 
@@ -183,78 +181,6 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     return at.between * before + plan.microbatch * n.length / plan.sp * c * (low + more)
 
 
-def rows_of(network: Network, plan: Plan) -> float:
-    """Mean number of rows that a rank's experts compute for one micro-batch. The etp ranks of an expert compute the same rows."""
-    e = network.experts
-    if e is None:
-        return 0.0
-    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * e.mean_rows * plan.etp
-
-
-def most_rows(network: Network, plan: Plan) -> float:
-    """Number of rows that the experts of the busiest rank compute for one micro-batch."""
-    return rows_of(network, plan) * (1.0 if network.experts is None else network.experts.share(plan.ep))
-
-
-def padding(network: Network, plan: Plan, stack: Stack) -> float:
-    """Mean number of rows of zeros that are added to the rows of a rank's experts with adapters, for products of few shapes."""
-    e = network.experts
-    if e is None or e.fused or network.adapters is None or plan.compute_bytes >= FP32_BYTES:
-        return 0.0
-    return e.count / plan.ep * (stack.expert_multiple - 1) / 2
-
-
-def traffic_of(network: Network, plan: Plan, tokens: float, rows: float, number_bytes: int) -> Traffic:
-    """Return the messages over ep of one MoE layer that sends `rows` rows for `tokens` tokens. number_bytes: bytes of an element."""
-    e = network.experts
-    assert e is not None
-    slots = None if e.slots is None else tokens * e.choices * e.slots
-    row_bytes, share = network.width * number_bytes, e.share(plan.ep)
-    load = Load(tokens, e.choices, rows, slots, network.width, row_bytes, e.count, plan.ep, share, e.reached)
-    if e.exchange is not None:
-        return e.exchange.traffic(load)
-    return Traffic.there_and_back(rows=Message("ep", "all_to_all", rows * load.row_bytes, plan.ep, busiest=load.busiest))
-
-
-def buffers_of(network: Network, plan: Plan) -> float:
-    """Bytes of the buffers for the largest message of one MoE layer over ep; 0 if one rank holds all experts."""
-    if network.experts is None or plan.ep == 1:
-        return 0.0
-    tokens = plan.microbatch * network.length / plan.sp / plan.tp * plan.etp
-    return max(message.held for message in traffic_of(network, plan, tokens, rows_of(network, plan), plan.compute_bytes).forward)
-
-
-def _experts(n: Network, plan: Plan, stack: Stack) -> float:
-    e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
-    assert e is not None
-    count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
-    tensors = (stack.expert_gated if e.gated else stack.expert_plain) + e.dropout if e.fused else count + 2 * e.dropout
-    hidden = tensors * e.hidden / plan.etp
-    narrow = 0 if n.adapters is None or not n.trains("experts") else n.adapters.rank * (3 if e.gated else 2)  # LoRA keeps x A
-    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 or not e.fused else 0
-    here = plan.microbatch * n.length / plan.sp
-    shared = c * count * e.shared_hidden * here / plan.tp
-    of_token = stack.maps * e.choices + c * e.gates * n.width + router_kept(n, stack, c)
-    computed = min(moved, 1) if e.exchange is None or e.exchange.returns_rows else moved  # a returned row is kept by the rank that sent it
-    more = (most_rows(n, plan) - rows) * c * (computed * n.width + hidden) + padding(n, plan, stack) * c * hidden
-    return rows * c * (moved * n.width + hidden + narrow) + more + here / plan.tp * of_token + shared
-
-
-def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
-    """Bytes that the router and its losses keep for each token: in fp32 the jitter and the jittered input, the inputs of the norm and of
-    the noise's matrix, logits and probabilities; and `Router.kept`. itemsize: bytes of an element of activations."""
-    e = n.experts
-    assert e is not None
-    r, held = e.router, 0.0
-    if r.jitter:
-        held += 8 * n.width
-    elif (r.norm or r.noise) and itemsize < 4:
-        held += 4 * n.width
-    if r.norm:
-        held += (4 + stack.rms) * n.width + stack.statistics
-    return held + r.kept + (e.count + e.free) * (8 + 8 * r.noise + 4 * r.capped)
-
-
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
     """Bytes that one layer keeps for the backward pass with this kind of recompute."""
     at = tokens_of(network, plan, stack)
@@ -300,29 +226,9 @@ def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
-    dense = replace(network, experts=None)
+    dense = network.of_ahead
     of_layers = sum(layer_pending(dense, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return of_head * (1 + network.ahead) + of_layers + stack.pending * c * 3 * network.width * at.between * network.ahead
-
-
-def stage_kept(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> float:
-    """Bytes that a micro-batch keeps on a stage with these layers. first, last: whether it is the model's first stage, its last stage."""
-    casts, input_bytes = casts_kept(plan, stack), crossing_bytes(network, plan, stack)
-    kept = ends_kept(network, plan, stack, first=first, last=last)
-    kept += inputs_kept(plan, stack, layers, first=first, last=last) * input_bytes
-    if casts and last and network.ahead:
-        kept += network.ahead * cast_ahead(network, plan)
-    # the stage receives the tensors of encoder and decoder; its first layer has counted that of its own half
-    if network.encoder is not None and layers and not first:
-        kept += input_bytes - plan.compute_bytes * network.width * tokens_of(network.at(layers.start)[0], plan, stack).between
-    for index in layers:
-        kept += layer_kept(network, plan, stack, index, recompute_of(plan, index)) + (cast_weights(network, plan, index) if casts else 0.0)
-    return kept
-
-
-def crossing_bytes(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that one stage sends to the next for a micro-batch. In an encoder-decoder, it sends the tokens of encoder and decoder."""
-    return plan.compute_bytes * network.width * sum(tokens_of(half, plan, stack).between for half in network.halves)
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
@@ -356,9 +262,9 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
         return 0.0
     merges = n.adapters is not None  # the backward pass computes LoRA's W + s B A again, so it is not kept
     elements = 0.0
-    if not (merges and n.trains("attention")):
+    if not (n.blocks("attention") or merges and n.trains("attention")):
         elements = (2 if n.source else 1) * attention_matrices(n, plan.grid.matrix, over=plan.grid.units)
-    if recompute == "none" and not (merges and n.trains("dense")):
+    if recompute == "none" and not (n.blocks("dense") or merges and n.trains("dense")):
         sparse = e is not None and number in n.sparse_layers
         dense = network_elements(n, n.hidden, gated=n.gated) / plan.grid.matrix
         elements += network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else dense
@@ -366,8 +272,8 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the kept copies in the compute dtype of the weights of one depth of multi-token prediction."""
-    return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
+    """Bytes of the weights of one depth of multi-token prediction, as the copies in the compute dtype that stay until backward."""
+    return cast_weights(network.of_ahead, plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
@@ -400,7 +306,7 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     same = c if stack.norm <= c else 0  # two norms share a kept input, unless each keeps an fp32 copy
     joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
-    of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
+    of_layer = layer_kept(network.of_ahead, plan, stack, index, recompute_of(plan, index))
     return of_layer + (joined + read) * at.between + (logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0)
 
 

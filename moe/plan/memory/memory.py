@@ -25,8 +25,9 @@ from typing import NamedTuple
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
-from moe.plan.memory.moments import Moment, RankMoments, differs_by_moment, ranks_of, without_order
+from moe.plan.memory.moments import Moment, RankMoments, ranks_of, without_order
 from moe.plan.memory.stack import OURS, Stack
+from moe.plan.memory.stages import differs_by_moment
 from moe.plan.memory.temporary import Unit, at_any_moment, gathered
 from parallel.data.kinds.kind import At
 from parallel.pipeline.schedules.catalog import placed

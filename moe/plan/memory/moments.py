@@ -11,34 +11,26 @@ only after the first backward pass. The list is cached. It depends on the data-p
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from operator import mul
 from typing import Any, Literal, NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
 from moe.plan.job.in_flight import fullest_ranks, in_flight, moments_of
-from moe.plan.job.network import Network, Plan, repeats
-from moe.plan.memory.kept import (
-    FP32_BYTES,
-    cast_weights,
-    casts_kept,
-    inputs_kept,
-    keeps_scores,
-    recompute_of,
-)
+from moe.plan.job.network import Network, Plan
+from moe.plan.memory.kept import casts_kept, keeps_scores
+from moe.plan.memory.rows import FP32_BYTES
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.temporary import NOTHING, LayerBytes, Unit, gathered, layer_bytes, outside_of
+from moe.plan.memory.stages import Rank, StageBytes, Stages, differs_by_moment
+from moe.plan.memory.temporary import NOTHING, LayerBytes, Unit, gathered
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
-from parallel.pipeline.simulator.held import InFlight, RankPeaks
+from parallel.pipeline.simulator.held import InFlight
 
 _DEFAULT = Plan()
-_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "microbatch", "compute_bytes", "offload_activations")
 
 
 class Moment(NamedTuple):
@@ -89,34 +81,6 @@ class RankMoments:
         return max(self.gathered, key=lambda of: of.total, default=NOTHING)
 
 
-class _Layers(NamedTuple):
-    """Sizes of a stage's layers: fields of `_Stage` that are computed once for all stages with equal layers."""
-
-    kinds: Sequence[tuple[LayerBytes, int]]
-    elements: Elements
-    kept: float
-    pending: float
-
-
-class _Stage(NamedTuple):
-    """Sizes of a pipeline stage on a rank. number: index of the stage. kinds: (sizes of a layer, number of such layers) for each
-    kind of layer. elements: parameters of its layers.
-
-    kept, ends_kept: bytes in the stage's layers, and outside of them, that a micro-batch keeps from its forward pass (F) until its backward
-    pass (B, or I if the backward pass is split). pending, ends_pending: bytes that it keeps from I (gradients of inputs) until W (gradients
-    of weights). of_loss: the part of `ends_kept` that is freed at the end of the loss's backward pass.
-    """
-
-    number: int
-    kinds: Sequence[tuple[LayerBytes, int]]
-    elements: Elements
-    kept: float
-    pending: float
-    ends_kept: float
-    ends_pending: float
-    of_loss: float
-
-
 class _AtWork(NamedTuple):
     """A layer in its backward pass. gone: bytes that later layers of its stage have freed. to_come: parameters of the stage that have no
     gradient yet. freed: parameters of the later layers. behind: parameters with gradients being reduced."""
@@ -126,30 +90,6 @@ class _AtWork(NamedTuple):
     to_come: Elements
     freed: Elements
     behind: Elements
-
-
-class _Now(NamedTuple):
-    """Candidate for the fullest moment of a rank, when a backward action begins. once: no backward pass of the step has ended yet. total:
-    bytes that all micro-batches in flight keep."""
-
-    in_flight: InFlight
-    once: bool
-    total: float
-
-
-class _Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet) -> among the moments with these two
-    properties, the one with the most kept bytes."""
-
-    number: int
-    versions: int
-    stages: tuple[_Stage, ...]
-    candidates: dict[tuple[bool, bool], _Now]
-
-    def exceeds(self, other: _Rank) -> bool:
-        """Return whether each of the other rank's candidates keeps at most as many bytes as this rank's. Both have the same stages."""
-        mine = self.candidates
-        return all(key in mine and mine[key].total >= now.total for key, now in other.candidates.items())
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
@@ -168,24 +108,20 @@ def without_order(plan: Plan) -> Plan:
     return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)
 
 
-def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments: only if pp = 1."""
-    return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
-
-
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
     """Return the result of `ranks_of`. casts: micro-batches keep copies of the weights in the compute dtype."""
     size = plan.schedule, plan.pp, plan.microbatches, plan.chunks
     ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
     stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
-    step = _Step(network, plan, stack, stages, casts)
+    sizes = Stages(network, plan, stack, stages, casts)
+    step = _Moments(sizes)
     now = _in_flight(*size)
     if which == "all":
-        return tuple(step.moments_of(step.rank(number, of, now[number])) for number, of in enumerate(ranks))
-    sparse, sizes = network.with_experts if network.experts else (), tuple(map(len, stages))
-    numbers = fullest_ranks(*size, sizes, sparse, plan.recompute_every)
-    return tuple(map(step.moments_of, step.fullest([step.rank(number, ranks[number], now[number]) for number in numbers])))
+        return tuple(step.moments_of(sizes.rank(number, of, now[number])) for number, of in enumerate(ranks))
+    sparse, lengths = network.with_experts if network.experts else (), tuple(map(len, stages))
+    numbers = fullest_ranks(*size, lengths, sparse, plan.recompute_every)
+    return tuple(map(step.moments_of, sizes.fullest([sizes.rank(number, ranks[number], now[number]) for number in numbers])))
 
 
 @lru_cache(maxsize=5_000)
@@ -195,95 +131,14 @@ def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[
     return tuple([moments_of(rank, microbatches) for rank in ranks])
 
 
-_Kind = tuple[bool, bool, bool, int]  # (in encoder, with experts, recomputed, 0: trained, 1: frozen, 2: frozen and without backward pass)
+class _Moments:
+    """Computes the moments of a step on each rank."""
 
+    def __init__(self, stages: Stages) -> None:
+        self.sizes, self.outside, self.gathers, self.last = stages, stages.outside, stages.gathers, stages.last
+        self.network, self.plan, self.stack, self.casts = stages.network, stages.plan, stages.stack, stages.casts
 
-@lru_cache(maxsize=100)
-def _kinds(network: Network, every: int) -> tuple[_Kind, ...]:
-    """Return the kind of each layer. every: Plan.recompute_every."""
-    sparse = frozenset(network.with_experts) if network.experts else frozenset[int]()
-    frozen = [(i in network.frozen_layers) + (i < network.unreached) for i in range(network.depth)]
-    return tuple((i < network.before, i in sparse, repeats(i, every), frozen[i]) for i in range(network.depth))
-
-
-@lru_cache(maxsize=5_000)
-def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int], ...]:
-    """Return (index of the first layer, number of layers) for each kind of layer in a stage."""
-    kinds = [_kinds(network, every)[index] for index in stage]
-    return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
-
-
-def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[_Stage]) -> dict[tuple[bool, bool], _Now]:
-    """Return `_Rank.candidates` of a rank with these stages. moments: (micro-batches in flight, no backward pass has ended)."""
-    found = dict[tuple[bool, bool], _Now]()
-    kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
-    for of, once in moments:
-        total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once
-        if key not in found or found[key].total < total:
-            found[key] = _Now(of, once, total)
-    return found
-
-
-class _Step:
-    """Computes the moments of a step on each rank. Each kind of layer is computed once."""
-
-    def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
-        self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
-        self.gathers, self.last = differs_by_moment(plan, stack), len(stages) - 1
-        self.kind_of_layer = _kinds(network, plan.recompute_every)
-        self.kinds: dict[_Kind, LayerBytes] = {}
-        self.alike: dict[tuple[tuple[int, int], ...], _Layers] = {}
-        of_microbatch = plan.but(pp=1, schedule=_DEFAULT.schedule, chunks=1, stage_layers=None, microbatches=1)
-        self.outside = outside_of(network, of_microbatch, stack)
-
-    def layer(self, index: int) -> LayerBytes:
-        n, kind = self.network, self.kind_of_layer[index]
-        if kind not in self.kinds:
-            run, _ = n.at(index)
-            own = self.plan.only(_OF_LAYER, recompute=recompute_of(self.plan, index))
-            made = layer_bytes(run, own, self.stack, kind[1])
-            made = replace(made, kept=made.kept + (cast_weights(n, self.plan, index) if self.casts else 0.0))
-            self.kinds[kind] = replace(made, kept=0.0, pending=0.0, work=0.0, work_of_i=0.0, work_of_w=0.0) if index < n.unreached else made
-        return self.kinds[kind]
-
-    def layers_of(self, stage: range) -> _Layers:
-        kinds = [(self.layer(index), count) for index, count in _counted(self.network, self.plan.recompute_every, stage)]
-        key = tuple([(id(of), n) for of, n in kinds])
-        if key not in self.alike:
-            elements = sum((of.elements.times(n) for of, n in kinds), NOTHING)
-            self.alike[key] = _Layers(kinds, elements, sum([n * of.kept for of, n in kinds]), sum([n * of.pending for of, n in kinds]))
-        return self.alike[key]
-
-    def stage(self, number: int) -> _Stage:
-        outside, first, last = self.outside, number == 0, number == self.last
-        ends = outside.keeps[first, last]
-        if last and self.casts:
-            ends += self.network.ahead * outside.casts
-        of_loss = ends - outside.keeps[first, False] if last else 0.0
-        ends += inputs_kept(self.plan, self.stack, self.stages[number], first=first, last=last) * outside.crossing
-        return _Stage(number, *self.layers_of(self.stages[number]), ends, outside.head_pending * last, of_loss)
-
-    def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> _Rank:
-        stages = tuple(map(self.stage, peaks.stages))
-        return _Rank(number, peaks.versions, stages, _candidates(moments, stages))
-
-    def fullest(self, ranks: Sequence[_Rank]) -> list[_Rank]:
-        """Return `ranks` without each rank that needs no more memory than another rank with the same layers."""
-        if len(ranks) == 1:
-            return list(ranks)
-        alike: dict[object, list[_Rank]] = {}
-        for rank in ranks:
-            ends = [stage.number for stage in rank.stages if stage.number in (0, self.last)]
-            layers = sorted([tuple([(id(of), n) for of, n in stage.kinds]) for stage in rank.stages])
-            alike.setdefault((rank.versions, *ends, *layers), []).append(rank)
-        found: list[_Rank] = []
-        for group in alike.values():
-            most = sorted(group, key=lambda rank: max([now.total for now in rank.candidates.values()]), reverse=True)
-            found += [rank for i, rank in enumerate(most) if not any(more.exceeds(rank) for more in most[:i])]
-        return sorted(found, key=lambda rank: rank.number)
-
-    def moments_of(self, rank: _Rank) -> RankMoments:
+    def moments_of(self, rank: Rank) -> RankMoments:
         """Return the rank's sizes at the moments that may be its peak."""
         outside, first, last = self.outside, rank.stages[0].number == 0, rank.stages[-1].number == self.last
         whole = [of.gathered for stage in rank.stages for of, _ in stage.kinds]
@@ -311,7 +166,7 @@ class _Step:
                 found.append(one)
         return tuple(found)
 
-    def _moments(self, rank: _Rank, held: Elements) -> Iterator[Moment]:
+    def _moments(self, rank: Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
         for (at_i, once), now in rank.candidates.items():
@@ -330,7 +185,7 @@ class _Step:
                     yield from self._in_stage(stage, held, kept, left, whole, before, others, at_i=at_i, once=once)
                 before = before + stage.elements if once else NOTHING
 
-    def _at_loss(self, rank: _Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
+    def _at_loss(self, rank: Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
         """Yield the moments "loss": before the backward pass of layers. kept, ends: bytes that all micro-batches in flight keep, in layers
         and outside of them. whole: result of `_gathered`. once: no backward pass of the step has ended yet."""
         outside, plan = self.outside, self.plan
@@ -348,7 +203,7 @@ class _Step:
 
     def _in_stage(
         self,
-        stage: _Stage,
+        stage: StageBytes,
         held: Elements,
         kept: float,
         ends: float,
@@ -377,7 +232,7 @@ class _Step:
         left = kept - stage.kept + at_i * stage.pending  # after this backward pass
         others += stage.elements
         if at_i:  # W frees one layer after the other, the first layer first
-            layers = list(map(self.layer, self.stages[stage.number]))
+            layers = self.sizes.layers_in(stage.number)
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
             to_come, scattered = (before + stage.elements).trained if once else NOTHING, layers[-1].gathered if layers else NOTHING
@@ -399,15 +254,15 @@ class _Step:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
         if not self.gathers:
             return {}
-        unit = Unit(next=self.layer(self.network.depth - 1).gathered)
+        unit = Unit(next=self.sizes.layer(self.network.depth - 1).gathered)
         first, last = (gathered(self.plan, self.stack, unit, held=held, table=of) for of in (self.outside.embedding, self.outside.head))
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
-    def _reduced_last(self, stage: _Stage) -> Elements:
+    def _reduced_last(self, stage: StageBytes) -> Elements:
         """Return the parameters that FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
-    def _at_work(self, stage: _Stage, once: bool, at_i: bool) -> list[_AtWork]:
+    def _at_work(self, stage: StageBytes, once: bool, at_i: bool) -> list[_AtWork]:
         """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. once: no backward
         pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
         last_reduced = NOTHING if once else self._reduced_last(stage)
@@ -415,7 +270,7 @@ class _Step:
         first: dict[LayerBytes, _AtWork] = {}
         gone, freed, to_come = 0.0, NOTHING, stage.elements if once else NOTHING
         before = last_reduced if not self.gathers else self.outside.head if stage.number == self.last else NOTHING
-        for of in map(self.layer, reversed(self.stages[stage.number])):
+        for of in reversed(self.sizes.layers_in(stage.number)):
             lasts.setdefault((of, id(before)), _AtWork(of, gone, to_come, freed, before))
             if once or at_i:
                 first[of] = _AtWork(of, gone, to_come, freed, before)

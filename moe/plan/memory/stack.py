@@ -37,7 +37,7 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 @hashed_once
 @dataclass(frozen=True)
 class Stack:
-    """Coefficients of one training framework. The top of this file explains the fields without a comment."""
+    """Coefficients of activation memory for one training framework. The top of this file explains the fields that have no comment."""
 
     name: str
     norm: int = 2

@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.counts import Elements
-from moe.plan.job.network import Network, Plan
+from moe.plan.job.network import Network, Plan, attention_shapes
 from moe.plan.memory.kept import (
-    FP32_BYTES,
     bias_elements,
-    buffers_of,
     cast_ahead,
     ends_kept,
     head_pending,
@@ -27,13 +25,12 @@ from moe.plan.memory.kept import (
     layer_parts,
     layer_pending,
     logits,
-    most_rows,
-    padding,
     recompute_of,
     tokens_of,
 )
+from moe.plan.memory.rows import FP32_BYTES, buffers_of, most_rows, padding
 from moe.plan.memory.stack import Stack
-from moe.recipe.shapes import DECODING_BYTES
+from moe.recipe.shapes import DECODING
 from parallel.data.kinds.kind import At, Whole
 from parallel.mesh.grids import GRIDS
 
@@ -63,8 +60,8 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
         rows = most_rows(network, plan) + padding(network, plan, stack)
         wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + (0 if _apart(network) else network.width))
         wide += matrix_gradient
-        if network.adapters is not None and network.adapters.blocks:  # w2 is decoded before the activation has gradients
-            decoding = DECODING_BYTES * network.width * e.hidden
+        if form := network.blocks("experts"):  # w2 is decoded before the activation has gradients
+            decoding = DECODING[form].temporary * network.width * e.hidden
             wide = max(wide, decoding + c * rows * (e.hidden + network.width))
     else:
         wide = _of_network(network, stack, c * at.inside * network.hidden, matrix_gradient)
@@ -72,7 +69,16 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
         scores = _of_bias(network, plan, stack, index)
     else:
         scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
+    wide = max(wide, DECODING["fp8"].temporary * _widest_decoded(network, sparse=sparse))
     return again + max(wide, scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+
+
+def _widest_decoded(network: Network, *, sparse: bool) -> float:
+    """Number of elements of a layer's largest matrix in blocks outside of experts; 0 if none is in blocks."""
+    n, e = network, network.experts
+    of_attention = attention_shapes(n.width, n.heads, n.groups, n.channels, n.latent) if n.blocks("attention") else []
+    hidden = (e.shared_hidden if e is not None and sparse else n.hidden) if n.blocks("dense") else 0
+    return max(n.width * hidden, *(rows * columns for rows, columns in of_attention), 0)
 
 
 def _apart(network: Network) -> bool:

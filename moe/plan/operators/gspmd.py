@@ -9,8 +9,8 @@ axes, and `rows?` means at least these axes. `| columns` at the end keeps the ax
 priority: annotations with priority 0 are propagated first. Propagation never changes the annotated axes.
 
 Propagation runs in rounds. In each round, every operator sees the same shardings. For each letter, an operator finds the longest list of
-axes on which its tensors agree. It proposes to shard every dim with this letter over these axes. At first only element-wise operators
-propose, then all operators. Only in the last rounds may they propose an axis that shards two different letters of the operator. If
+axes that no sharding of its tensors excludes. It proposes to shard every dim with this letter over these axes. At first only element-wise
+operators propose, then all operators. An axis that already shards another letter of the operator is proposed only in the last rounds. If
 proposals for a tensor exclude each other, the one that needs fewer bytes of communication is kept, and the conflict is recorded. The result
 therefore does not depend on the order of operators. Propagation ends, because each round except the last extends the sharding of a dim.
 

@@ -19,7 +19,7 @@ from moe.plan.job.hashed import Summed
 from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
-from moe.plan.memory.kept import traffic_of
+from moe.plan.memory.rows import traffic_of
 from moe.plan.time import grid_bytes
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, all_to_all, collective, gather, group_of
 from parallel.mesh.grids import GRIDS, LINES

@@ -21,6 +21,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import all_reduce, group_of
 from moe.plan.time.layer_messages import KIND, Pass, Passes, cross_sums, exchange, over_sequence, over_tensor, tokens_of
+from moe.recipe.shapes import Decoding
 from parallel.mesh.grids import GRIDS
 
 BACKWARD_STREAM = 1.5  # a pointwise kernel's memory traffic, backward / forward; a norm's backward reads two tensors, writes one
@@ -94,10 +95,12 @@ def _products(
     by_product: bool = True,
     trained: bool = True,
     rank: int = 0,
+    decoding: Decoding | None = None,
+    matrices: int = 0,
 ) -> Passes:
     """Times of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
     that compute each product. trained: whether the gradients of the matrices are computed. rank: of LoRA's adapters; 0: none. Their
-    products belong to the forward pass and I.
+    products belong to the forward pass and I. decoding: of the `matrices` frozen matrices in blocks, in both passes.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
     that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. The order changes only
@@ -119,12 +122,16 @@ def _products(
             cast and program.products != "compute"
         ):  # a cast reads an operand twice (once for its maximum) and writes it twice (once transposed)
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
+    decoded = count * matrices * decoding.kernels if decoding else 0.0
+    seconds = device.stream(count * decoding.moved * sum(n * k for _, n, k in products), kernels=decoded) if decoding else 0.0
     casts = [device.stream(count * of) if cast else 0.0 for of in (casts_forward, casts_backward)]
     launched, more = len(products) * times, 2 * bool(rank)
     in_forward, in_backward = kernels[0] + (1 + more) * launched, kernels[1] + (1 + trained + 2 * more) * launched
     return Passes(
-        Pass(forward * times + device.stream(moved, kernels=streams[0]) + casts[0], kernels=in_forward),
-        Pass(inputs * times + device.stream(BACKWARD_STREAM * moved, kernels=streams[1]) + casts[1], kernels=in_backward),
+        Pass(forward * times + device.stream(moved, kernels=streams[0]) + casts[0] + seconds, kernels=in_forward + decoded),
+        Pass(
+            inputs * times + device.stream(BACKWARD_STREAM * moved, kernels=streams[1]) + casts[1] + seconds, kernels=in_backward + decoded
+        ),
         weights * times,
     )
 
@@ -149,7 +156,17 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
     inside = 2 * _pointwise_bytes(plan, program) * (a + 2 * k) / parts * n  # bytes of adding biases, or of rotating queries and keys
     moved = (_around(network, plan, program) + inside) * program.pointwise
     how = network.learning("attention")
-    return _products(products, moved, plan, cluster, program, streams=(6, 8), kernels=(12, 16), **how)
+    return _products(
+        products,
+        moved,
+        plan,
+        cluster,
+        program,
+        streams=(6, 8),
+        kernels=(12, 16),
+        matrices=4 if network.latent is None else len(products),
+        **how,
+    )
 
 
 def _pointwise_bytes(plan: Plan, program: Program) -> int:
@@ -194,7 +211,7 @@ def _ffns(
     """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
     n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
-    products, how = [(n, f * (2 if gated else 1), d), (n, d, f)], network.learning(part)
+    products, how = [(n, f * (2 if gated else 1), d), (n, d, f)], network.learning(part) | {"matrices": 3 if gated else 2}
     return _products(products, moved, plan, cluster, program, streams=(1, 2), kernels=(2, 3), count=count, by_product=False, **how)
 
 
@@ -240,7 +257,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
     inside = 2 * _pointwise_bytes(plan, program) * (a * n + 2 * k * read)
     moved = (_around(network, plan, program) / 2 + inside) * program.pointwise
     products, how = [(n, a, d), (read, 2 * k, d), (n, d, a)], network.learning("attention")
-    passes = _products(products, moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12), **how)
+    passes = _products(products, moved, plan, cluster, program, streams=(5, 7), kernels=(9, 12), matrices=4, **how)
     count = plan.microbatch / plan.grid.sequences * network.heads / t
     if program.attention == "fused":
         core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)

@@ -122,17 +122,24 @@ class Lora(Section, alters="shape"):
         ("attention",), "modules that get adapters; dense: dense layers' networks, shared experts and residual networks", of="lora.rank"
     )
 
-    base: Literal["whole", "mxfp4", "fp8"] = key(
+    base: Literal["whole", "mxfp4", "fp8", "fp8_all"] = key(
         "whole",
-        "frozen experts: matrices in the master dtype, or the blocks in which they were published",
+        "frozen experts: matrices in the master dtype, or the blocks in which they were published; fp8_all: also attention and networks",
         alters="cost",
         of="lora.rank",
     )
 
     @property
     def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
-        """The format in which frozen experts are kept; None if they are kept as matrices."""
-        return self.base if self.rank and self.base != "whole" else None
+        """The format in which frozen matrices of `blocks_of` are kept; None if all are kept as matrices."""
+        return None if not self.blocks_of else "mxfp4" if self.base == "mxfp4" else "fp8"
+
+    @property
+    def blocks_of(self) -> tuple[Literal["attention", "experts", "dense"], ...]:
+        """The kinds of matrices that are kept in blocks, named as in `targets`."""
+        if not self.rank or self.base == "whole":
+            return ()
+        return ("attention", "experts", "dense") if self.base == "fp8_all" else ("experts",)
 
     @property
     def scale(self) -> float:

@@ -30,9 +30,6 @@ def finish(job: Job) -> dict[str, Any]:
     run, world, figures, progress = job.run, job.mesh.axis("world"), job.figures, job.progress
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
-        if job.counters.step == run.train.steps:  # False if a callback stopped the run before its first step
-            key, asked = ("train.steps", run.train.steps) if run.train.epochs is None else ("train.epochs", run.train.epochs)
-            progress.note(f"{key} {asked:g} was reached before: raise {key} to continue, or start over with --fresh")
         progress.close(before)
         return before
     if not figures.evaluated:  # an earlier process made the last step, but ended before it wrote the summary

@@ -10,7 +10,9 @@ import torch
 
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import continuous
+from moe.records.conditions import is_beyond
 from moe.records.metrics import read
+from moe.records.rules import slower
 from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
 from moe.train.start.job import Job
@@ -95,7 +97,8 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
         fix = "lower optimizer.lr" | Set("precision.compute", "bf16") & Set("precision.loss_scale", "none")
     elif not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
         got = f"that are not finite, {counted(c.in_a_row, 'step')} in a row"
-        fix = Words("lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint")
+        others = "lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint"
+        fix = Words(f"{slower(run)}, and start over with --fresh" if is_beyond(run) else others)
     else:
         return
     raise BadInput(f"step {c.step}", got=f"gradients ({families}) {got}", needed="finite gradients", fix=fix)

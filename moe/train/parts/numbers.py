@@ -130,7 +130,8 @@ class Sums:
         return torch.cat((*of_pass, *parts))
 
     def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
-        """Return the numbers over all ranks. axes: ranks with other tokens or stages. Collective."""
+        """Return the numbers summed over all ranks: over `divided` and `axes`, the mesh axes along which tokens or stages differ.
+        flag: see `packed`. Collective."""
         return Numbers(sum_over_all(self.packed(flag), (self.divided, *axes)), self.expert_counts, self.tokens)
 
 

@@ -101,10 +101,10 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
     time per step is used, because other work on the machine disturbed it least."""
-    number, end = -1, 0.0  # number of the current event `step`, and the time at which it ends
+    number, end = -1, 0.0  # of the `step` event that is being read: how many came before it, and the time at which it ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
-    place: dict[int, tuple[str, Phase]] = {}  # id of an event within a recorded call -> its region and phase
+    place: dict[int, tuple[str, Phase]] = {}  # id of an event inside a `step` event -> its region and phase
     region_of_node: dict[int, str] = {}  # autograd's sequence number -> region of the forward operation
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))

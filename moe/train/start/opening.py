@@ -125,14 +125,15 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
         for folder in (out / "checkpoints", out / KEPT):
             set_aside(folder, world)
     training = Training(executor, LossScale.of(run.precision.loss_scale), Rebalancer(run, executor.engine, mesh))
-    _restore(run, arguments, mesh, training, data, start)
-    # checkpoints of later steps exist if they are damaged, or if --from_step names an earlier one. In the folder they would count for
-    # train.keep, the number of checkpoints to keep
+    restored = _restore(run, arguments, mesh, training, data, start)
+    # move checkpoints of later steps away: damaged ones that were passed over, or all after --from_step. They would count for train.keep,
+    # the number of checkpoints to keep
     aside = None if start.found is None or done else set_aside(out / "checkpoints", world, after=step_of(start.found.path.name))
     if start.writes:
         _write_folder(run, arguments, data, start)
     records, progress = _open_output(run, arguments, start, training.counters.step)
-    for line in (*_recipe_lines(run, arguments, start), *_start_lines(run, arguments, start, training.counters.step, aside)):
+    started = _start_lines(run, arguments, start, training.counters.step, aside, done=done)
+    for line in (*started, *restored, *_recipe_lines(run, arguments, start)):
         progress.note(line)
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
@@ -193,17 +194,19 @@ def read_data(
     return data
 
 
-def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> None:
-    """Load the model from `start`, and a resumed run's training state. Collective."""
+def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, data: Dataset, start: Start) -> list[str]:
+    """Load the model from `start`, and a resumed run's training state. Return lines for the user, such as changed keys. Collective."""
+    lines: list[str] = []
     whole = whole_layouts(run) if run.degrees.pp > 1 or run.lora.in_blocks else None
     engine, found = training.executor.engine, start.found
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
         if start.base is not None:  # before `resume`, which loads the adapters and the counters
-            state.begin(start.base, engine, mesh, log=arguments.say, whole=whole)
+            state.begin(start.base, engine, mesh, log=lines.append, whole=whole)
         counters, scale, recipe = training.counters, training.scale, run.model_dump(mode="json")
-        state.resume(found, engine, mesh, counters=counters, scale=scale, data=data.key, recipe=recipe, log=arguments.say, whole=whole)
+        state.resume(found, engine, mesh, counters=counters, scale=scale, data=data.key, recipe=recipe, log=lines.append, whole=whole)
+    return lines
 
 
 def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start) -> None:
@@ -262,10 +265,13 @@ def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[s
     yield from start.resumed.unused(arguments.allow_changes)
 
 
-def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None) -> Iterator[str]:
+def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, aside: Path | None, *, done: bool) -> Iterator[str]:
     """Yield lines for the user about the checkpoints that the run starts from. aside: folder to which checkpoints of later steps were
-    moved."""
-    if start.found is not None:
+    moved. done: the run has no steps left."""
+    if done:
+        key, asked = ("train.steps", run.train.steps) if run.train.epochs is None else ("train.epochs", run.train.epochs)
+        yield f"{key} {asked:g} was reached before: raise {key} to continue, or start over with --fresh"
+    elif start.found is not None:
         yield f"resumed from {arguments.out / 'checkpoints'} at step {step} (--fresh starts over)"
     if aside is not None:
         yield f"later checkpoints are set aside, in {aside}"

@@ -50,7 +50,7 @@ class Own:
             section, name = key.split(".")
             if value is None and said == GIVEN:
                 needed = f"the object itself, from Python: train(run, {argument}=...)"
-                raise BadInput(key, got=GIVEN, needed=needed, fix="start the script that gives it" | Remove(key))
+                raise BadInput(key, got=GIVEN, needed=needed, fix=f"start the Python script that passes {argument}=" | Remove(key))
             if value is None:
                 continue
             default = type(getattr(run, section)).model_fields[name].default

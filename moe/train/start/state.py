@@ -15,6 +15,8 @@ from moe.checks.begins import no_checkpoint
 from moe.experts.experts import Experts
 from moe.model.names import AHEAD, global_name
 from moe.model.transformer import extra_state, moe_layers
+from moe.nn.blocks import Blocks
+from moe.nn.linear import Linear
 from moe.nn.lora import parts as adapters_of
 from moe.recipe import hash_table
 from moe.recipe.changes import change_lines
@@ -214,18 +216,26 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
-    """Encode the experts' matrices that the model keeps in blocks, one after another. Raises BadInput for a matrix with other values."""
-    for path, experts in model.named_modules():
-        for name, (blocks, layout) in experts.blocks.items() if isinstance(experts, Experts) else ():
-            _, *sizes = blocks.shape
-            for expert in range(len(blocks)):
-                where = f"expert {experts.held[expert]} of {global_name(path)}.{name} in {found.path.name}"
+    """Encode the matrices that the model keeps in blocks, one after another. Raises BadInput for a matrix with other values."""
+    less = "fp8" if any(isinstance(module, Experts) for module in model.modules()) else "whole"
+    for path, module in model.named_modules():
+        for name, (blocks, layout) in module.blocks.items() if isinstance(module, Experts | Linear) else ():
+            where, (_, *sizes) = global_name(f"{path}.{name}"), blocks.shape
+            if isinstance(module, Linear):
+                _encode(blocks, 0, found.load(where, "weight", layout, mesh).t(), f"{where} in {found.path.name}", less)
+                continue
+            for expert, number in enumerate(module.held):
                 box = (slice(expert, expert + 1), *(slice(0, size) for size in sizes))
-                (matrix,) = found.load(global_name(f"{path}.{name}"), "weight", layout, mesh, box)
-                check_values(matrix, where)
-                if not blocks.put(expert, matrix):
-                    needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
-                    raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", "whole"))
+                (matrix,) = found.load(where, "weight", layout, mesh, box)
+                _encode(blocks, expert, matrix, f"expert {number} of {where} in {found.path.name}", "whole")
+
+
+def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
+    """Put a matrix into blocks. Raises BadInput with the fix lora.base=less if it has other values."""
+    check_values(matrix_IO, where)
+    if not blocks.put(number, matrix_IO):
+        needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
+        raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", less))
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}

@@ -5,9 +5,9 @@ gpt      grouped queries, RMSNorm, SwiGLU
 moe      also four experts, two of them for each token, and a shared expert
 sigmoid  moe with sigmoid scores, two groups of experts and a selection bias
 
-ep is over the ranks of fsdp (here: data parallelism) and tp. The last word of a row with experts is the token dispatcher. With ep and tp
-alone, each expert is whole on one rank; with all axes, it is sharded over tp. On a CPU, stand-ins replace CUDA devices and streams, and
-`Norm` replaces megatron-core's wrapper of torch's RMSNorm, which refuses sequence parallelism.
+ep is over the ranks of fsdp (here: data parallelism) and tp. The layout's name in a row of a model with experts ends with the token
+dispatcher. With ep and tp alone, each expert is whole on one rank; with ep, tp and fsdp, it is sharded over tp. On a CPU, stand-ins replace
+CUDA devices and streams, and `Norm` replaces megatron-core's wrapper of torch's RMSNorm, which refuses sequence parallelism.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Adapter of torchtitan: tiny random models of its families, built and parallelized by its own functions with FSDP2, tensor and expert
 parallelism.
 
-A row's last word is the backend: with partial_dtensor, weights are DTensors inside the layers that are sharded; with full_dtensor, weights
-and activations are DTensors everywhere; spmd_types, torchtitan's default, needs a later torch: the FSDP2 of 2.13 refuses its types.
+The last word of a layout's name is torchtitan's backend. partial_dtensor: weights are DTensors inside layers that are sharded.
+full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, is not run: torch 2.13's FSDP2 refuses its
+types.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
 pass there. Gradients are divided before their sum, because gloo has no sum with a factor.

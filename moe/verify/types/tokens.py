@@ -22,8 +22,8 @@ Token = tuple[bool, list[int], list[bool]]  # whether it is no padding, its expe
 
 
 def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zero: int = 0) -> Iterator[str]:
-    """Yield a line for each broken law. seen: of each rank, the fields of Seen (watch.py). bound: largest
-    difference of two sums, as a share of the balance loss's gradient. zero: number of zero experts, which are the last ones."""
+    """Yield a line for each law of routing that does not hold. seen: of each rank, the fields of Seen (watch.py). bound: largest difference
+    allowed between the balance loss's gradient and its formula, as a share of it. zero: number of zero experts, which are the last ones."""
     routers: dict[tuple[int, str], dict[int, Token]] = {}  # (step, router) -> position in the step -> token
     sizes: dict[str, tuple[int, int | None, int]] = {}  # router -> tokens of a sequence, slots of an expert, experts
     for step, router, tokens, length, slots, experts in (each for rank in seen for each in rank["choices"]):

@@ -27,7 +27,8 @@ from moe.nn.attention import Attention
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Norm
 from moe.router.methods.method import Method
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from parallel.data.engine import Engine
 from parallel.mesh.layout import stored as stored_of
 from parallel.mesh.mesh import Mesh
@@ -240,7 +241,8 @@ class Watch(TorchDispatchMode):
         self.seen.flows.append({})
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
-        """Note unchanged or rounded weights, and what a skipped step changed. before: weights and moments before the step."""
+        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and what a skipped step changed.
+        before: weights and moments before the step."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])

@@ -42,10 +42,10 @@ class Samples:
 
 @dataclass(frozen=True)
 class Part:
-    """A possible alignment of a rank's tensor with the single process's. cut: (dim that ranks split, number of chunks, index of the rank's
-    chunk, number of blocks); None if ranks split only sequences and tokens. A dim may join several blocks, for example the weights of q, k
-    and v: each block is split into this number of chunks. by_samples: whether a dim is indexed by sequences or tokens, so that the rank
-    holds only the entries of its samples."""
+    """A possible alignment of a rank's tensor with the single process's. cut: (dim, chunks, index, blocks): the dim consists of `blocks`
+    blocks, for example the weights of q, k and v; each block is split into `chunks` chunks, and the rank has chunk `index` of every block.
+    None: ranks split only sequences and tokens. by_samples: whether a dim is indexed by sequences or tokens, so that the rank holds only
+    the entries of its samples."""
 
     maps: Maps
     cut: tuple[int, int, int, int] | None = None
@@ -254,7 +254,8 @@ def _whole(piece: Piece) -> Maps:
 
 
 def shifted(name: str, shifts: dict[str, int]) -> str:
-    """Return the name that the single process has for a rank's name. shifts: result of `renamed`."""
+    """Return the single process's name of the module or parameter that a rank calls `name`: a pipeline stage may count its layers from 0.
+    shifts: result of `renamed`, prefix -> number added to the index after it."""
     for prefix, shift in shifts.items():
         if match := re.match(re.escape(prefix) + r"\.(\d+)(?=\.|$)", name):
             name = f"{prefix}.{int(match[1]) + shift}{name[match.end() :]}"

@@ -47,12 +47,13 @@ class Whole(NamedTuple):
     weights:
 
     held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: its largest matrix.
-    behind: the layer whose backward pass ended just before. trained: as held, without frozen weights; trained_table, trained_layer,
-    trained_behind likewise. bucket: a bucket of gradients.
+    behind: the layer whose backward pass ended just before. trained, trained_table, trained_layer, trained_behind: the same without frozen
+    weights. bucket: a bucket of gradients.
 
     compute_bytes, sum_bytes: bytes of an element of gathered weights, and of summed gradients. copies: number of ranks over which a weight
-    is sharded. stays: weights stay gathered between passes. on_stages: there are pipeline stages. once: unsharded gradients add up until a
-    stage's last backward pass. loss_chunks: number of chunks of tokens in which the loss is computed."""
+    is sharded. stays: whether weights stay gathered between passes. on_stages: whether there are pipeline stages. once: whether gradients
+    are reduced only after a stage's last backward pass, so that unsharded ones add up until then. loss_chunks: number of chunks of tokens
+    in which the loss is computed."""
 
     compute_bytes: int
     sum_bytes: int

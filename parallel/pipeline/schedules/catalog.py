@@ -114,7 +114,7 @@ def make_schedule(
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
             needed = f"schedule {owner}, the only one with this option"
-            raise BadInput(option, got=f"schedule {name}", needed=needed, fix=Remove("it") | f"take {owner}")
+            raise BadInput(option, got=f"{value} with schedule {name}", needed=needed, fix=Remove("it") | f"take schedule {owner}")
     for what, given in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batches", batches)):
         if given is not None and given < 1:
             raise BadInput(what, got=given, needed="at least 1", fix=Set("it", 1))

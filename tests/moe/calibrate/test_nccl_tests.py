@@ -117,6 +117,12 @@ def test_outputs_of_two_numbers_of_nodes_are_one_line(tmp_path: Path) -> None:
         from_folder(load_cluster("h100-8"), tmp_path)
 
 
+def test_files_without_a_name_of_a_program_are_named(tmp_path: Path) -> None:
+    (tmp_path / "gather.txt").write_text(output(2, 8, 400.0, 200.0))
+    with pytest.raises(BadInput, match="gather.txt, needed .* all_gather_perf.txt"):
+        from_folder(load_cluster("h100-8"), tmp_path)
+
+
 def test_messages_of_all_ranks_are_times_of_a_message() -> None:
     made = with_times(load_cluster("h100-8"), read(output(1, 8, 20.0, 100.0), kind="send", what="f"))
     assert send(made, SIZES[-1], stride=1) == pytest.approx(20e-6 + SIZES[-1] / 100e9, rel=0.02)

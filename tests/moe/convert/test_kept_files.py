@@ -40,6 +40,7 @@ def came(tmp_path: Path, home: Path) -> Path:
     fast.save_pretrained(tmp_path / "a")
     transformers.GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=[7, 5], pad_token_id=3).save_pretrained(tmp_path / "a")
     (tmp_path / "a/LICENSE.txt").write_text("theirs")
+    (tmp_path / "a/README.md").write_text("scores 90")
     to_run(tmp_path / "a", tmp_path / "base", overrides={"model.max_length": "16", "data.path": str(home / "text.txt")})
     return tmp_path
 
@@ -64,7 +65,11 @@ def test_what_came_goes_back_after_several_generations(came: Path) -> None:
     for name, source, rank in (("one", "base", "0"), ("two", "one", "0"), ("lora", "two", "2")):
         begun(came, name, source, optimizer__lr="1e-30", lora__rank=rank, lora__targets="[attention]")
     said = from_run(came / "lora", came / "b")
-    assert others(came / "b") == others(came / "a")
+    was, now = others(came / "a"), others(came / "b")
+    assert now.pop("README.base.md") == was.pop("README.md") == "scores 90" and now == was
+    assert any("README.base.md is the card of the model before this training" in line for line in said)
+    from_run(came / "base", came / "untrained")
+    assert others(came / "untrained")["README.md"] == "scores 90"
     assert {"chat_template.jinja", "additional_chat_templates/tools.jinja", "generation_config.json", "LICENSE.txt"} <= others(
         came / "b"
     ).keys()

@@ -148,7 +148,7 @@ def test_train_needs_the_tensors_and_says_so_in_one_line(gpt_oss: Path, capsys: 
     assert main(TRAIN) == 2
     assert "needed *.safetensors" in capsys.readouterr().err and [path.name for path in gpt_oss.iterdir()] == ["gpt-oss-20b"]
     assert main([*TRAIN, "--init_from", "runs/x"]) == 2
-    assert "--init_from: got --init_from with hf:gpt-oss-20b" in capsys.readouterr().err
+    assert "--init_from: got runs/x with hf:gpt-oss-20b" in capsys.readouterr().err
     assert main([*TRAIN, "--modell.x", "1"]) == 2
     assert "modell.x" in capsys.readouterr().err
 

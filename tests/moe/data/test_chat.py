@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -182,6 +183,18 @@ def test_long_chats_are_cut_and_chats_without_a_predicted_token_left_out(tmp_pat
     found = samples(tmp_path, {"messages": [user, long]}, {"messages": [user]}, {"messages": [short]}, max_length=150, log=said.append)
     assert [len(text) for text, _ in found] == [151, 36] and set(found[0][1]) == {"y"}
     assert "2 chats, 187 tokens" in said[1] and "1 chat cut to model.max_length, 1 chat left out without a predicted token" in said[1]
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_length_that_cuts_every_answer_is_named_with_the_least_that_does_not(pair: bool, tmp_path: Path) -> None:
+    user, answer = {"role": "user", "content": "Hi" * 40}, [{"role": "assistant", "content": "yes"}]
+    chat = {"prompt": [user], "chosen": answer, "rejected": answer} if pair else {"messages": [user, *answer]}
+    with pytest.raises(BadInput, match="^model.max_length: got 20, which cuts each chat of .* before its answer") as refused:
+        samples(tmp_path, chat, max_length=20)
+    least = int(re.search(r"at least (\d+)", str(refused.value))[1])  # type: ignore[index]
+    assert samples(tmp_path, chat, max_length=least)
+    with pytest.raises(BadInput, match=f"at least {least}"):
+        samples(tmp_path, chat, max_length=least - 1)
 
 
 @pytest.mark.parametrize(

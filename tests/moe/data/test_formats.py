@@ -264,7 +264,7 @@ def test_keys_that_ids_do_not_read_are_refused_where_they_are_said(tmp_path: Pat
     assert load("switch_tiny", said | {"data.validation_share": "0.2"})[0].data.validation_share == 0.2
     for more in ({"data.source": "text"}, {"data.text_key": "body"}, {"data.path": str(both), "data.validation_share": "0.2"}):
         with pytest.raises(
-            BadInput, match=r"^data\.(source|text_key|validation_share): got .* with token ids, needed .*; fix: remove data"
+            BadInput, match=r"^data\.(source|text_key|validation_share): got .*, but the data are token ids, needed .*; fix: remove data"
         ):
             load("switch_tiny", said | more)
     (tmp_path / "mine.yaml").write_text("extends: switch_tiny\ndata: {text_key: body}\n")

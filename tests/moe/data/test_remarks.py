@@ -182,6 +182,6 @@ def test_a_text_key_of_token_ids_is_refused(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "a.bin"), "weight": 1, "text_key": "body"}
     values = {"data.tokenizer": "ids", "data.vocab_size": "300", "data.sources": json.dumps([source])}
     with pytest.raises(
-        BadInput, match=r"data\.sources\[0\]\.text_key: got body with token ids, needed text: otherwise this key has no effect"
+        BadInput, match=r"data\.sources\[0\]\.text_key: got body, but the data are token ids, needed text: otherwise this key has"
     ):
         load("switch_tiny", values)

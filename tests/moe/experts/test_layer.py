@@ -20,7 +20,7 @@ from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.recipe import sections
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.mesh.mesh import Axis
 from tests.support.ranks import run_on_ranks
 

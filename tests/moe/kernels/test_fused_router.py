@@ -13,7 +13,7 @@ from torch import Tensor
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from moe.router.scores import jittered as plain_jitter
 from moe.router.slices import Shards, shards_of
 from parallel.mesh.mesh import Axis, Degrees

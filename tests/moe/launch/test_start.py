@@ -28,7 +28,7 @@ import pytest
 from moe.cli import main as cli
 from moe.launch import environment, hosts, start, status, torchrun
 from moe.launch.arguments import Arguments
-from moe.launch.launch import _early_signals
+from moe.launch.early import early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
@@ -380,6 +380,19 @@ def test_a_rank_beyond_its_world_says_so_itself(
     assert re.fullmatch(r"error: RANK, WORLD_SIZE, LOCAL_RANK on rank 5: got .*\n", capsys.readouterr().err)
 
 
+def test_the_summary_of_torchrun_has_the_error_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert rank_main(["no_such_recipe", "--out", str(tmp_path / "run")]) == 2
+    summary = str(ChildFailedError("moe", {0: ProcessFailure(0, os.getpid(), 2, str(tmp_path / "error.json"))}))
+    assert "recipe: got no_such_recipe" in summary and "To enable traceback" not in summary
+    full = tmp_path / "full.json"  # a disk without room
+    full.symlink_to("/dev/full")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(full))
+    assert rank_main(["no_such_recipe", "--out", str(tmp_path / "run")]) == 2 and not full.exists()
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "by hand", "a parent"])
 def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: str, tmp_path: Path) -> None:
     variables = {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}, "a parent": {TOKEN: "x"}}.get(launcher, {})
@@ -410,7 +423,7 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
 
     def waits() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
             (tmp_path / "waits").touch()
             while True:
@@ -423,6 +436,34 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
     assert exit_code(pid) == code
 
 
+@pytest.mark.parametrize(
+    ("words", "imported", "number", "code", "lines"),
+    [
+        ("moe train switch_tiny", "moe.cli.main", signal.SIGTERM, 75, 1),
+        ("moe train switch_tiny", "pydantic", signal.SIGHUP, 75, 1),
+        ("moe train switch_tiny", "moe.cli.main", signal.SIGINT, -signal.SIGINT, 0),
+        ("moe show switch_tiny", "moe.cli.main", signal.SIGTERM, -signal.SIGTERM, 0),
+        ("moe show switch_tiny", "moe.cli.main", signal.SIGINT, -signal.SIGINT, 0),
+        ("moe.launch.launch switch_tiny", "moe.launch.arguments", signal.SIGTERM, 75, 1),
+        ("moe.launch.launch switch_tiny", "pydantic", signal.SIGTERM, 75, 1),
+    ],
+)
+def test_a_signal_while_the_program_is_imported(words: str, imported: str, number: signal.Signals, code: int, lines: int) -> None:
+    """The process sends the signal to itself when it begins to import the module `imported`."""
+    program = f"""if True:
+        import os, runpy, sys
+        class Import:
+            def find_spec(self, name, *_):
+                if name == {imported!r}:
+                    os.kill(os.getpid(), {int(number)})
+        sys.meta_path.insert(0, Import())
+        sys.argv = {words.split()}
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == code and len(ended.stderr.splitlines()) == lines, ended.stderr
+    assert "nothing is lost: start it again" in ended.stderr or not lines
+
+
 def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
     """A signal to a child that a rank forks before training, such as a data loader, ends the child by the signal's default effect. The rank
     continues, and no status file is written."""
@@ -433,7 +474,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
         return 0
 
     def rank() -> int:
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             codes = []
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 up, told = os.pipe()
@@ -449,7 +490,7 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
 
 def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -> None:
     def rank() -> int:
-        with _early_signals([tmp_path], 0):
+        with early_signals(prints=False):
             with asked_to_stop():
                 pass
             os.kill(os.getpid(), signal.SIGTERM)

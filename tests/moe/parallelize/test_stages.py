@@ -143,8 +143,8 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
     "zb_v chunks": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_v", "chunks": 3}}, "pipeline.chunks", "set it to 2"),
     "two_bw m": ({"degrees": {"pp": 4}, "pipeline": {"schedule": "two_bw"}}, "pipeline.microbatches", "set it to 4"),
     "no such": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "chimaera"}}, "pipeline.schedule", "did you mean chimera?"),
-    "vertical sync": ({"degrees": {"pp": 2}, "pipeline": {"vertical_sync": True}}, "pipeline.vertical_sync", "take pipedream"),
-    "pipelines": ({"degrees": {"pp": 2}, "pipeline": {"pipelines": 2}}, "pipeline.pipelines", "take chimera"),
+    "vertical sync": ({"degrees": {"pp": 2}, "pipeline": {"vertical_sync": True}}, "pipeline.vertical_sync", "take schedule pipedream"),
+    "pipelines": ({"degrees": {"pp": 2}, "pipeline": {"pipelines": 2}}, "pipeline.pipelines", "take schedule chimera"),
     "dp": ({"degrees": {"pp": 2}, "sharding": {"kind": "dp"}}, "sharding.kind", "set sharding.kind to ddp"),
     "fsdp": (
         {"degrees": {"pp": 2}, "sharding": {"kind": "fsdp"}},

@@ -17,14 +17,16 @@ import pytest
 from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.launch import exit_codes
-from moe.recipe.load import build_run
+from moe.recipe.load import build_run, load, published_names, recipe_names
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
+from moe.records.conditions import LASTING
 from moe.records.course import LEAST_STEPS
-from moe.records.rules import LASTING, RULES, Live, Rule, diagnose
+from moe.records.rules import RULES, Finding, Live, Rule, diagnose
 from moe.records.tracker import scalars
 from moe.records.windows import window_length
 from moe.report.page import page_text
+from parallel.fixes import Set
 from tests.support import trained
 
 STEPS, EXPERTS, LAYER, BEGINS = 200, 8, 1, 101
@@ -160,9 +162,30 @@ def test_a_remedy_changes_the_recipe_to_one_that_the_checks_accept(rule: str) ->
         check_run(build_run(values), 1)
 
 
+@pytest.mark.parametrize("warmup", [0, 40])
+def test_the_remedy_of_a_rate_far_above_the_weights_mends(warmup: int, home: Path, tmp_path: Path) -> None:
+    def findings(lr: float) -> list[Finding]:
+        run = trained.recipe(home, optimizer={"lr": lr, "warmup_steps": warmup}, train={"steps": 60, "save_every": 0, "max_skips": 60})
+        trained.train(run, out := tmp_path / f"{lr}")
+        return [found for found in diagnose(trained.lines(out), run) if found.rule in ("warm-up", "learning rate")]
+
+    (found,) = findings(30.0)
+    (remedy,) = found.fix.ways("")
+    assert isinstance(remedy, Set) and remedy.key == "optimizer.lr" and findings(remedy.values[0]) == []
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"expert_choice"}))
 def test_a_healthy_run_has_no_finding(preset: str) -> None:
     assert diagnose(healthy(), recipe({"router": {"preset": preset}})) == []
+
+
+@pytest.mark.parametrize("name", [*recipe_names(), *published_names()])
+def test_a_shipped_recipe_of_itself_has_no_finding(name: str) -> None:
+    """With a falling loss and even loads, at its own rates and precision."""
+    run = load(name)[0]
+    values = run.model_dump(mode="json") | {"train": run.train.model_dump() | {"steps": STEPS}}
+    values["optimizer"]["warmup_steps"] = run.optimizer.warmup_steps * STEPS // run.train.steps
+    assert diagnose(healthy(lr=run.optimizer.lr), build_run(values)) == []
 
 
 def test_a_fault_that_ends_or_has_just_begun_is_no_finding() -> None:
@@ -210,6 +233,15 @@ def test_drops_have_half_of_the_run_to_mend_only_if_a_loss_balances(weight: floa
     live, grace = Live(recipe({"router": {"balance_weight": weight}})), math.ceil(step / SIZE) * SIZE
     said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "dropped choices"]
     assert said == [grace + LASTING * SIZE]
+
+
+@pytest.mark.parametrize("lr", [1e-4, 2e-3, 1e-2])
+def test_a_balance_loss_may_work_until_the_rates_could_saturate_a_logit(lr: float) -> None:
+    width, lines = 32, [layers(load=crowded)(line) for line in healthy(lr=lr)]
+    live, free = Live(recipe({"model": {"d_model": width, "num_heads": 4}})), 10 / (lr * width)
+    said = [line["step"] for line in lines for found in live.after_step(line) if found.rule == "uneven load"]
+    first = math.ceil(max(free, STEPS / 2) / SIZE) * SIZE
+    assert said == [step for step in [first + LASTING * SIZE - (SIZE if free > STEPS / 2 else 0)] if step <= STEPS]
 
 
 RISES = {

@@ -21,6 +21,7 @@ from moe.report import compare, main, page, write_report
 from moe.report.compare import evaluations
 from moe.report.history import History, smoothed, windows
 from moe.report.plots import PLOTS
+from moe.report.scaling import reached, scaling
 from moe.report.style import WIDE, styled
 from parallel.errors import BadInput
 from tests.support.fabricate import RECIPE, eval_line, run_folder, run_lines, step_line, summary
@@ -353,3 +354,33 @@ def test_comparison_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="none were given"):
         compare({}, tmp_path / "x.png")
     assert not list(tmp_path.iterdir())
+
+
+# --- loss by number of experts ------------------------------------------------------------------------------------------
+
+
+def falling(*losses: float) -> list[dict[str, Any]]:
+    return [{"kind": "eval", "step": 100 * (i + 1), "validation_loss": loss} for i, loss in enumerate(losses)]
+
+
+def test_the_step_of_equal_loss_is_interpolated_on_the_mean_over_seeds() -> None:
+    curves = {
+        "1": [falling(6, 4, 3), falling(4, 3, 2)],
+        "2": [falling(5, 2.6, 2), falling(3, 2, 1)],
+        "4": [falling(9, 8, 7)],
+        "8": [falling(2, 1)],
+    }
+    assert reached(curves, "1", "1") == 300
+    assert reached(curves, "2", "1") == pytest.approx(100 + 100 * (4 - 2.5) / (4 - 2.3))  # means 4, 2.3, 1.5; the first model ends at 2.5
+    assert reached(curves, "4", "1") is None and reached(curves, "8", "1") == 100
+
+
+def test_the_gain_of_more_experts_is_drawn(tmp_path: Path) -> None:
+    from moe.report.scaling import _figure
+
+    runs = {4: [falling(3, 2.5, 1), falling(4, 2.5, 2)], 1: [falling(4, 3, 2), falling(6, 4, 3)], 2: [falling(9, 8, 7)]}
+    assert scaling(runs, tmp_path / "new" / "gain.png").read_bytes().startswith(b"\x89PNG")
+    with styled():
+        above, below = _figure({n: evaluations(str(n), lines) for n, lines in sorted(runs.items())}).axes
+    np.testing.assert_allclose(np.asarray(above.lines[0].get_xydata()), [[1, 2.5], [2, 7], [4, 1.5]])
+    np.testing.assert_allclose(np.asarray(below.lines[0].get_ydata()), [1, np.nan, 300 / 200])

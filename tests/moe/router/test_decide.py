@@ -14,7 +14,8 @@ from moe.kernels import reference
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.losses import balance_loss, z_loss
-from moe.router.router import Decision, Router
+from moe.router.router import Router
+from moe.router.routing import Decision
 from parallel.numerics.recompute import Replay
 from tests.support.routed import B, D, L, by_hand, context, ids, layer_of, random, route, router_of
 

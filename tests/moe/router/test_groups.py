@@ -8,7 +8,8 @@ import torch
 from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
 from moe.router.checks import decides_together, group_size
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from moe.router.slices import Shards, shards_of
 from parallel.mesh.mesh import Axis, Degrees
 from parallel.process import process

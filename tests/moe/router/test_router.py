@@ -15,7 +15,8 @@ from moe.experts.layer import MoELayer
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.losses import balance_loss, z_loss
-from moe.router.router import Router, Routing
+from moe.router.router import Router
+from moe.router.routing import Routing
 from parallel.errors import BadInput
 from parallel.numerics.random import key_of, uniform
 

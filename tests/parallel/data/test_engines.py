@@ -71,13 +71,12 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been() ->
         resumed.engine.load_state(saved, given(saved), steps=2)
         found += [same(resumed.state(), saved), resumed.adam_steps() == unbroken.adam_steps() == {2.0}]
         resumed.run = unbroken.run
-        for step in (2, 3):
-            numbers = [t.accumulate(step).loss for t in (unbroken, resumed)]
-            norms = [t.finish().total for t in (unbroken, resumed)]
-            found += [numbers[0] == numbers[1], norms[0] == norms[1]]
-        return [*found, same(resumed.state(), unbroken.state())]
+        losses = [t.accumulate(2).loss for t in (unbroken, resumed)]
+        norms = [t.finish().total for t in (unbroken, resumed)]
+        return [*found, losses[0] == losses[1], norms[0] == norms[1], same(resumed.state(), unbroken.state())]
 
-    assert on_ranks(work) == dict.fromkeys(KINDS, [[True] * 8] * 2)
+    kinds = tuple(kind for kind in KINDS if kind != "zero1")  # the next test loads a state into stage 1
+    assert on_ranks(work, kinds=kinds) == dict.fromkeys(kinds, [[True] * 6] * 2)
 
 
 def test_every_kind_goes_on_from_what_another_saved() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 
 from parallel.mesh.collectives import (
+    StartedRows,
     all_gather,
     all_reduce,
     all_to_all,
+    begun,
     join_copies,
     max_over,
     reduce_backward,
     reduce_scatter,
     shift,
+    start_broadcast,
+    start_gather,
+    start_scatter_sum,
+    start_sum,
+    start_sum_to,
     sum_over,
 )
 from parallel.mesh.mesh import Axis, Degrees, Mesh
+from parallel.mesh.regions import PREFIX
 from parallel.mesh.traffic import Count
 from parallel.process import process
 from parallel.process.fork import run_on_ranks
@@ -232,3 +240,17 @@ def test_sent_is_what_must_leave_the_rank() -> None:
     axis.communicator.reset_counts()
     axis.count("all_to_all", torch.zeros(0, 2), send=[0] * 4, receive=[5] * 4)
     assert counts() == {("ep", "all_to_all"): Count(1, 0, 0)}
+
+
+def test_a_profile_names_the_collective_that_is_waited_for() -> None:
+    def work(rank: int) -> list[str]:
+        axis, x = process.connect(Degrees(ep=2, dp=2), World(rank, 2)).axis("ep"), torch.ones(2, 3)
+        kinds = [start_gather, start_scatter_sum, start_sum, partial(start_broadcast, root=1), partial(start_sum_to, root=0)]
+        started = [*(start(x.clone(), axis) for start in kinds), begun(x, StartedRows(axis, [1, 1], [1, 1]))]
+        with torch.profiler.profile() as profiler:
+            for one in started:
+                one.wait()
+        return [event.name.removeprefix(PREFIX) for event in profiler.events() if event.name.startswith(PREFIX)]
+
+    names = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all")
+    assert run_on_ranks(work, 2, timeout_s=60) == [[f"{name} over ep" for name in names]] * 2

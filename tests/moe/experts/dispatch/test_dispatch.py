@@ -27,7 +27,7 @@ from moe.kernels import choose, reference
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.capacity import kept_choices
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.mesh import collectives
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.process import process

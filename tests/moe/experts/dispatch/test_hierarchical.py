@@ -17,7 +17,7 @@ from moe.kernels import choose, cpu
 from moe.plan.job.network import Experts as PlannedExperts
 from moe.recipe import sections
 from moe.router.methods.group_limited import group_limited
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.mesh.traffic import Load, distinct
 from parallel.process import process

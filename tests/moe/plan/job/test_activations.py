@@ -12,7 +12,8 @@ from moe.nn.vocabulary import summed_loss
 from moe.parallelize.build import save_memory
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import compute_bytes, network_of, plan_of
-from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, router_kept
+from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
+from moe.plan.memory.rows import router_kept
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run

@@ -15,8 +15,9 @@ from moe.parallelize.shown import plan_rows
 from moe.plan.job.counts import held
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, rows_of
+from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
 from moe.plan.memory.memory import peak
+from moe.plan.memory.rows import rows_of
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.plan.time.cost import step_time
 from moe.recipe.load import build_run

@@ -27,7 +27,7 @@ from moe.nn.context import Context
 from moe.parallelize.build import save_memory
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from moe.router.router import Routing
+from moe.router.routing import Routing
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Axis
 from parallel.numerics.recompute import Replay, recomputed

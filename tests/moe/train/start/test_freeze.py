@@ -109,7 +109,7 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
     weights = {key for key in first if key.endswith("/weight")}
     assert {key for key in weights if first[key] == last[key]} == {f"{name}/weight" for name in still}
     refused = trained.train(trained.recipe(home, train={"steps": 8}), cut)[0]
-    assert str(refused).startswith("train.freeze: got [], needed [router, embedding]: step-6 has optimizer states of all other weights")
+    assert str(refused).startswith("train.freeze: got [], needed [router, embedding]: step-6 has optimizer states of the weights not in it")
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,9 @@ def test_a_frozen_weight_has_no_gradient_and_no_state() -> None:
     ran = compute(case)
     assert not any(".attention." in name for name in ran.gradients) and any(".experts." in name for name in ran.gradients)
     assert all(torch.isfinite(value).all() for value in ran.gradients.values())
+
+
+def test_names_with_commas_are_a_list() -> None:
+    """As on a command line: --train.freeze router,layers.0."""
+    run = build_run({"train": {"freeze": "router, layers.0"}, "lora": {"targets": "attention,experts"}})
+    assert run.train.freeze == ("router", "layers.0") and run.lora.targets == ("attention", "experts")

@@ -1,0 +1,242 @@
+"""Conditions of the doctor's rules (moe/records/rules.py): what windows of a run show.
+
+A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` makes of it a condition of the
+run, which must hold in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
+quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run, and once the rates add up
+to enough for a large change of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from moe.recipe.sections import Run
+from moe.records.course import Found, course
+from moe.records.windows import Window
+from moe.router.checks import looks_ahead
+from moe.router.methods.catalog import method_of
+
+LASTING = 3  # windows in a row
+QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
+HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
+MOVED = 0.25  # AdamW moves a weight by about the rate: until the rates' sum is this share of the first weights' size, nothing is learned
+CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
+TWICE = 2.0  # and the busiest load exceeds this many fair shares
+DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted
+BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
+DROPPED = 0.5  # share of dropped choices: more are lost than computed
+SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
+ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
+ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
+NEAR_CHANCE = 0.9  # from this first loss / ln(vocabulary), the loss of guessing, weights are untrained; a model that is tuned begins lower
+BEYOND = 10.0  # a learning rate of this many first weights' sizes: every step replaces the weights, so no warm-up helps
+NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
+
+After = Literal["start", "warm-up", "training"]
+Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows the condition
+
+
+def lasting(
+    shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
+) -> Callable[[Sequence[Window], Run], Found | None]:
+    """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
+    part of the run from which windows count. mends: a balance loss or bias may mend it: no finding if the value falls, nor before a logit
+    could have moved from 0 to saturation: AdamW moves it by at most about the rate times d_model in a step."""
+
+    def find(windows: Sequence[Window], run: Run) -> Found | None:
+        if not when(run):
+            return None
+        slowly = mends and balanced_by(run) and not is_frozen(run)
+        moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
+        if slowly:  # the loss or bias needs time to work
+            unmoved = max(unmoved, math.sqrt(SATURATED) / run.model.d_model)
+        early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
+        grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
+        found: list[tuple[int, float, str]] = []
+        for window, rates in zip(reversed(windows), reversed(moved), strict=True):
+            if window.first <= grace or (after == "training" and rates < unmoved) or (seen := shown(window, run)) is None:
+                break
+            found.append((window.first, *seen))
+        if len(found) < LASTING or (mends and found[0][1] < BETTER * found[-1][1]):
+            return None
+        return Found(found[-1][0], *found[0][1:])
+
+    return find
+
+
+def first_size(run: Run) -> float:
+    """Return the standard deviation of the router's first weights."""
+    return math.sqrt(run.model.init_scale / run.model.d_model)
+
+
+# --- conditions that a window shows -------------------------------------------------------------------------------------------------------
+
+
+def crowded(window: Window, run: Run) -> Shown:
+    """The busiest expert of the least even layer, and the number of its experts without tokens."""
+    worst: tuple[float, str] | None = None
+    for layer in window.layers:
+        experts, busiest = len(layer.load_E), int(layer.load_E.argmax())
+        times, most = float(layer.load_E[busiest]), experts / run.router.num_choices
+        dead = int((layer.load_E < DEAD).sum())
+        if most <= 1 or not (dead >= MANY_DEAD * experts or times > max(TWICE, 1 + CROWDED * (most - 1))):
+            continue
+        less = f", and {dead} of {experts} experts get none" if dead else ""
+        if worst is None or times > worst[0]:
+            worst = times, f"expert {busiest} of layer {layer.layer} gets {times:.1f} times its fair share of the tokens{less}"
+    return worst
+
+
+def frozen(windows: Sequence[Window], run: Run) -> Found | None:
+    """A frozen router, and a first loss near chance, ln V: the weights are random, or were trained with another vocabulary."""
+    if not is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
+        return None
+    first, chance = float(windows[0].losses[0]), math.log(run.vocab_size)
+    said = f"the frozen router was not trained for these tokens: the first loss, {first:.2f} nats, is near chance, {chance:.2f}"
+    return Found(windows[0].first, first, said) if first > NEAR_CHANCE * chance else None
+
+
+def because(cause: str, shown: Callable[[Window, Run], Shown]) -> Callable[[Window, Run], Shown]:
+    def seen(window: Window, run: Run) -> Shown:
+        return None if (one := shown(window, run)) is None else (one[0], f"{cause}: {one[1]}")
+
+    return seen
+
+
+def _dropped_share(window: Window) -> float:
+    return statistics.fmean(layer.dropped for layer in window.layers) if window.layers else 0.0
+
+
+def dropped(window: Window, run: Run) -> Shown:
+    share = _dropped_share(window)
+    return (share, f"{share:.0%} of the choices are dropped") if share > DROPPED else None
+
+
+def few_slots(window: Window, run: Run) -> Shown:
+    """Dropped choices with fewer slots than choices: at least half of the arithmetic share, because router.min_capacity adds slots."""
+    share = _dropped_share(window)
+    said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
+    return (share, said) if share > (1 - slots_each(run)) / 2 else None
+
+
+def swings(window: Window, run: Run) -> Shown:
+    worst = max(window.layers, key=lambda layer: layer.uneven, default=None)
+    if worst is None or worst.uneven < UNEVEN or worst.echo > ECHO:
+        return None
+    return (
+        worst.uneven,
+        f"the selection bias overshoots: loads of layer {worst.layer} swing by {worst.uneven:.0%} of a fair share each step",
+    )
+
+
+def saturated(window: Window, run: Run) -> Shown:
+    worst = max(window.layers, key=lambda layer: layer.z_loss, default=None)
+    if worst is None or not worst.z_loss > SATURATED:
+        return None
+    return worst.z_loss, f"the router of layer {worst.layer} saturates: z loss {worst.z_loss:.3g}, entropy {worst.entropy:.2g} nats"
+
+
+def router_leads(window: Window, run: Run) -> Shown:
+    share = window.router_share
+    return (
+        (share, f"the router has {share:.0%} of the squared gradient norm, which is clipped as a whole") if share > ROUTER_SHARE else None
+    )
+
+
+def equal_tokens(window: Window, run: Run) -> Shown:
+    loss = float(window.losses.mean()) if len(window.losses) else math.nan
+    k = run.router.num_choices  # if every token of a step goes to the same k of E experts, `uneven` is sqrt(E / k - 1)
+    all_to_one = any(layer.uneven > 0.9 * math.sqrt(max(1e-9, len(layer.load_E) / k - 1)) for layer in window.layers)
+    if not loss < NO_INFORMATION or not all_to_one:
+        return None
+    return loss, f"the tokens are all alike: a loss of {loss:.2g} nats, and every token goes to one expert"
+
+
+def rounded_away(window: Window, run: Run) -> Shown:
+    """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
+    this is rounded away."""
+    half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
+    if not rate < half:
+        return None
+    said = f"updates are rounded away: the rate {rate:.2g} is below {half:.2g}, half the distance of bf16 numbers near the first weights"
+    return rate, said
+
+
+def one_source(window: Window, run: Run) -> Shown:
+    """The other sources together have fewer tokens than one expert's fair share, so no expert can be theirs."""
+    weights = [source.weight for source in run.data.sources]
+    share, experts = max(weights) / sum(weights), max(run.experts.counts)
+    name = run.data.sources[weights.index(max(weights))].path
+    return (
+        (share, f"{name} gives {share:.1%} of the sequences: the other sources have less than one expert's share")
+        if (share > 1 - 1 / experts)
+        else None
+    )
+
+
+def leaks(window: Window, run: Run) -> Shown:
+    reason = looks_ahead(run.router)
+    return 1.0, f"losses are too low, in evaluation too: {reason}, which a decoder does not see when it generates"
+
+
+# --- the loss -----------------------------------------------------------------------------------------------------------------------------
+
+
+def enough_warmup(run: Run) -> int:
+    """Return the warm-up after which AdamW's second moment is an average of enough gradients: 2 / (1 - beta2) steps (arXiv 1910.04209).
+    0 for optimizers without one."""
+    o = run.optimizer
+    return round(2 / (1 - o.beta2)) if o.kind in ("adamw", "kfac", "muon") else 0
+
+
+def is_beyond(run: Run) -> bool:
+    """Return whether AdamW's steps, which are about as long as the learning rate, leave nothing of the first weights."""
+    return bool(enough_warmup(run)) and run.optimizer.lr > BEYOND * first_size(run)
+
+
+def too_fast(windows: Sequence[Window], run: Run) -> Found | None:
+    found = course(windows)
+    return None if found is None or _starts_cold(found, run) else found
+
+
+def cold_start(windows: Sequence[Window], run: Run) -> Found | None:
+    found = course(windows)
+    if found is None or not _starts_cold(found, run):
+        return None
+    return found._replace(said=f"{found.said}, after a warm-up of {run.optimizer.warmup_steps} steps")
+
+
+def _starts_cold(found: Found, run: Run) -> bool:
+    """Return whether a longer warm-up may help: the run's own had fewer than `enough_warmup` steps, and the trouble began within them."""
+    enough = enough_warmup(run)
+    return run.optimizer.warmup_steps < enough and found.since <= enough and not is_beyond(run)
+
+
+# --- facts of a recipe -------------------------------------------------------------------------------------------------------------------
+
+
+def balanced_by(run: Run) -> bool:
+    """Return whether a loss or a bias evens out the loads."""
+    return run.router.asks_balance or bool(run.router.bias_rate)
+
+
+def fixed_load(run: Run) -> bool:
+    """Return whether no loss and no bias can change the loads, because of the selection method."""
+    return method_of(run.router).is_balanced is not None
+
+
+def is_frozen(run: Run) -> bool:
+    return "router" in run.train.freeze
+
+
+def slots_each(run: Run) -> float:
+    """Return the number of slots for each choice; infinity without a capacity."""
+    spec = run.router
+    return (
+        math.inf if spec.capacity_factor is None else spec.capacity_factor / (spec.num_choices if spec.capacity_counts == "tokens" else 1)
+    )
