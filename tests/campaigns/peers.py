@@ -1,4 +1,4 @@
-"""Faults in outside programs of plain torch, for `moe verify --compare`: is each found, and named?
+"""Faults in outside programs of plain torch, DeepSpeed and transformers, for `moe verify --compare`: is each found, and named?
 
 A row for each fault of tests/peers/programs. A try is lost if the comparison finds nothing; `named` is true if the first deviation in
 forward or backward order has the right module or parameter and the right cause. Rows "clean": runs without a fault, which must be equal.
@@ -11,14 +11,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from tests.campaigns.faults import Row
-from tests.peers.programs.run import compared, program, record_many, record_one
+from tests.peers.programs.run import compared, opened, program, record_many, record_one
 
-PROGRAMS = ("ddp", "fsdp_ep", "tensor", "megatron_tp", "megatron_cp")
+PROGRAMS = (
+    "ddp",
+    "fsdp_ep",
+    "tensor",
+    "megatron_tp",
+    "megatron_cp",
+    "deepspeed_moe",
+    *(("transformers_ep",) if find_spec("transformers") else ()),
+)
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
@@ -43,7 +52,7 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
 def _faulty(name: str, fault: str, home: Path, named: list[bool], _: int) -> tuple[str, float]:
     began = time.perf_counter()
     code, first, said = compared(home / "one", record_many(name, home / "many", fault=fault))
-    where, word = program(name).FAULTS[fault]
+    where, word, *_ = program(name).FAULTS[fault]
     named.append(any(row["name"].startswith(where) and word in row["cause"] for row in first))
     problem = "" if code else "not found"
     return problem, time.perf_counter() - began
@@ -53,5 +62,7 @@ def _clean(name: str, dtype: torch.dtype, home: Path, seed: int) -> tuple[str, f
     began = time.perf_counter()
     one = record_one(name, home / "clean", dtype=dtype, seed=seed)
     code, _, said = compared(one, record_many(name, home / "many", dtype=dtype, seed=seed))
-    wrong = " 0 differ" not in said if dtype == torch.bfloat16 else code or "not compared: " in said  # bf16: a bound may be too loose
+    wrong = (
+        " 0 differ" not in said if dtype == torch.bfloat16 else code or f" {opened(name)} not compared" not in said
+    )  # bf16: a bound may be too loose
     return (said if wrong else ""), time.perf_counter() - began

@@ -2,7 +2,7 @@
 
 Each release is installed into a folder of its own in HOME, without the packages that all share. Each axis of each release is one run of
 the command, whose rows are kept in HOME/rows, so that a second call runs only what is missing. All rows of a peer are written to
-docs/benchmarks/peers-PEER.json, where rows of releases that HOME lacks stay.
+docs/benchmarks/peers-PEER.json, where rows that HOME lacks stay.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def main(home: Path, peer: str, axes: list[str], releases: list[str]) -> int:
 
 
 def write(peer: str, folder: Path) -> None:
-    """Write the rows of all runs, each with its release and the first value that deviates, by release."""
+    """Write the rows of all runs, each with its release and the first value that deviates, by release. They replace earlier rows of the
+    same release, model and layout."""
     found = Path(f"docs/benchmarks/peers-{peer}.json")
-    ran = {file.name.split(" ")[0] for file in folder.glob("*.json")}
-    rows: list[dict[str, Any]] = [row for row in loads(found.read_text())["rows"] if row["release"] not in ran] if found.exists() else []
+    rows: list[dict[str, Any]] = loads(found.read_text())["rows"] if found.exists() else []
     for file in sorted(folder.glob("*.json")):
         known = loads(file.read_text())
         assert file.name.startswith(f"{known['version']} "), f"{file} has rows of {known['version']}"
         rows += [{"release": known["version"], **row, "rows": row.get("rows", [])[:1]} for row in known["rows"]]
+    rows = list({(row["release"], row["model"], row["layout"]): row for row in rows}.values())
     rows.sort(key=lambda row: [int(number) for number in row["release"].split(".")])
     write_json(found, verb="peer releases", rows=rows, passed=sum(row["passed"] is True for row in rows))
 

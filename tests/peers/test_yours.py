@@ -1,7 +1,4 @@
-"""`record` and `moe verify --compare` on outside programs of plain torch (tests/peers/programs), and the laws of a recording.
-
-All faults and many clean runs: `python -m tests.campaigns peers --full`.
-"""
+"""`record` and `moe verify --compare` on small recordings, and the laws of a recording."""
 
 from __future__ import annotations
 
@@ -24,33 +21,8 @@ from moe.verify.yours.recorder import Step
 from moe.verify.yours.rows import _global
 from moe.verify.yours.values import Key, Piece, Recorded, Recording
 from parallel.errors import BadInput
-from tests.peers.programs.run import compared, program, record_many, record_one
+from tests.peers.programs.run import compared
 from tests.support.ranks import run_on_ranks
-
-TRIED = {
-    "ddp": ["", "own number of tokens"],
-    "fsdp_ep": ["", "rows' gradients in another order"],
-    "tensor": ["wrong slice of the output weight"],
-    "megatron_tp": ["2: gathered logits as a part"],
-    "megatron_cp": ["5: padding of another group's rank"],
-}
-
-
-@pytest.fixture(scope="module")
-def ones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: record_one(name, tmp_path_factory.mktemp(name)) for name in TRIED}
-
-
-@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in TRIED.items() for fault in faults])
-def test_a_fault_is_found_and_named_and_a_clean_run_is_equal(ones: dict[str, Path], name: str, fault: str, tmp_path: Path) -> None:
-    code, first, said = compared(ones[name], record_many(name, tmp_path / "many", fault=fault))
-    if not fault:
-        assert (code, first) == (0, []), said
-        assert "0 not compared" in said
-    else:
-        where, word = program(name).FAULTS[fault]
-        assert code == 1
-        assert any(row["name"].startswith(where) and word in row["cause"] for row in first), said
 
 
 def _net() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
@@ -149,6 +121,39 @@ def test_rounding_of_a_ranks_small_rows_is_relative_to_these_rows(error: float, 
     comparison = Comparison(of(0, weight, gradient), ranks, [of(0, weight, gradient - 1e-8 * off)])
     comparison.run(lambda *_: (None, ""))
     assert [d.passed for d, _ in comparison.found if d.kind == "gradient"] == [passed]
+
+
+@pytest.mark.parametrize(("error", "passed"), [(2e-6, True), (5e-3, False)])
+def test_an_update_of_a_sampled_weight_may_differ_as_its_gradient_may(error: float, passed: bool) -> None:
+    """Found with transformers' Gemma 4 and Dots 3: the norm of a large weight took the place of rank 0's elements of its gradient."""
+    draws = torch.Generator().manual_seed(0)
+    weight, gradient = torch.randn(256, 320, generator=draws), torch.randn(256, 320, generator=draws)
+    gradient[::2] *= 1e-5
+    noise = 1e-6 * torch.randn(256, 320, generator=draws)
+
+    def of(rank: int, g: Tensor, wrong: float, take: Any) -> Recorded:
+        after = weight - (0.01 + wrong) * g / (g.abs() + 1e-6)  # Adam's first step
+        values = {"weight": weight, "gradient": g, "weight after": after}
+        return Recorded(rank, 2, pieces={Key(kind, "w"): [Piece.of(take(value), "w", 2**10)] for kind, value in values.items()})
+
+    ranks = [of(rank, gradient + noise, error - 2e-6, lambda t, rank=rank: t.chunk(2)[rank]) for rank in range(2)]
+    whole, rounded = of(0, gradient, 0, lambda t: t), of(0, gradient - noise, 0, lambda t: t)
+    comparison = Comparison(whole, ranks, [rounded])
+    comparison.run(lambda *_: (None, ""))
+    assert [d.passed for d, _ in comparison.found] == [True, True, passed]
+
+
+def test_counts_of_tokens_are_sums_over_micro_batches_and_ranks() -> None:
+    """Found with DeepSpeed's gate: tokens of each expert in each micro-batch, which no rank has as the single process does."""
+    for last in (1, 2):
+        counts = [[[5, 1], [0, 4]], [[3, 1], [1, 1]], [[0, 2], [1, last]]]  # of the single process and of two ranks, two calls each
+        one, *ranks = [
+            Recorded(rank, 2, pieces={Key("output", "gate", "2"): [Piece.of(torch.tensor(call), "gate", 99) for call in calls]})
+            for rank, calls in enumerate(counts, -1)
+        ]
+        comparison = Comparison(one, ranks, [one])
+        comparison.run(lambda *_: (None, ""))
+        assert [d.passed for d, _ in comparison.found] == [last == 1]
 
 
 def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:

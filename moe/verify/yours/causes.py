@@ -222,7 +222,7 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
     if len(ranks) > 1 and not torch.equal(ranks[0], ranks[1]) and not of_experts(of, key.name):
         return "each rank numbers its own experts from 0, but holds all of them: they are not cut"
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
-        return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks)"
+        return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks, dropped rows)"
     weights, first = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
     rows = [(r.pieces[first][0].values, r.pieces[key][0].values) for r in of.ranks if first in r.pieces and key in r.pieces]
     if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:

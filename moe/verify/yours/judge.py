@@ -25,6 +25,7 @@ from torch import Tensor
 
 from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, parts, renamed, samples, shifted
 from moe.verify.yours.rows import by_rows, numbered
+from moe.verify.yours.sums import by_columns, of_calls, sums
 from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, roundoff
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
@@ -45,15 +46,15 @@ class Comparison:
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
+    shifts: list[dict[str, int]] = field(default_factory=list)  # of each rank, the result of `renamed`
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:
-        ranks = []
-        for rank in many.ranks:
-            shifts = renamed(one.ranks[0], rank)
+        ranks, all_shifts = [], [renamed(one.ranks[0], rank) for rank in many.ranks]
+        for rank, shifts in zip(many.ranks, all_shifts, strict=True):
             ranks.append(replace(rank, pieces={k._replace(name=shifted(k.name, shifts)): v for k, v in rank.pieces.items()}))
-        return Comparison(one.ranks[0], ranks, one.rounded)
+        return Comparison(one.ranks[0], ranks, one.rounded, shifts=all_shifts)
 
     def run(self, explain: Callable[[Comparison, Key, list[Seen], float], tuple[float | None, str]]) -> None:
         """Compare every value. explain: as in causes.py, returns the factor and the cause of a deviation."""
@@ -64,8 +65,7 @@ class Comparison:
                 noise = max(noise, mine)
             limit = mine if exact or key.kind == "weight after" else 0.0 if key.kind == "weight" else noise
             bound = 2 * limit + (0.0 if exact else roundoff([self._whole(key), *(r.pieces.get(key, []) for r in self.ranks)]))
-            seen = self.seen(key, bound)
-            if seen is None:
+            if (seen := self.seen(key, bound)) is None:
                 continue
             if key.kind == "gradient":
                 if any(s.deviation > bound for s in seen):
@@ -120,16 +120,20 @@ class Comparison:
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
-        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain."""
-        others = [{s.rank: s for s in self.seen(k, 0.0) or []} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
-        settled = []
+        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain. The norm of all
+        elements, which is last, may differ by as much as these differences in the sample, relative to its norm."""
+        others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
+        settled, moved, squares = [], 0.0, 0.0
         for s in seen:
-            if all(s.rank in other for other in others):
-                held = self.ranks[s.rank].pieces[key][0]
+            here, held = s.here, self.ranks[s.rank].pieces[key][0]
+            if s.part is None:
+                rest = s.here - s.one
+                here = s.one + rest.sign() * (rest.abs() - s.one * (moved / squares) ** 0.5).clamp_min(0) if squares else here
+            elif all(s.rank in other for other in others):
                 mine = [replace(m, one=held.cut(m.one), here=held.cut(m.here)) for m in (other[s.rank] for other in others)]
                 here = self._settled(key.name, [s.one, *(m.one for m in mine)], [s.here, *(m.here for m in mine)])
-                s = replace(s, here=here, deviation=self.deviation(key.kind, s.one, here))
-            settled.append(s)
+                moved, squares = moved + float((s.here - here).square().sum()), squares + float(s.one.square().sum())
+            settled.append(replace(s, here=here, deviation=self.deviation(key.kind, s.one, here)))
         return settled
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
@@ -139,7 +143,7 @@ class Comparison:
         one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
         if len({t.shape for t in (*one, *here)}) > 1 or not one[0].numel():
             return here[0]
-        limit = self.bounds.get(name, 0.0) * max(float(one[2].abs().max()), self._least["gradient"])
+        limit = self.bounds.get(name, 0.0) * max(float(one[2].abs().max()), self.least["gradient"])
         update = torch.maximum((one[0] - one[1]).abs(), (here[0] - here[1]).abs())
         explained = update * limit / one[2].abs().clamp_min(1e-300)
         rest = here[0] - one[0]
@@ -152,11 +156,11 @@ class Comparison:
         difference = (one - here).abs().nan_to_num(torch.inf)
         difference[(one == here) | (one.isnan() & here.isnan())] = 0
         most = float(difference.max()) if one.numel() else 0.0
-        scale = max(float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0, self._least.get(kind, 0.0))
+        scale = max(float(one.abs().nan_to_num(0, 0, 0).max()) if one.numel() else 0.0, self.least.get(kind, 0.0))
         return most / scale if most and scale else (float("inf") if most else 0.0)
 
     @cached_property
-    def _least(self) -> dict[str, float]:
+    def least(self) -> dict[str, float]:
         largest = dict.fromkeys(_GRADIENTS, 0.0)
         for key, pieces in self.one.pieces.items():
             if key.kind in largest:
@@ -193,7 +197,7 @@ class Comparison:
         shared = [k for k in self.order if k.kind == "output gradient" and all(k in r.pieces for r in self.ranks)]
         for key in shared:
             own = [piece for piece in self.pieces(key) if piece is not None]
-            seen = [self._best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(own)]
+            seen = [self.best(key, rank, piece, 0.0, scale=False) for rank, piece in enumerate(own)]
             placed = [piece.shape != piece.whole or bool(s and s.part and s.part.by_samples) for piece, s in zip(own, seen, strict=True)]
             if len(seen) == len(self.ranks) and all(placed) and None not in seen:
                 return [multiple(s.one, s.here) for s in seen if s is not None]
@@ -203,7 +207,7 @@ class Comparison:
         """Return a rank's factor (see `scales`) from its own modules, if no module is on all ranks, as with pipeline stages."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
             piece = self.pieces(key)[rank]
-            if piece is not None and (best := self._best(key, rank, piece, 0.0, scale=False)) is not None:
+            if piece is not None and (best := self.best(key, rank, piece, 0.0, scale=False)) is not None:
                 return multiple(best.one, best.here)
         return 1.0
 
@@ -229,12 +233,17 @@ class Comparison:
         if whole is None or not any(piece is not None for piece in own):
             gone = all(key not in r.pieces for r in self.ranks)
             return self._refuse(key, "no rank has such a value" if gone else "its calls have shapes that do not join along dim 0")
-        each = [self._best(key, rank, piece, bound) for rank, piece in enumerate(own) if piece is not None]
+        each = [self.best(key, rank, piece, bound) for rank, piece in enumerate(own) if piece is not None]
         seen = [s for s in each if s is not None]
         if len(seen) == len(each) and all(s.deviation <= bound for s in seen):
             return seen
-        if (summed := self._sums(key, own, bound) or self._by_columns(key, own, bound) or numbered(self, key, seen)) is not None:
-            return summed
+        if (
+            joint := sums(self, key, own, bound)
+            or by_columns(self, key, own, bound)
+            or of_calls(self, key, bound)
+            or numbered(self, key, seen)
+        ):
+            return joint
         if (rows := by_rows(self, key, whole, own, bound)) is not None and (not seen or rows[0].deviation < max(s.deviation for s in seen)):
             return rows
         copies = len(seen) == len(self.ranks) and all(piece is not None and piece.whole == whole.shape for piece in own)
@@ -247,6 +256,8 @@ class Comparison:
         unread = set(range(self.samples[0].batch)) - {row for of in self.samples for row in of.rows.tolist()}
         if unread and key == self._first:
             return f"samples {sorted(unread)[:8]} of the batch are read by no rank"
+        if not seen:
+            return "wrong slice: no rank holds it, as ranks hold others twice"
         held = [s.part.maps for s in seen if s.part] if key.kind == "weight" else []
         for dim, size in enumerate(self._whole(key)[0].shape if held else ()):
             have = torch.cat([maps[dim] for maps in held]).unique()
@@ -258,7 +269,7 @@ class Comparison:
         self.refused[key] = reason
         return None
 
-    def _best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
+    def best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
         """Return the rank's elements by the alignment with the least deviation. If none is within the bound, an alignment by the rank's
         samples is preferred."""
         whole, found = joined(self._whole(key)), []
@@ -280,43 +291,13 @@ class Comparison:
                 return [Seen(0, one, joint, None, self.deviation(key.kind, one, joint))]
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
-    def _sums(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks.
-        Return None if these sums deviate."""
-        for together in (groups := self.readers, [list(range(len(own)))]):
-            seen = [self._sum(key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
-            apart = len(groups) > 1 and len(together) == 1  # a sum over all samples is not cut into samples
-            if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
-                return [s for s in seen if s is not None]
-        return None
-
-    def _by_columns(self, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-        """Align output gradients in which some columns (last dim) are copies and others terms of a sum, such as those of latent attention's
-        projection with shared rotary keys. Return None for other values, and if a column is neither."""
-        aligned = []
-        for held in ([(rank, piece) for rank in ranks if (piece := own[rank]) is not None] for ranks in self.readers):
-            total = self._sum(key, held, bound) if key.kind == "output gradient" else None
-            each = [self._best(key, rank, piece, bound) for rank, piece in held]
-            if total is None or any(s is None or s.one.shape != total.one.shape or not s.one.shape for s in each):
-                return None
-            for s in (s for s in each if s is not None):
-                scale = max(float(s.one.abs().max()), self._least[key.kind])
-                apart = ((s.one - s.here).abs() > bound * scale).flatten(0, -2).any(0)
-                here = torch.where(apart, total.here, s.here)
-                aligned.append(replace(s, here=here, deviation=self.deviation(key.kind, s.one, here)))
-        return aligned if aligned and all(s.deviation <= bound for s in aligned) else None
-
-    def _sum(self, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
-        if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):
-            return None
-        total = torch.stack([p.values.double() for _, p in held]).sum(0)
-        return self._best(key, held[0][0], replace(held[0][1], values=total), bound)
-
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
         weight = key._replace(kind="weight")
         holders = [rank for rank, r in enumerate(self.ranks) if weight in r.pieces and r.pieces[weight][0].values.numel()]
         if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):
             return self._before_reduction(key)
+        if not holders and key == weight and any(key.name.startswith(f"{prefix}.") for shifts in self.shifts for prefix in shifts):
+            return []  # `_lacking` says what is wrong
         if not holders or weight not in self.one.pieces:
             return self._refuse(key, "no rank has this parameter, or all have an empty one")
         seen = []
@@ -360,8 +341,7 @@ class Comparison:
     def layout(self, name: str, rank: int) -> Part | None:
         """Return the part of a parameter that the rank holds. If several chunks fit, prefer the chunk index that the rank has for most
         other parameters."""
-        tried = self.tried(name, rank)
-        if not tried:
+        if not (tried := self.tried(name, rank)):
             return None
         best = min(tried, key=lambda pair: pair[1])[0]
         if best.cut is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,16 @@ def test_drawn_values_need_no_object_and_no_gpu_and_weights_are_frozen() -> None
         assert not {"given", "triton", "triton_persistent"} & {str(random_recipe._value(random.Random(n), key, None)) for n in range(60)}
     assert draw("p30c/14", 4).values["model"]["sliding_window"] == 2  # drawn as 1: queries and keys have no gradient
     assert any(draw(f"freeze/{number}", 2).values.get("train", {}).get("freeze") for number in range(40))
+
+
+def test_a_draw_whose_run_lacks_weights_of_the_twin_is_not_compared_or_fails() -> None:
+    """Found by --draws: a run with `lora.base: fp8` keeps no matrix of its experts, and the comparison ended with a KeyError."""
+    values: Any = copy.deepcopy(random_recipe._TINY) | {"lora": {"rank": 2, "base": "fp8"}}
+    values["model"]["moe_every"] = 1
+    assert random_runs.tried(Draw(values, 1, []), None)["lacks"] == "lora.base fp8"
+    want = reference(Case("dense", "dp", 1, 1, 1, "fp32", batch=1, steps=1))
+    got = replace(want, weights=dict(list(want.weights.items())[1:]))
+    assert set(compare(got, want).values()) == {math.inf}
 
 
 def test_a_failure_is_shrunk_to_the_key_that_fails_and_its_yaml_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

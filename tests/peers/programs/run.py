@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import json
+from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,35 @@ def program(name: str) -> Any:
     return importlib.import_module(f"tests.peers.programs.{name}")
 
 
-def record_many(name: str, folder: Path, *, world: int = 2, **given: Any) -> Path:
+def opened(name: str) -> int:
+    """Return the number of values that the comparison of a clean run cannot compare."""
+    return getattr(program(name), "OPEN", 0)
+
+
+def record_many(name: str, folder: Path, *, world: int = 2, fault: str = "", **given: Any) -> Path:
     """Run the program on forked gloo ranks. Return the folder that it recorded."""
-    main = program(name).main
+    torch.set_num_threads(1)  # ranks are forked from here: no thread pool may exist
+    main = _with_fault(program(name), fault)
     run_on_ranks(lambda rank: main(str(folder), **given), world)
     return folder
 
 
 def record_one(name: str, folder: Path, **given: Any) -> Path:
-    """Run the program in this process. Return the folder that it recorded."""
-    torch.set_num_threads(1)  # ranks are forked from here: no thread pool may exist
-    program(name).main(str(folder), **given)
-    return folder
+    """Run the program on one process. Return the folder that it recorded."""
+    return record_many(name, folder, world=1, **given)
+
+
+def _with_fault(module: Any, fault: str) -> Callable[..., None]:
+    """Return the program's `main` with a fault: an argument of `main`, or an edit (old text, new text) of the program above its FAULTS."""
+    where, word, *edit = module.FAULTS[fault] if fault else ("", "")
+    if not edit:
+        return partial(module.main, fault=fault) if fault else module.main
+    names: dict[str, Any]
+    text, names = Path(module.__file__).read_text().partition("\nFAULTS")[0], {"__name__": module.__name__}
+    assert text.count(edit[0]) == 1, f"{fault}: the program has {text.count(edit[0])} times {edit[0]!r}"
+    exec(compile(text.replace(*edit), module.__file__, "exec"), names)
+    faulty: Callable[..., None] = names["main"]
+    return faulty
 
 
 def compared(one: Path, many: Path) -> tuple[int, list[dict[str, Any]], str]:

@@ -1,0 +1,62 @@
+"""Aligns values of which the ranks hold terms of a sum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe.verify.yours.align import Seen
+from moe.verify.yours.values import Key, Piece
+
+Comparison = Any  # of judge.py, which imports this file
+
+
+def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
+    """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks.
+    Return None if these sums deviate."""
+    for together in (groups := of.readers, [list(range(len(own)))]):
+        seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
+        apart = len(groups) > 1 and len(together) == 1  # a sum over all samples is not cut into samples
+        if all(s is not None and s.deviation <= bound and not (apart and s.part and s.part.by_samples) for s in seen):
+            return [s for s in seen if s is not None]
+    return None
+
+
+def by_columns(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
+    """Align output gradients in which some columns (last dim) are copies and others terms of a sum, such as those of latent attention's
+    projection with shared rotary keys. Return None for other values, and if a column is neither."""
+    aligned = []
+    for held in ([(rank, piece) for rank in ranks if (piece := own[rank]) is not None] for ranks in of.readers):
+        total = _sum(of, key, held, bound) if key.kind == "output gradient" else None
+        each = [of.best(key, rank, piece, bound) for rank, piece in held]
+        if total is None or any(s is None or s.one.shape != total.one.shape or not s.one.shape for s in each):
+            return None
+        for s in (s for s in each if s is not None):
+            scale = max(float(s.one.abs().max()), of.least[key.kind])
+            apart = ((s.one - s.here).abs() > bound * scale).flatten(0, -2).any(0)
+            here = torch.where(apart, total.here, s.here)
+            aligned.append(replace(s, here=here, deviation=of.deviation(key.kind, s.one, here)))
+    return aligned if aligned and all(s.deviation <= bound for s in aligned) else None
+
+
+def of_calls(of: Comparison, key: Key, bound: float) -> list[Seen] | None:
+    """Align the sum over all calls and ranks, for outputs without a dim of samples, such as the number of tokens of each expert in each
+    micro-batch. Return None for other values, and if this sum deviates."""
+    whole, calls = of.one.pieces[key], [piece for rank in of.ranks for piece in rank.pieces.get(key, [])]
+    if key.kind != "output" or any(
+        p.sampled or p.whole != whole[0].whole or p.values.shape != whole[0].values.shape for p in (*whole, *calls)
+    ):
+        return None
+    one, here = (torch.stack([p.values.double() for p in side]).sum(0) for side in (whole, calls))
+    deviation = of.deviation(key.kind, one, here)
+    return [Seen(0, one, here, None, deviation)] if deviation <= bound else None
+
+
+def _sum(of: Comparison, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
+    if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):
+        return None
+    total = torch.stack([p.values.double() for _, p in held]).sum(0)
+    found: Seen | None = of.best(key, held[0][0], replace(held[0][1], values=total), bound)
+    return found
