@@ -181,7 +181,7 @@ def plan_for(run: sections.Run) -> Plan:
         return plan
     heads = "tp_col" if run.tensor.kind in ("2d", "2.5d") else "tp_row"
     norms = (("q_norm", ChannelsNorm(heads)), ("k_norm", ChannelsNorm(f"{heads}_heads")))
-    return Plan((*((f"**.attention.{name}.weight", kind) for name, kind in norms), *plan.rows))
+    return Plan((*((f"**.{of}.{name}.weight", kind) for of in ("attention", "cross") for name, kind in norms), *plan.rows))
 
 
 def axes_of_tokens(run: sections.Run, mesh: Mesh) -> None:

@@ -74,10 +74,19 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
     "t5_untied": {
-        "model": {"kind": "encoder_decoder", "num_layers": 3, "encoder_layers": 1, "positions": "t5", "ffn": "relu", "moe_every": 1},
+        "model": {
+            "kind": "encoder_decoder",
+            "num_layers": 3,
+            "encoder_layers": 1,
+            "positions": "t5",
+            "ffn": "relu",
+            "moe_every": 1,
+            "qk_norm": "whole",
+        },
         "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 1, "balance_scope": "global_batch"},
         "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
         "data": {"objective": "span_corruption"},
+        "optimizer": LINEAR,  # logits of normed queries and keys are large here, so that some gradients of q are tiny
     },
 }
 # models that combine options of published models
@@ -169,7 +178,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
     },
     "t5_packed": {
-        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True},
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "document_mask": True, "qk_norm": "heads"},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
         "data": {"objective": "span_corruption"},
     },

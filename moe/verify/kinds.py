@@ -53,7 +53,9 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
     first = replace(first, packed=first.run().train.has_own_loss)  # a user's loss may need several chats in a sequence
-    asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
+    asked = [first, replace(first, microbatches=3), replace(first, recompute="full")]
+    if first.run().model.kind == "decoder":  # an encoder would read the padding, so batches of encoder-decoders have none
+        asked += [replace(first, padded=True, microbatches=3)]
     for world in (world for world in divisors(first.batch)[1:] if world <= nproc):
         layout = replace(first, world=world)
         for ep in divisors(world) if sparse else [1]:

@@ -86,12 +86,11 @@ def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
 
 
 def recipe_of(case: Case) -> Values:
-    """Return the recipe of a case made by `as_written`, with resolved degrees. It has no router section if the model is dense, because the
-    checks would refuse it."""
+    """Return the recipe of a case made by `as_written`, with resolved degrees. Of a dense model it has no sections of experts, because the
+    checks would refuse them."""
     values: Values = json_text.loads(case.values or "{}")
-    if case.run().model.moe_every == 0:
-        values.pop("router", None)
-    return values
+    sparse = case.run().model.layers_with_experts()
+    return {section: keys for section, keys in values.items() if sparse or section not in ("router", "experts", "dispatch")}
 
 
 def _reported(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from moe.plan.pipeline import continuous
 from moe.recipe.frozen import layers_of
 from moe.recipe.load import load
-from moe.recipe.sections import Run
+from moe.recipe.sections import Optimizer, Run
 from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
@@ -56,6 +56,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
         query, value = m.latent.query_rank is not None, m.latent.value_size not in (None, m.latent_sizes.content)
         model["latent"] = {"key_rank": 10, "query_rank": 14 if query else None, "rotary_size": 4, "value_size": 5 if value else None}
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
+    optimizer["eps"] = max(run.optimizer.eps, Optimizer.model_fields["eps"].default)
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
         optimizer |= LINEAR

@@ -130,6 +130,11 @@ def attention(
 
     def projected(tokens: Tensor, matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
         flat = cast(tokens @ cast(weights[f"{name}.{matrix}.weight"]).t())
+        if model.qkv_bias:
+            flat = cast(flat + cast(weights[f"{name}.{matrix}_bias.weight"]))
+        if model.qk_norm != "none" and matrix != "v":
+            rows = flat if model.qk_norm == "whole" else flat.reshape(-1, size)
+            flat = cast(norm(rows, weights[f"{name}.{matrix}_norm.weight"], model, kind="rmsnorm")).reshape(flat.shape)
         return flat.view(sequences, -1, count, size).permute(2, 0, 1, 3)
 
     q, k, v = projected(x, "q", heads), projected(source, "k", groups), projected(source, "v", groups)

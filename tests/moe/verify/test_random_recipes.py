@@ -16,13 +16,13 @@ import yaml
 
 from moe.recipe.keys import field_of, known_keys
 from moe.verify import random_recipe, random_runs
-from moe.verify.cases import Case
+from moe.verify.cases import Case, as_written
 from moe.verify.compare import compare
 from moe.verify.kinds import recipe_cases
 from moe.verify.layouts import compute
 from moe.verify.plain import model
 from moe.verify.random_recipe import Draw, draw, refused
-from moe.verify.random_runs import main
+from moe.verify.random_runs import main, recipe_of
 from moe.verify.twin import reference
 from parallel.errors import BadInput
 
@@ -90,6 +90,14 @@ def test_a_failure_is_shrunk_to_the_key_that_fails_and_its_yaml_runs(tmp_path: P
     (tmp_path / "small.yaml").write_text(said[3])
     (own,) = [case for case in recipe_cases(str(tmp_path / "small.yaml"), 1)[0] if case.values]
     assert own.run().model.scales.residual == 0.7
+
+
+def test_a_printed_dense_recipe_has_no_sections_of_experts() -> None:
+    values: Any = copy.deepcopy(random_recipe._TINY) | {"dispatch": {"kind": "padded"}, "experts": {"num_experts": 6}}
+    dense = as_written(values | {"model": values["model"] | {"moe_every": 0}}, 1, name="drawn")
+    sparse = as_written(values | {"model": values["model"] | {"moe_every": 1}}, 1, name="drawn")
+    sections = {"router", "experts", "dispatch"}
+    assert not sections & recipe_of(dense).keys() and sections <= recipe_of(sparse).keys()
 
 
 def test_a_draw_that_is_never_accepted_fails_alone_and_the_others_results_are_written(

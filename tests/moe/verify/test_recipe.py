@@ -112,3 +112,13 @@ def test_a_correct_plug_in_dispatcher_passes_and_a_faulty_one_fails(folder: Path
         (folder / f"{name}.yaml").write_text(f"extends: switch_tiny\ndispatch: {{kind: 'rows_xq:{name}'}}\n")
         assert main(nproc=2, recipe=f"{name}.yaml", only="dp2 ep2 m1 ddp", say=said.append) == wrong
     assert sum("1 passed, 0 failed" in line for line in said) == 1 == sum("0 passed, 1 failed" in line for line in said)
+
+
+def test_an_encoder_decoder_with_normed_queries_and_biases_passes_under_tp(tmp_path: Path) -> None:
+    """Its encoder would read padding, so it has no padded batch. Under tp, cross attention's norms over all heads need sums over ranks."""
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: switch_t5_tiny\nmodel: {qk_norm: whole, qkv_bias: true, num_kv_heads: 2}\n")
+    said: list[str] = []
+    assert main(nproc=2, recipe=str(path), only="tp2", say=said.append) == 0, said
+    assert any("tp2-1d" in line and "pass" in line for line in said)
+    assert not any(case.padded for case in recipe_cases(str(path), 2)[0])
