@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -34,11 +35,15 @@ class _TooEarly:
 
     def __init__(self, prints: bool, leave: Callable[[], None]) -> None:  # not a dataclass: importing dataclasses takes 40 ms
         self.prints, self.leave, self.process = prints, leave, os.getpid()
+        self.once = threading.Lock()
 
     def __call__(self, number: int, _: object) -> NoReturn:
         if number == signal.SIGINT or os.getpid() != self.process:
             ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL. C's signal(), because Python's works only in the main thread
             os.kill(os.getpid(), number)
+        if not self.once.acquire(blocking=False):  # the main thread or the one of `_called_immediately` is ending the process
+            time.sleep(1)
+            os._exit(STOPPED)
         self.leave()
         if self.prints:
             os.write(2, f"exit code {STOPPED}: a signal came before training began, and {NOTHING_LOST}\n".encode())

@@ -67,7 +67,7 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
     """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`."""
-    wide = sum_dtype(left.dtype)
+    wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
 

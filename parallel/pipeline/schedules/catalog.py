@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parallel.errors import BadInput, did_you_mean, some
-from parallel.fixes import Remove, Set, guess
+from parallel.fixes import Remove, Set, guess, written
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.chimera import chimera, chimera_refusal
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_refusal, dualpipe_v, dualpipe_v_refusal
@@ -114,7 +114,7 @@ def make_schedule(
         if value not in (None, False) and kind.option != option:
             owner = next(n for n, k in SCHEDULES.items() if k.option == option)
             needed = f"schedule {owner}, the only one with this option"
-            raise BadInput(option, got=f"{value} with schedule {name}", needed=needed, fix=Remove("it") | f"take schedule {owner}")
+            raise BadInput(option, got=f"{written(value)} with schedule {name}", needed=needed, fix=Remove("it") | f"take schedule {owner}")
     for what, given in (("stages", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batches", batches)):
         if given is not None and given < 1:
             raise BadInput(what, got=given, needed="at least 1", fix=Set("it", 1))

@@ -451,7 +451,8 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
 def test_a_signal_while_the_program_is_imported(words: str, imported: str, number: signal.Signals, code: int, lines: int) -> None:
     """The process sends the signal to itself when it begins to import the module `imported`."""
     program = f"""if True:
-        import os, runpy, sys
+        import os, runpy, signal, sys
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         class Import:
             def find_spec(self, name, *_):
                 if name == {imported!r}:

@@ -232,8 +232,8 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
         ("1f1b --out x.svg", "--out: got x.svg, needed *.png"),
         ("--out x.png", "--out: got x.png, needed one schedule to draw; fix: moe simulate 1f1b --out x.png"),
         ("none.csv", "schedule: got none.csv: No such file or directory, needed a CSV file of actions"),
-        ("1f1b --vertical-sync on", "vertical_sync: got schedule 1f1b, needed schedule pipedream"),
-        ("gpipe --pipelines 4", "pipelines: got schedule gpipe, needed schedule chimera"),
+        ("1f1b --vertical-sync on", "vertical_sync: got true with schedule 1f1b, needed schedule pipedream"),
+        ("gpipe --pipelines 4", "pipelines: got 4 with schedule gpipe, needed schedule chimera"),
         (
             "chimera --stages 12 --microbatches 12 --pipelines 8",
             "pipelines: got 8, needed an even number that divides 12 stages: 2, 4, 6, 12; fix: set it to 6",
