@@ -225,7 +225,9 @@ class Energy:
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
     chunks: int | None = _flag("stages on each rank, if the schedule allows a choice; 2 by default")
     slowdown: float | None = _flag("share by which the step may take longer, such as 0.01; 0 by default")
-    ahead: int | None = _flag("for 1f1b: most forward passes that a rank may move earlier (each takes memory); by default, all that help")
+    ahead: int | None = _flag(
+        "for 1f1b: largest number of forward passes moved earlier on a rank (each takes memory); by default, as many as help"
+    )
     forward_time: str | None = _flag("forward seconds at full clock, 0.01 by default; or one for each stage, comma-separated")
     backward_time: str | None = _flag("backward seconds, in the same form; 0.02 by default")
     transfer_time: float | None = _flag("seconds of a message from a rank to the next; 0 by default")

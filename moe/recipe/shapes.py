@@ -52,7 +52,7 @@ def marked(ids: Any) -> Any:
 
 
 def beginning(ids: Any) -> Any:
-    """Return marks for token ids with which packed chats begin: they are not predicted, and attention does not cross them."""
+    """Return marked token ids, for the first token of each packed chat: it is not predicted, and attention does not cross it."""
     return marked(ids) - _BEGIN
 
 
@@ -93,7 +93,7 @@ def spans_of_text(tokens: int) -> Spans:
 def inputs_within(tokens: int) -> int:
     """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` (at least 2) tokens."""
     inputs = spans_of_text(tokens).inputs
-    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # `spans_of` takes the longest text with these inputs
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # the longest text with these inputs may be too long
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:

@@ -52,7 +52,7 @@ class ActionGraph:
     action of its rank, and in addition:
 
     F: F of the previous stage. B and I: F of the same stage, and the next stage's B or I. W: I of the same stage.
-    S: all gradients of the batch for its stage on its rank. U: the same gradients, or S on all replicas if the stage has replicas.
+    S: each B or W that computes gradients of its stage on its rank. U: the same actions, or S on all replicas if the stage has replicas.
     F, B and I that read a weight version above 0: also the update on their rank that made this version.
 
     actions, ranks: each action, and the rank that executes it. order: the numbers in topological order.

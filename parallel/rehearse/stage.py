@@ -240,7 +240,7 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = N
 
 
 _OF_GPU: dict[Any, Callable[..., Any]] = {  # torch function -> its replacement for a tensor on the GPU
-    Tensor.pin_memory: Tensor.pin_memory,  # for a tensor on any device
+    Tensor.pin_memory: Tensor.pin_memory,  # listed with itself: it is not replaced
     Tensor.is_cuda.__get__: lambda _: True,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda _: False,  # type: ignore[attr-defined]
     Tensor.cpu: lambda x: torch.ops.aten._to_copy(x, device=torch.device("cpu")),

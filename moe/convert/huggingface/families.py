@@ -169,8 +169,9 @@ def _without(key: str) -> _Must:
 @dataclass(frozen=True)
 class Windows:
     """A family's rule for sliding windows. `layers`, the layers with a window: "every"; "from": layer max_window_layers and later;
-    "other": every second layer (0, 2, ...), with `asked` only below max_window_layers. If config.json has layer_types, it is used instead
-    of "from" and "other". `absent`: the window if config.json has no sliding_window. `asked`: windows need use_sliding_window true."""
+    "other": every second layer (0, 2, ...), of layers below max_window_layers if `asked` is set. If config.json has layer_types, it is used
+    instead of "from" and "other". `asked`: windows apply only if config.json has use_sliding_window true. `absent`: the window if it has no
+    sliding_window."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096

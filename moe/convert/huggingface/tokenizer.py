@@ -23,7 +23,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
     held = f"a vocabulary of {run.vocab_size}" + (f" with {counted(run.num_sentinels, 'sentinel')}" if run.num_sentinels else "")
     try:
         if not (source / "tokenizer.json").is_file():
-            raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
+            raise BadInput("tokenizer.json", got="no such file", needed="", fix="")  # only `got` is read, below
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
         if len(known) > room:  # checked before the library reads it, which is slow with millions of ids

@@ -2,9 +2,10 @@
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
                          scan    number of the expert's choices in earlier blocks
-                         rank    that number + earlier choices of the same expert in the block [+ choices of lower experts]
+                         rank    that number + earlier choices of the same expert in the block; for the position after
+                                 sorting by expert, + all choices of experts with lower numbers
 
-The choices may be those of several ranks: `row` [T] then has the row of each token in the gathered choices.
+The choices may be gathered from several ranks of the mesh: `row` [T] then has the row of each token in the gathered choices.
 
 Kernels are not specialised for numbers of tokens, rows and tiles, which change at each step, so no step waits for the compiler.
 """

@@ -92,7 +92,8 @@ def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple
 
 
 def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tuple[tuple[int, ...], ...]:
-    """Return at most `most` cuts for the planner to try, each as the number of layers of each stage: by work, then by parameters."""
+    """Return at most `most` cuts into stages for the planner to try. A cut is a tuple of numbers of layers, one for each stage. The first
+    cut has equal work in the stages, the second equal parameters."""
     if stages > network.depth or most < 1:
         return ()
     if most == 1:

@@ -82,8 +82,8 @@ def _adapter_sides(run: sections.Run, layer: int) -> float:
 
 
 def _before_adapters(run: sections.Run, layer: int) -> float:
-    """FLOPs per token of the gradients of attention's activations that are not computed in `layer`, the first layer with an adapter: of its
-    input, or without adapters in attention all."""
+    """FLOPs per token that attention's backward pass saves in `layer`, the first layer with an adapter, since nothing before it is trained.
+    If attention has adapters, the gradient of its input is saved; otherwise the gradients of all its activations."""
     model = run.model
     if "attention" in run.lora.targets:
         return 2.0 * sum((rows + run.lora.rank) * columns for rows, columns in attention_matrices(model)[:-1] if columns == model.d_model)

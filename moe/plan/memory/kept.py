@@ -114,7 +114,7 @@ def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a layer's norm keeps for each element of its input. On tensor grids it keeps only the input itself."""
+    """Bytes that a layer's norm keeps for each element of its input: on tensor grids the input alone, else also what `_norm` counts."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
@@ -167,7 +167,8 @@ def _attention(n: Network, stack: Stack, itemsize: int) -> float:
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     """Bytes kept for the latents of multi-head latent attention: the inputs of their norms (this tp rank's tokens) and the outputs (tokens
-    of all tp ranks). If tp divides the heads, one gathered tensor holds the outputs, the rotary key and, if queries have no latent, x."""
+    of all tp ranks). If heads are split over tp, one gathered tensor holds the outputs, the rotary key and, if queries have no latent,
+    x."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0

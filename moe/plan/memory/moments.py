@@ -34,12 +34,13 @@ _DEFAULT = Plan()
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank at one moment of a step. at: kind of moment.
+    """What a rank holds at one moment of a step. `activations` to `dispatch` and `gathered` are bytes, the others numbers of parameters.
+    at: kind of moment.
 
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
-    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. freed, reducing: with stages and
-    reduce-scatters after each pass, the parameters with freed gathered weights, and the parameters with gradients being reduced.
+    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. With stages, if gradients are
+    reduce-scattered after each pass: freed: parameters of freed gathered weights. reducing: parameters of gradients being reduced.
     """
 
     at: At

@@ -67,7 +67,7 @@ class Stack:
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
-    casts: bool = False  # copies in the compute dtype of wider weights are kept for the backward pass
+    casts: bool = False  # weights of a wider dtype are cast to the compute dtype, and the copies are kept for the backward pass
     bucket_elements: float = 0  # number of elements of a gradient bucket
     bucket_bytes: int = 2  # bytes of an element of a gradient bucket
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded

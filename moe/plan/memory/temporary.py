@@ -210,7 +210,7 @@ class Outside:
 
 @lru_cache(maxsize=20_000)
 def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
-    """Return the sizes outside of layers, for a plan without stages."""
+    """Return the sizes of embedding, head, loss and multi-token prediction, for a plan without stages."""
     ends = [(first, last) for first in (False, True) for last in (False, True)]
     return Outside(
         {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},

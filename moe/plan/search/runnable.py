@@ -1,10 +1,11 @@
 """Expresses the trainer's own plans as strategies of a graph's operators, so that plans and results of searches have the same cost model.
 
-    mesh of a stage   (edp, dp / edp, sp, tp)         edp: number of replicas of each expert; ep = dp / edp * sp * tp, or 1
+    mesh of a stage   (edp, dp / edp, sp, tp)         edp: number of replicas of each expert; ep = dp / edp * sp * tp, or 1 without
+                                                         expert parallelism
 
     1d        products are cut by heads, hidden units and vocabulary over tp; pointwise operators are repeated by every rank of tp
     sliced    the same products; pointwise operators are cut by length over tp
-    sp        everything is cut by length over sp; keys and values are gathered (as in the first form of ring attention)
+    sp        everything is cut by length over sp; keys and values are gathered
     experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
 A graph with equal layers is folded: it keeps one layer for each set of equal layers, and the number of layers in the set.

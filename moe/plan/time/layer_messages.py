@@ -78,8 +78,8 @@ _AROUND = {"all_gather": 0}  # number of kernels around a message of `grouping`;
 
 
 def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass for router groups with tokens on several ranks of sp and tp. These
-    ranks exchange the data that routers and losses need (moe/router/slices.py). router: as in Program."""
+    """Return the messages of one MoE layer's (forward, backward) pass for `router.group`s whose tokens are on several ranks of sp and tp.
+    Within a group, these ranks exchange the data that routers and losses need (moe/router/slices.py). router: as in Program."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()

@@ -206,7 +206,7 @@ class Model(Section, alters="shape"):
 
     @property
     def spans(self) -> Spans:
-        """Sizes of span corruption for the longest text of which the encoder reads at most max_length tokens."""
+        """Sizes of span corruption. The text is the longest one that gives the encoder at most max_length tokens."""
         return spans_of(self.max_length)
 
     @property

@@ -21,7 +21,7 @@ from moe.train.parts.passes import Pass
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.mesh import Axis
 
-Sums = Callable[[int, Tensor], Tensor]  # (layer, its sums in this forward pass) -> its sums over all micro-batches of all ranks
+Sums = Callable[[int, Tensor], Tensor]  # (layer, its counts and scores in this pass) -> their sums over the whole step
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:

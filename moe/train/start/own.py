@@ -96,5 +96,10 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
     seen = float(zlib.crc32(what))
     if largest(seen, world) != -largest(-seen, world):
         needed = "the same samples on every rank: each rank reads its own part"
-        raise BadInput("data", got="different samples on different ranks", needed=needed, fix="give every rank all samples, or equal files")
+        raise BadInput(
+            "data",
+            got="different samples on different ranks",
+            needed=needed,
+            fix="give every rank all samples, or files of equal content",
+        )
     return data

@@ -31,7 +31,8 @@ _NORM = 1e-4
 
 
 class Law(NamedTuple):
-    """Flows that must agree: the sums over the keys on both sides. A key is a module's path, for its output, or a parameter's name."""
+    """Two sides with equal flows: the sum of the flows of the keys `left` equals that of `right`. A key is a module's path (its output) or
+    a parameter's name."""
 
     left: tuple[str, ...]
     right: tuple[str, ...]
@@ -106,7 +107,7 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
 @dataclass
 class Checked:
     """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
-    flows, as a share of its bound. without: parameters in no law of flows, of which only copies and sums are checked."""
+    flows, divided by its bound. without: parameters that no law of flows covers; only their copies and sums are checked."""
 
     broken: list[str]
     laws: int

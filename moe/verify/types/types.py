@@ -1,7 +1,7 @@
 """`moe verify --types`: runs each layout for two steps, and checks its ranks against the laws of moe/verify/types/laws.py.
 
-No twin runs and no number is expected: tensors of ranks are compared with each other. So this second proof shares nothing with the
-comparison of `moe verify` but the layouts, and it sees only faults of layouts.
+It has no twin (a second implementation) and no expected numbers: it compares tensors of ranks with each other. So it shares nothing with
+the comparison of `moe verify` but the layouts, and it finds only faults of layouts, not of the model.
 """
 
 from __future__ import annotations

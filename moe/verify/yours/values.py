@@ -41,10 +41,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; without a DTensor equal to shape.
-    offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the global tensor,
-    if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim, how many
-    of every PERIOD indices are stored."""
+    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; for other tensors than DTensors,
+    shape. offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the global
+    tensor, if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim, n
+    if the first n of every PERIOD indices are stored."""
 
     values: Tensor
     shape: tuple[int, ...]

@@ -200,7 +200,7 @@ class Graph:
         self.before: list[list[int]] = []
         self.transfers: list[int] = []
         self.transfer_time = transfer_time
-        self._reached: dict[Node, set[int]] = {}  # node of an S that was reached -> vertices that it needs
+        self._reached: dict[Node, set[int]] = {}  # node of an S, reached by some of its replicas -> vertices that must come before it
         last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
         arrives: dict[Message, int] = {}  # message -> its vertex
         for node in ordered_nodes(schedule):

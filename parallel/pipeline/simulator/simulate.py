@@ -150,7 +150,7 @@ class _Run:
         self._free: list[float] = [0] * ranks  # for each rank: end of its last action
         self._reduced: list[float] = [0] * ranks  # for each rank: end of its last all-reduce
         self._link: dict[int, float] = {}  # source * ranks + target -> end of the last transfer
-        self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (action S -> time at which its rank reached it)
+        self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (S of a replica -> time when it was reached)
 
     def all(self, cost: Cost) -> float:
         """Simulate one batch and return the end of its last action. Another call simulates a batch that follows directly."""
@@ -201,7 +201,8 @@ class _Run:
         return Message(op, stage, microbatch, self.graph.ranks[maker], self.graph.target[maker])
 
     def _all_reduce(self, n: int, ready: float, length: float) -> None:
-        """Record that a rank reached action n, its S, at time `ready`. For the last replica, compute start and end of S on all replicas."""
+        """Record that a rank reached action n, its S, at time `ready`. When all replicas have reached it, compute its start and
+        end on all of them."""
         _, stage, _, version = self.graph.actions[n]
         reached = self._waiting.setdefault((stage, version), {})
         reached[n] = ready

@@ -333,7 +333,7 @@ def test_files_of_chats_that_differ_are_refused_on_all_ranks(home: Path, tmp_pat
     run = sparse(home, data={"source": "chat", "path": "chats.jsonl"})
     lines = trained.train(run, tmp_path / "run", ranks=2, before=lambda rank: os.chdir(tmp_path / str(rank)))
     assert len(set(lines)) == 1 and "got different samples on different ranks" in lines[0]
-    assert lines[0].endswith("fix: give every rank all samples, or equal files")
+    assert lines[0].endswith("fix: give every rank all samples, or files of equal content")
 
 
 def test_the_sample_of_a_run_of_chats_is_an_answer(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
