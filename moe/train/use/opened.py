@@ -9,7 +9,9 @@ run.expert(layer=1, number=3)["w1"].gradient
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,4 +62,20 @@ def open(folder: str | Path, *, step: int | None = None) -> Opened:
     path = choose(Path(folder), step=step)
     state = opened(path).state
     run = build_run(state["recipe"])
-    return Opened(restore(path, run), load_tokenizer(state["tokenizer"]), run, int(state["counters"]["step"]))
+    model = restore(path, run)
+    model.register_forward_pre_hook(partial(_check_tokens, vocab_size=run.vocab_size), with_kwargs=True)
+    return Opened(model, load_tokenizer(state["tokenizer"]), run, int(state["counters"]["step"]))
+
+
+def _check_tokens(model: Transformer, words: tuple[Tensor, ...], named: Mapping[str, Tensor], *, vocab_size: int) -> None:
+    """Raise BadInput for a batch without tokens, and for a token id that the model does not have."""
+    tokens_BL = words[0] if words else named["tokens_BL"]
+    if not tokens_BL.numel():
+        needed, fix = "[B, L] with a token or more", "begin with run.tokenizer.beginning(text)"
+        raise BadInput("tokens_BL", got=f"shape {list(tokens_BL.shape)}", needed=needed, fix=fix)
+    if tokens_BL.is_floating_point():  # hidden states, the input of later layers alone
+        return
+    least, most = (int(bound) for bound in tokens_BL.aminmax())
+    if least < 0 or most >= vocab_size:
+        needed, fix = f"ids from 0 to {vocab_size - 1}", "encode the text with run.tokenizer"
+        raise BadInput("tokens_BL", got=f"id {least if least < 0 else most}", needed=needed, fix=fix)

@@ -71,6 +71,9 @@ def test_an_experts_gradient_is_the_derivative_by_its_weight(run: Opened) -> Non
     ("call", "said"),
     [
         (lambda run: run.model(TOKENS, keep=("hiden",)), "keep: got hiden, needed hidden or routing; fix: did you mean hidden?"),
+        (lambda run: run.model(TOKENS[:, :0]), "tokens_BL: got shape [2, 0], needed [B, L] with a token or more"),
+        (lambda run: run.model(tokens_BL=TOKENS - 1000), "tokens_BL: got id -"),
+        (lambda run: run.model(TOKENS + 1000), "needed ids from 0 to 255; fix: encode the text with run.tokenizer"),
         (lambda run: run.expert(layer=0, number=0), "layer: got 0, needed a layer with experts: 1"),
         (lambda run: run.expert(layer=1, number=4), "number: got 4, needed an expert from 0 to 3"),
         (lambda run: moe.open("nowhere"), "run folder: got nowhere, needed a run with a checkpoint"),
