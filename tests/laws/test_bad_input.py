@@ -160,6 +160,7 @@ CASES: list[tuple[str, str, str]] = [
     ("bench sparse-vs-dence", "NAME: got sparse-vs-dence", "did you mean sparse-vs-dense?"),
     ("bench dispatch --seeds 2", "--seeds: got --seeds for dispatch", "remove --seeds"),
     ("report", "moe report: got no RUN_DIR, needed moe report RUN_DIR [OTHER]", "moe report runs/switch_tiny"),
+    ("bench sparse-vs-dense --only glam", "--only: got glam, needed one of recipes, experts", "--only experts"),
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
     ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
     # an encoder-decoder

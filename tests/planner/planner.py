@@ -23,6 +23,7 @@ import tyro
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
+from parallel.errors import BadInput
 from tests.planner import best as planner_best
 from tests.planner import cards as planner_cards
 from tests.planner import choice as planner_choice
@@ -34,20 +35,25 @@ from tests.planner import speed as planner_speed
 from tests.planner.read_tables import Table, read_folder
 
 Part = Literal["runs", "tables", "ranges", "published", "cards", "speed", "orders", "best"]
+READ_BY: dict[str, tuple[Part, ...]] = {"folder": ("tables", "ranges"), "only": ("runs", "speed")}
 TABLES = Path(__file__).resolve().parent / "tables"
 HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
 
 
 def main(part: tyro.conf.Positional[Part] = "runs", *, folder: str | None = None, only: str | None = None, json: str | None = None) -> int:
     """Run one `part` (top of this file). Returns 1 if a row fails: a formula that is not met, a run that differs by more than a tenth.
-    folder: other tables. only: runs with this text in their name. json: file for the rows."""
+    folder: other tables. only: runs with this text in their name. json: file for the rows. Raises BadInput for a flag that `part` does not
+    read."""
+    for flag, value in (("folder", folder), ("only", only)):
+        if value is not None and part not in READ_BY[flag]:
+            raise BadInput(f"--{flag}", got=f"{value} with {part}", needed=f"the part {' or '.join(READ_BY[flag])}", fix=f"remove --{flag}")
     parts: dict[Part, Callable[[], list[dict[str, Any]]]] = {
         "runs": lambda: _runs(only),
         "tables": lambda: table_rows(folder or TABLES),
         "ranges": lambda: planner_ranges.rows(read_folder(folder or TABLES)),
         "published": planner_published.rows,
         "cards": planner_cards.rows,
-        "speed": planner_speed.rows,
+        "speed": lambda: planner_speed.rows(only),
         "orders": planner_orders.rows,
         "best": planner_best.rows,
     }

@@ -23,11 +23,11 @@ SMALL, ALLOWED = 1_024, (10.0, 60.0)  # number of devices; seconds allowed up to
 HEAD = f"{'run':<14}{'cluster':<14}{'devices':>8}{'plans':>9}{'fit':>8}{'seconds':>9}{'at most':>9}  the best"
 
 
-def rows() -> list[dict[str, Any]]:
-    """Print and return a row for each recipe."""
+def rows(only: str | None = None) -> list[dict[str, Any]]:
+    """Print and return a row for each recipe. only: those with this text in their name."""
     print(HEAD)
     found = []
-    for run in sorted(RUNS, key=lambda run: load_cluster(run.cluster).world):
+    for run in sorted((run for run in RUNS if only is None or only in run.recipe), key=lambda run: load_cluster(run.cluster).world):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
             row = fresh.submit(row_of, run.recipe, run.cluster).result()
         numbers = f"{row['devices']:>8,}{row['tried']:>9,}{row['fitting']:>8,}{row['seconds']:>9.1f}{row['seconds_allowed']:>9.0f}"

@@ -42,12 +42,10 @@ def by_columns(of: Comparison, key: Key, own: list[Piece | None], bound: float) 
 
 
 def of_calls(of: Comparison, key: Key, bound: float) -> list[Seen] | None:
-    """Align the sum over all calls and ranks, for outputs without a dim of samples, such as the number of tokens of each expert in each
-    micro-batch. Return None for other values, and if this sum deviates."""
+    """Align the sum over all calls and ranks, for integer outputs of equal shapes: counts, such as the number of tokens of each expert in
+    each micro-batch. Return None for other values, and if this sum deviates."""
     whole, calls = of.one.pieces[key], [piece for rank in of.ranks for piece in rank.pieces.get(key, [])]
-    if key.kind != "output" or any(
-        p.sampled or p.whole != whole[0].whole or p.values.shape != whole[0].values.shape for p in (*whole, *calls)
-    ):
+    if key.kind != "output" or any(not p.dtype.startswith("int") or p.sampled or p.whole != whole[0].whole for p in (*whole, *calls)):
         return None
     one, here = (torch.stack([p.values.double() for p in side]).sum(0) for side in (whole, calls))
     deviation = of.deviation(key.kind, one, here)
