@@ -158,7 +158,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
-    # B begins at 0: Adam's first step needs a large eps, and A has a gradient only once B has moved, so the rate is high
+    # an adapter is B A. B begins at 0, so Adam's first step needs a large eps. A has no gradient before B's first update, so lr is high
     "lora": {
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
         "optimizer": LINEAR | {"lr": 0.05},
@@ -201,7 +201,7 @@ FORMS: dict[str, dict[str, Any]] = {  # values of Case.tensor that are not value
     "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
     "dtensor_sliced": {"kind": "dtensor", "sequence_parallel": True},
 }
-LINES = ("1d", "dtensor", *FORMS)
+LINES = ("1d", "dtensor", *FORMS)  # values of Case.tensor that split each weight along one dim over all tp ranks
 
 
 @dataclass(frozen=True)

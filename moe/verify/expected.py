@@ -42,7 +42,8 @@ FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # `reorderings`: numbers of micro-batches
 SLICES = (2, 3, 4)  # `reorderings`: numbers of slices of a sequence
 LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings. In 16 bits they take 30 s, but more on a busy machine
-_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")  # recipe sections without effect
+# sections of a recipe that choose the layout, and so do not change the result
+_LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")
 DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rounding for a Bound
 
 

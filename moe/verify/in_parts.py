@@ -165,8 +165,9 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, blocks). A block: (slice of these queries, positions of keys, other arguments).
-        num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each rank has a contiguous slice."""
+        """Yield for each rank (positions of its queries, blocks). A block: (slice of these queries, positions of the keys that they attend
+        to, other arguments of `attend`). num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each
+        rank has a contiguous slice."""
         tokens, keys = ([of(rank, like) for rank in range(self.order.size)] for of in (known.tokens, known.keys))
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
         places = [own.place_L for own in keys] if num_keys == sum(len(own.place_L) for own in keys) else other

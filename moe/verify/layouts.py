@@ -156,8 +156,8 @@ class _OlderWeights:
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
-        """Return a context manager in which the model has the weights that compute the gradients of `step`. Enter it once for each step, in
-        order."""
+        """Return a context manager in which the model has the older weights with which the gradients of `step` are computed. Enter it once
+        for each step, in order."""
         if not self.ages:
             yield
             return
@@ -191,8 +191,8 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 def _streamed(
     case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, device: torch.device, watch: Watcher | None
 ) -> Result:
-    """Run one step and drain the pipeline, then the other steps without draining. The gradients of step 0 are computed from Adam's state:
-    exp_avg / (1 - beta1)."""
+    """Run a case of PipeDream or 2BW: step 0, after which the pipeline drains, then the other steps without draining. `stream` returns
+    after the updates, so the gradients of step 0 are computed from Adam's state: exp_avg / (1 - beta1)."""
     engine, shard, world = executor.engine, shard_of(run, mesh, case.batch), mesh.axis("world")
     updates: list[Step] = []
     if tape is not None:
@@ -319,7 +319,8 @@ def limit_of(world: int, timeout_s: float | None) -> float:
 
 
 def few_meshes(cases: Iterable[Case]) -> list[Case]:
-    """Return as many of the first cases as together need at most MESHES / ranks different meshes, and at least one."""
+    """Return the first cases in `cases`, as many as one set of processes may run: together they need at most MESHES / ranks different
+    meshes. Return at least one case."""
     found: list[Case] = []
     meshes: set[Degrees] = set()
     for case in cases:
@@ -348,8 +349,8 @@ def ran_by(
 
 
 def gathered(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
-    """Return (result, tape or None) of a case. parts: for each rank, the value that `ran_by` yielded. Sums tensors over ranks, and merges
-    tapes."""
+    """Return (result, tape or None) of a case. parts: for each rank, the value that `ran_by` yielded. Sums tensors over ranks, because each
+    is zero outside the rank's part, and merges tapes."""
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

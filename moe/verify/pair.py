@@ -25,8 +25,8 @@ VOCABULARY = 264
 
 @dataclass(frozen=True)
 class Pair:
-    """A model in a layout. one: records a step on one process into a folder. many: records the same step on each of `world` ranks. `many`
-    may read the recording of `one`, which is in the folder `one` next to its own."""
+    """A comparison to run: a model in a layout. one: records a step on one process into a folder. many: records the same step on each of
+    `world` ranks. `many` may read the recording of `one`, which is in the folder `one` next to its own."""
 
     model: str
     layout: str
@@ -36,7 +36,7 @@ class Pair:
 
 
 def subsets(degrees: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Yield each subset of the axes but the empty one, as axis -> degree, small subsets first."""
+    """Yield each non-empty subset of the axes, as a dict: axis -> degree. Small subsets come first."""
     for size in range(1, len(degrees) + 1):
         yield from map(dict, combinations(degrees.items(), size))
 

@@ -43,7 +43,7 @@ def pairs_of(row: Choice, factors: Factors) -> list[Pair]:
 
 
 def together(pairs: Sequence[Pair]) -> list[str]:
-    """Return the pairs as lines of text. A line such as `schedule zb_h1, zb_h2 x data fsdp, zero2` stands for four pairs."""
+    """Return the pairs as lines of text. A line such as `schedule zb_h1, zb_h2 x data fsdp, zero2` means four pairs."""
     lines = []
     for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
         partners: dict[str, list[str]] = {}

@@ -128,8 +128,8 @@ def _call(function: Callable[[Path], None], folder: Path) -> Callable[[int], Non
 
 
 def _reason(error: str) -> str:
-    """Return the error at the end of a rank's traceback. A rank that only lost the connection to another rank is chosen last. Without a
-    traceback, return the line about the first rank that did not end."""
+    """Return the error at the end of a rank's traceback. Prefer ranks that failed themselves to ranks that only lost the connection to
+    another. Without a traceback, return the line about the first rank that did not end."""
     tracebacks = re.split(r"^rank \d+ failed:\n", error, flags=re.M)[1:]
     parts = [[" ".join(part.split()) for part in re.split(r"\n +[^\n]*(?=\n)", traceback)] for traceback in tracebacks]
     ends = [next(filter(None, reversed(part)), "no error") for part in parts]

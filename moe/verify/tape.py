@@ -87,7 +87,8 @@ def plain(tape: Tape) -> dict[str, Any]:
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """Merge the tapes of all ranks (as `plain` returns them) into one: joins outputs by token, and sums tensors of parameters."""
+    """Merge the tapes of all ranks (as `plain` returns them) into one: joins outputs by token, and sums tensors of parameters, which are
+    zero outside a rank's part."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:
@@ -103,7 +104,8 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
 def listen(model: nn.Module, tape: Tape) -> None:
     """Add hooks to the model that record its modules' outputs on the tape, except in passes without gradient."""
     assert isinstance(model, Transformer)
-    now = threading.local()  # .contexts: layer -> Context of the tokens that entered it last. Replicas of the engine dp are threads
+    # now.contexts: layer -> Context (step, token indices) of its latest input. One for each thread, as a replica of engine dp is a thread
+    now = threading.local()
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     columns, first = (None, 0) if held is None else (held.columns, held.first_channel)  # this rank's slice of layer inputs in tp
     axis = columns.keywords["axis"] if isinstance(columns, partial) else None

@@ -125,8 +125,8 @@ def _with_kernels(found: list[Case], device: str) -> list[Case]:
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and `of_bound`: the largest ratio of a
-    deviation to its limit in the Bound, or None without a Bound."""
+    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and `of_bound`. `of_bound` is the largest
+    ratio of a deviation to its limit in the Bound (a second limit for runs that round, expected.py); None if the case has no Bound."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row:
         return row
@@ -134,8 +134,8 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
         return row if rounds(case) else _row(case, ran, expected.by_rounding())
     if not (rounds(case) or known(case.run())):
         return row
-    # compare with sums in this layout's order: in 16 bits, another order may send a token that is nearly tied between two experts to the
-    # other one
+    # compare again, with one process that adds in this layout's order: another order of sums may send a token that is nearly tied between
+    # two experts to the other expert
     again = _row(case, ran, expected.in_the_order_of(case))
     return again if again["passed"] else row
 
@@ -152,7 +152,8 @@ def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, Expected], run: Run, say: Say) -> None:
-    """For each (case, table row) that failed, print its ranks' errors, or run it again with a Tape and print its first deviation."""
+    """For each (case, table row) that failed, print its ranks' errors, or run it again with a Tape (a record of its tensors) and print its
+    first deviation."""
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin, where = twin_of(case), "its ranks failed"

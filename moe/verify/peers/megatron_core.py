@@ -1,13 +1,14 @@
-"""Adapter of megatron-core: its GPTModel with the layers that need no Transformer Engine (local spec), tensor, sequence and expert
-parallelism, and its own DistributedDataParallel.
+"""Adapter of megatron-core: runs its GPTModel with tensor, sequence and expert parallelism and its DistributedDataParallel. The layers are
+those without Transformer Engine ("local spec").
 
-gpt      grouped queries, RMSNorm, SwiGLU
-moe      also four experts, two of them for each token, and a shared expert
-sigmoid  moe with sigmoid scores, two groups of experts and a selection bias
+gpt      grouped-query attention, RMSNorm, SwiGLU
+moe      as gpt, with MoE layers: four experts, top-2 routing and a shared expert
+sigmoid  as moe, with sigmoid scores, two groups of experts and a selection bias
 
-ep is over the ranks of fsdp (here: data parallelism) and tp. The layout's name in a row of a model with experts ends with the token
-dispatcher. With ep and tp alone, each expert is whole on one rank; with ep, tp and fsdp, it is sharded over tp. On a CPU, stand-ins replace
-CUDA devices and streams, and `Norm` replaces megatron-core's wrapper of torch's RMSNorm, which refuses sequence parallelism.
+The axis fsdp means data parallelism here. Expert parallelism (ep) uses the ranks of fsdp and tp: with ep and tp, each expert is whole on
+one rank; with ep, tp and fsdp, each expert is sharded over tp. In the rows of models with experts, the layout's name ends with the token
+dispatcher. On a CPU, stand-ins replace CUDA devices and streams, and `Norm` replaces megatron-core's wrapper of torch's RMSNorm, which
+refuses sequence parallelism.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def _loss(net: Any, tokens: Tensor) -> Tensor:
 
 
 def _shard(name: str, parameter: Any, whole: dict[str, Tensor]) -> Tensor:
-    """Return this rank's part of the parameter. Experts are numbered from 0 on each rank, and the first layer of SwiGLU is cut in each of
-    its two halves."""
+    """Return this rank's part of the parameter from the unsharded weights `whole`. The name of an expert has its index on this rank, which
+    begins at 0. The two halves of SwiGLU's fused first matrix are sharded separately."""
     from megatron.core import parallel_state
 
     start, _, rest = name.partition(".local_experts.")

@@ -2,11 +2,11 @@
 parallelism.
 
 The last word of a layout's name is torchtitan's backend. partial_dtensor: weights are DTensors inside layers that are sharded.
-full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, is not run: torch 2.13's FSDP2 refuses its
-types.
+full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, cannot run: torch 2.13's FSDP2 refuses its
+types, and the row shows this error.
 
-On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward
-pass there. Gradients are divided before their sum, because gloo has no sum with a factor.
+On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward pass
+there. Gradients are divided before their sum, because gloo has no sum with a factor.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
-_MOST = 2_000_000  # parameters of a tiny model; more: a size that `_SIZES` does not name
+_MOST = 2_000_000  # largest number of parameters of a tiny model. With more, the family has a size that `_SIZES` does not set
 _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
@@ -40,7 +40,7 @@ _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's con
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
     "sliding_window": 4, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-_OF_FAMILY: dict[str, dict[str, Any]] = {  # what the configuration of a family asks for, or refuses, in two layers
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # family -> settings that its model of two layers with experts needs instead of `_SIZES`
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

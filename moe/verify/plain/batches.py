@@ -1,4 +1,4 @@
-"""Makes the batches on which `moe verify` trains every layout, and the plain twin (a model without parallelism that shares no layer)."""
+"""Makes the batches on which `moe verify` trains both the layouts and the plain twin (a second implementation without parallelism)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`moe verify --types`: checks what is replicated, varying or partial on which axis of the mesh, without a twin's numbers."""
+"""`moe verify --types`: checks which tensors are replicated, varying or partial sums along each mesh axis. It needs no reference run."""

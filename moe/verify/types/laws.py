@@ -2,7 +2,8 @@
 
     replicated   copies of a gradient, weight, optimizer state, bias or number are equal bit by bit on all ranks that hold them
     varying      different shards of a gradient differ
-    partial      no sum over ranks adds a value that is equal on all of them; and every sum is complete: flows are conserved
+    partial      no sum over ranks has equal terms on all ranks, which would count a replicated value several times; and no sum lacks a
+                 rank's term, which the conservation of flows shows
 
 The flow of a tensor x is the sum of x times its gradient over all elements and all ranks; ranks with the same x and the same gradient count
 once. In a layer that is linear in its input and in its weights, the flows of input, weights and output are equal (Euler's theorem on
@@ -25,9 +26,9 @@ from moe.verify.types.watch import INPUT
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
 
-# largest difference of two flows, as a share of the root of the summed squares (x g)^2 of their elements; and of the gradients' norm
+# largest allowed difference of two flows, divided by the square root of the sum of (x g)^2 over the elements of both
 BOUND = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
-_NORM = 1e-4
+_NORM = 1e-4  # largest allowed relative error of the gradient norm, and of first moments
 
 
 class Law(NamedTuple):
@@ -116,7 +117,7 @@ class Checked:
 
 
 def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
-    """Check all laws. seen: of each rank, the fields of Seen (moe/verify/types/watch.py)."""
+    """Check all laws. seen: for each rank, the fields of Seen (moe/verify/types/watch.py)."""
     broken = [*_copies([rank["copies"] for rank in seen]), *_sums([rank["sums"] for rank in seen], run.mesh_degrees())]
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:
@@ -149,7 +150,8 @@ class _Flows:
 
     def __init__(self, step: int, seen: list[dict[str, Any]]) -> None:
         self.step, self.norms = step, [rank["norms"][step] for rank in seen]
-        self.whole: dict[str, dict[int, list[float]]] = {}  # key -> hash -> [flow, sum of (x g)^2, sum of g^2]
+        # key -> hash of (x, g), so that equal tensors of several ranks count once -> [flow, sum of (x g)^2, sum of g^2]
+        self.whole: dict[str, dict[int, list[float]]] = {}
         for rank in seen:
             for key, found in rank["flows"][step].items():
                 self.whole.setdefault(key, {}).update({int(hashed): numbers for hashed, *numbers in found})
@@ -158,11 +160,11 @@ class _Flows:
         return sum(numbers[of] for key in keys for numbers in self.whole[key].values())
 
     def sides(self, law: Law) -> tuple[float, float, float]:
-        """Return the flows of both sides, and their size: the root of the summed squares of all products."""
+        """Return (flow of the left side, flow of the right side, size). size: square root of the sum of (x g)^2 over both sides."""
         return self._total(law.left, 0), self._total(law.right, 0), sqrt(self._total((*law.left, *law.right), 1))
 
     def norm(self, trained: Iterable[str]) -> Iterator[str]:
-        """Yield a line if the norm does not count each element of the gradients once."""
+        """Yield a line if the recorded gradient norm is not the norm over all gradients in which each element counts once."""
         whole = sqrt(self._total((name for name in trained if name in self.whole), 2))
         if any(isfinite(norm) and abs(norm - whole) > _NORM * whole for norm in self.norms):
             yield f"counted wrongly: the norm is {self.norms[0]:.7g}, of all gradients {whole:.7g} (step {self.step})"
@@ -200,7 +202,7 @@ def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
 
 
 def _moments(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each parameter whose first moment is not one multiple of its gradient: the one that clips the norm to its limit."""
+    """Yield a line for each parameter if its first moment after step 0 is not (1 - beta1) times the gradient, clipped to clip_norm."""
     norm, limit = seen[0]["norms"][0] / seen[0]["scales"][0], run.optimizer.clip_norm
     if run.optimizer.kind != "adamw" or not isfinite(norm):
         return
@@ -228,6 +230,6 @@ def _columns(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _odd(texts: tuple[str, ...]) -> str:
-    """Return the first parts of the texts that differ."""
+    """Return the first field in which the ranks' texts differ, such as the loss: the different values, joined by "|"."""
     parts = [re.split(r"(?<=[,(])\s*", text) for text in texts]
     return " | ".join(dict.fromkeys(next((each for each in zip(*parts, strict=False) if len({*each}) > 1), texts)))

@@ -1,10 +1,11 @@
 """The laws of `moe verify --types` about tokens: their experts, slots, and shares of the balance loss.
 
 copies     a token has the same experts on every rank that holds it, and in a recomputed pass
-slots      an expert takes at most its slots of a group, drops no choice while one is free, and serves its queue in order
-gates      a choice without a slot has no gradient; a token's choices with slots all have one, or none has
-balance    the gradients of an expert's probabilities sum to weight * experts * its share of the choices that count, because the
-           balance loss is linear in each of them; over the global batch they are equal for all tokens
+slots      an expert accepts at most as many choices of a group of tokens as it has slots, drops none while a slot is free, and accepts
+           them in the order of its queue
+gates      a choice without a slot has no gradient; of a token's choices with slots, either all have a gradient or none
+balance    the balance loss is linear in each probability. Its gradients by the probabilities of one expert therefore sum, over tokens, to
+           weight * experts * the expert's share of the counted choices. With balance over the global batch they are equal for all tokens
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ Token = tuple[bool, list[int], list[bool]]  # whether it is no padding, its expe
 
 
 def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zero: int = 0) -> Iterator[str]:
-    """Yield a line for each law of routing that does not hold. seen: of each rank, the fields of Seen (watch.py). bound: largest difference
-    allowed between the balance loss's gradient and its formula, as a share of it. zero: number of zero experts, which are the last ones."""
+    """Yield a line for each law of routing that does not hold. seen: for each rank, the fields of Seen (watch.py). bound: largest allowed
+    relative difference between the gradient of the balance loss and its formula. zero: number of zero experts (experts that return 0),
+    which have the last indices."""
     routers: dict[tuple[int, str], dict[int, Token]] = {}  # (step, router) -> position in the step -> token
     sizes: dict[str, tuple[int, int | None, int]] = {}  # router -> tokens of a sequence, slots of an expert, experts
     for step, router, tokens, length, slots, experts in (each for rank in seen for each in rank["choices"]):
@@ -37,7 +39,7 @@ def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zer
             for line in dict.fromkeys(_slots(spec, found, length, slots)):
                 yield f"{line} in {router} (step {step})"
         flags = [each for rank in seen for s, r, each in rank["gates"] if (s, r) == (step, router)]
-        if flags and not spec.importance_weight:  # which gives every gate a gradient
+        if flags and not spec.importance_weight:  # an importance loss gives every gate a gradient
             yield from (f"{line} in {router} (step {step})" for line in dict.fromkeys(_gates(found, flags, experts - zero)))
         sums = [(name, *each) for rank in seen for s, r, name, *each in rank["balance"] if (s, r) == (step, router)]
         yield from (f"{line} in {router} (step {step})" for line in _balance(spec, experts, found, sums, seen[0]["scales"][step], bound))
@@ -50,7 +52,8 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
         if not valid and any(kept):
             yield "padding has a slot"
         for k, (expert, has) in enumerate(zip(chosen, kept, strict=True)):
-            if valid and (has or (method.tokens_choose and not (k and spec.random_second))):  # others may not ask for a slot
+            # experts that choose tokens, and random second choices, do not ask for a slot for every choice
+            if valid and (has or (method.tokens_choose and not (k and spec.random_second))):
                 place = (k, position) if spec.queue == "choices_first" else (position, k)
                 queues.setdefault((position // each, expert), []).append((place, has))
     for (group, expert), queue in queues.items():
@@ -91,7 +94,7 @@ def _balance(
         shares = [counts[expert] / counts.total() for expert in range(experts)]
         if any(abs(mine - total * share) > bound * total for mine, share in zip(whole, shares, strict=True)):
             yield f"not in proportion: the gradients of the probabilities {_short(whole, total)}, choices {_short(shares, 1.0)}"
-    ends = [each[2:] for each in sums if len(each) > 2]  # of passes with tokens
+    ends = [each[2:] for each in sums if len(each) > 2]  # (minimum, maximum) of each pass that has tokens
     if spec.balance_scope == "global_batch" and ends:
         least, most = (
             [pick(column) for column in zip(*side, strict=True)] for pick, side in zip((min, max), zip(*ends, strict=True), strict=True)

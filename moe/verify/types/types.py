@@ -87,7 +87,8 @@ def _watched(rank: int, chosen: list[Case], inside: Inside) -> Iterator[dict[str
 
 
 def _last(name: str) -> str:
-    """Return the part of a parameter's name that its kind has in all layers: `attention.sinks` for `layers.3.attention.sinks.weight`."""
+    """Return a parameter's name without the number of its layer and without `.weight`: `attention.sinks` for
+    `layers.3.attention.sinks.weight`."""
     return ".".join(word for word in name.removesuffix(".weight").split(".") if not word.isdigit() and word != "layers")
 
 

@@ -45,7 +45,8 @@ _SUMS = ("allreduce", "all_reduce", "reduce_")  # beginnings of the names of tor
 class Seen:
     """What one rank has seen. All values are numbers, texts, lists and dicts, so that processes can exchange them.
 
-    sums: [ranks of the group, name and place, hash of the input, whether it has a number that is no integer] in order
+    sums: for each sum over ranks, in order: [ranks of the group, name and place of the call, hash of the input, whether the input is finite
+        and has fractions]. Sums of integers are counts, which may be equal on all ranks
     copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal]
     flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
     said: texts of the step's numbers (loss, norms), which must be equal on all ranks
@@ -78,7 +79,8 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):
-    """A mode in which this rank's sums are noted. `built`, `summed` and `updated` are called by the run (moe/verify/layouts.py)."""
+    """Torch dispatch mode that records every sum over ranks (all-reduce, reduce-scatter) of this rank. Its methods `built`, `summed` and
+    `updated` are called by the run (moe/verify/layouts.py)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +138,8 @@ class Watch(TorchDispatchMode):
         return {kind: {name: held.detach().clone() for name, held in self._of_each(kind, 1.0)} for kind in ("weight", "exp_avg")}
 
     def _routed(self, key: str, router: Router, args: Any, kwargs: Any, out: Routing) -> Routing:
-        """Note the choices of a pass. Return the routing with probabilities of which only the balance loss has the gradient."""
+        """Note the choices of a pass. Return the routing with a view of the probabilities. Only the balance loss reads this view, so a hook
+        on it gets the gradient of that loss alone."""
         context, step = kwargs["context"], len(self.seen.flows) - 1
         valid_T = torch.ones(len(out.expert_TK), dtype=torch.bool) if out.valid_T is None else out.valid_T
         of_tokens = [context.position_T, valid_T, out.expert_TK, out.kept_TK]
@@ -164,7 +167,8 @@ class Watch(TorchDispatchMode):
         return replace(out, probs_TE=probs_TE)
 
     def _of_gates(self, key: str, router: Router, out: Routing) -> Iterator[str]:
-        """Yield a line if gates do not have the sums that the recipe states, or if a step's passes choose with different biases."""
+        """Yield a line if gates break the recipe's rule (equal to the probabilities, or a token's gates sum to gate_scale), or if two
+        passes of a step choose experts with different selection biases."""
         spec, step = router.spec, len(self.seen.flows) - 1
         if router.bias_E is not None and self.biases.setdefault((step, key), fingerprint(router.bias_E).item()) != fingerprint(
             router.bias_E
@@ -202,8 +206,8 @@ class Watch(TorchDispatchMode):
         tensor.register_hook(arrived)
 
     def summed(self, numbers: object, *, kind: str = "gradient", scale: float = 1.0) -> None:
-        """Note the gradients that the engine has summed over ranks, and the step's numbers. kind "exp_avg": gradients are exp_avg / scale,
-        for engines that have already made the update. Collective."""
+        """Note the gradients that the engine has summed over ranks, and the step's numbers. kind "exp_avg": the engine has already made the
+        update, so gradients are computed from Adam's state as exp_avg / scale. Collective."""
         self.seen.said.append(repr(numbers))
         self.gradients: dict[str, Tensor] = {}
         with self._silent():
@@ -218,7 +222,8 @@ class Watch(TorchDispatchMode):
         both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):
             flows = self.seen.flows[-1].setdefault(weight.name, [])
-            flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])  # an owner's pieces all count
+            # a unique number instead of a hash: each part has only one owner, so equal parts are not copies, and all of them count
+            flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])
             if weight.name == "head.weight":
                 g_VD = part.tensor.double()
                 sums = [*zip(g_VD.sum(0).tolist(), g_VD.abs().sum(0).tolist(), strict=True)]
@@ -241,8 +246,8 @@ class Watch(TorchDispatchMode):
         self.seen.flows.append({})
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
-        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and what a skipped step changed.
-        before: weights and moments before the step."""
+        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and weights or moments that a
+        skipped step changed. before: weights and moments before the step."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])

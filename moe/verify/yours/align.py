@@ -44,8 +44,8 @@ class Samples:
 class Part:
     """A possible alignment of a rank's tensor with the single process's. cut: (dim, chunks, index, blocks): the dim consists of `blocks`
     blocks, for example the weights of q, k and v; each block is split into `chunks` chunks, and the rank has chunk `index` of every block.
-    None: ranks split only sequences and tokens. by_samples: whether a dim is indexed by sequences or tokens, so that the rank holds only
-    the entries of its samples."""
+    None: no dim is split into chunks. by_samples: whether a dim is indexed by sequences or tokens, so that the rank holds only the entries
+    of its samples."""
 
     maps: Maps
     cut: tuple[int, int, int, int] | None = None
@@ -65,8 +65,8 @@ class Seen:
 
 
 def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
-    """Join the calls of one module, for example micro-batches, along dim 0. Return None if their shapes do not allow it. For the calls of a
-    rank, kind: kind of value (Key.kind); whole: the single process's calls of the module."""
+    """Join the tensors of a module's calls, for example of micro-batches, along dim 0. Return None if their shapes do not allow it. kind,
+    whole: only for the calls of a rank: the kind of value (Key.kind), and the single process's calls of this module."""
     pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:
@@ -80,9 +80,9 @@ def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None
 
 
 def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
-    """Reduce a rank's calls of a module, one for each micro-batch, to one call: keep one of several equal outputs; add up output gradients.
-    Other calls are returned unchanged: if the single process calls the module as often, or if values have a dim of samples, so that their
-    shape differs from the single process's."""
+    """Merge a rank's calls of a module, one for each micro-batch, into one call: add up output gradients, and keep one of several equal
+    outputs. Return the calls unchanged if the single process calls the module as often, or if the values have a dim of samples: a
+    micro-batch's shape then differs from the single process's."""
     alike = all(p.whole == whole[0].whole and p.values.shape == calls[0].values.shape for p in calls)
     if len(calls) <= len(whole) or not alike:
         return calls

@@ -45,7 +45,7 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
+    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)  # (parameter, rank) -> result of `tried`
     shifts: list[dict[str, int]] = field(default_factory=list)  # of each rank, the result of `renamed`
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
 
@@ -120,8 +120,9 @@ class Comparison:
         return max((self.deviation(key.kind, s.one, b[0]) for s, b in both if b and b[0].shape == s.one.shape), default=0.0)
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
-        """Return `seen`, the weights after the step, less the differences that the bounds of their gradients explain. The norm of all
-        elements, which is last, may differ by as much as these differences in the sample, relative to its norm."""
+        """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements: its explained difference is as large as
+        the sample's, relative to the norms."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
@@ -161,6 +162,7 @@ class Comparison:
 
     @cached_property
     def least(self) -> dict[str, float]:
+        """Kind of gradient -> smallest divisor of its deviations: a thousandth of the largest element of all gradients of this kind."""
         largest = dict.fromkeys(_GRADIENTS, 0.0)
         for key, pieces in self.one.pieces.items():
             if key.kind in largest:
@@ -204,7 +206,8 @@ class Comparison:
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
 
     def _scale_of(self, rank: int) -> float:
-        """Return a rank's factor (see `scales`) from its own modules, if no module is on all ranks, as with pipeline stages."""
+        """Return one rank's factor of `scales`, measured at the first output gradient of the backward pass that the rank has. This is for
+        ranks without a common module, such as pipeline stages."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
             piece = self.pieces(key)[rank]
             if piece is not None and (best := self.best(key, rank, piece, 0.0, scale=False)) is not None:

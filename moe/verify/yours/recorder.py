@@ -174,7 +174,7 @@ class Step:
             self._until_the_end(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # the last of several micro-batches has the sum, in the order of the first
+        if parameter.grad is not None:  # called for each micro-batch: the last has the sum, which replaces the value of the first
             self.record.pieces[Key("local gradient", name)] = []
             self._keep(Key("local gradient", name), parameter.grad)
 

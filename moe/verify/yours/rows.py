@@ -47,8 +47,8 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
 
 
 def of_experts(of: Comparison, module: str) -> bool:
-    """Return whether the module is a stack of experts of which each rank holds some. Rows of a rank's input that are for other experts then
-    have no effect."""
+    """Return whether the module has weights of stacked experts, [experts, in, out], and each rank holds only some of the experts. Rows of a
+    rank's input that are for other experts then have no effect."""
     weights = [(k, p[0].shape) for k, p in of.one.pieces.items() if k.kind == "weight" and k.name.rpartition(".")[0] == module]
     return any(k in of.ranks[0].pieces and of.ranks[0].pieces[k][0].shape[0] < shape[0] for k, shape in weights if len(shape) == 3)
 

@@ -31,8 +31,13 @@ VERSION = 3
 
 
 class Key(NamedTuple):
-    """Name of a value. kind: weight, input, output, "output gradient", "local gradient", gradient, norm, note, "weight after".
-    name: of the module or parameter. slot: position of the tensor among a module's inputs or outputs."""
+    """Name of a recorded value. name: of the module, parameter or note. slot: path of a tensor in its module's inputs or outputs, such as
+    "0.mask". kind:
+
+        input, output, output gradient    of a call of a module
+        weight, weight after              a parameter or buffer, before and after the step
+        local gradient, gradient          of a parameter, before and after the reduction over ranks
+        norm, note                        norm of all gradients, as torch's clipping computes it; a value that the program notes"""
 
     kind: str
     name: str
@@ -43,8 +48,8 @@ class Key(NamedTuple):
 class Piece:
     """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; for other tensors than DTensors,
     shape. offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the global
-    tensor, if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim, n
-    if the first n of every PERIOD indices are stored."""
+    tensor, if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim,
+    the number of stored indices out of every PERIOD."""
 
     values: Tensor
     shape: tuple[int, ...]
