@@ -151,8 +151,9 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwi
 
 
 def _some_list(run: Run, stages: int) -> list[int] | None:
-    """Return a value of pipeline.layers for a fix: a cut by FLOPs. If there is one stage more than layers, the last stage has only the
-    head. If there are two more, the first also has only the embedding. None if there are even more stages."""
+    """Return the number of layers of each stage, as a value of pipeline.layers that an error message proposes: a cut by FLOPs. With one
+    stage more than layers, the last stage has no layer, only the head. With two more, the first stage has no layer either, only the
+    embedding. Return None with even more stages."""
     layers = run.model.num_layers
     if stages <= layers:
         return list(cut(layer_flops(run), stages))
@@ -200,7 +201,8 @@ class Device:
     link_gb_s: float
 
     def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
-        """Return a function from (rank, action) to seconds. Action S is the all-reduce of a stage's fp32 gradients over the replicas."""
+        """Return a function from (rank, action) to seconds. Action S is the all-reduce of a stage's fp32 gradients over the replicas.
+        Action U, the update, takes no time."""
 
         def cost(rank: int, action: Action) -> float:
             stage = stages[action.stage]

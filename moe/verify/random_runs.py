@@ -86,8 +86,8 @@ def tried(drawn: Draw, limit_s: float | None) -> dict[str, Any]:
 
 
 def recipe_of(case: Case) -> Values:
-    """Return the recipe of a case made by `as_written`, with resolved degrees. Of a dense model it has no sections of experts, because the
-    checks would refuse them."""
+    """Return the recipe of a case made by `as_written`, with resolved degrees. For a dense model, it has no sections about experts, because
+    the checks of recipes would refuse them."""
     values: Values = json_text.loads(case.values or "{}")
     sparse = case.run().model.layers_with_experts()
     return {section: keys for section, keys in values.items() if sparse or section not in ("router", "experts", "dispatch")}

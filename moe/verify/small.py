@@ -22,7 +22,7 @@ _SIZES_OF_MODEL = {"vocab_size", "d_model", "num_heads", "num_kv_heads", "head_s
 _SIZES_OF_MODEL |= {"num_layers", "encoder_layers", "sliding_window", "sliding_layers"}
 _SIZES_OF_EXPERTS = {"num_experts", "d_ff", "shared_d_ff", "rebalance_every", "kernels"}
 _WINDOW = 4  # largest sliding window of a small version; shorter than the sequences of all cases
-_RANK = 3  # of a small version's adapters
+_RANK = 3  # rank of a small version's LoRA adapters
 # optimizer settings for models with parameters that begin at 0. Adam's first step makes them -lr g / (|g| + eps). With a small eps, a
 # rounding error of a tiny gradient g would flip their sign
 LINEAR = {"eps": 0.1}

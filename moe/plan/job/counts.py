@@ -21,9 +21,10 @@ from parallel.mesh.grids import GRIDS
 
 @dataclass(frozen=True)
 class Elements(Summed):
-    """Numbers of parameters on a rank. dense: outside of experts; Plan.copies ranks hold the same ones. expert: in experts; Plan.edp ranks
-    hold the same ones. frozen_dense, frozen_expert: the frozen ones among them, which have no gradients and optimizer states. blocks: in
-    frozen matrices that are kept in blocks, counted in no other field."""
+    """Numbers of parameters on a rank. dense: parameters outside of experts, of which Plan.copies ranks hold copies. expert: parameters of
+    experts, of which Plan.edp ranks hold copies. frozen_dense, frozen_expert: the frozen part of `dense` and of `expert`, which has no
+    gradients and optimizer states. blocks: parameters of frozen matrices that are stored in MXFP4 or FP8 blocks; no other field counts
+    them."""
 
     dense: float = 0.0
     expert: float = 0.0
@@ -37,7 +38,7 @@ class Elements(Summed):
 
     @property
     def parameters(self) -> float:
-        """Numbers without blocks, which engines do not see: they are not cast, stashed or offloaded."""
+        """Number of parameters that are not in blocks. Engines do not see blocks, so blocks are not cast, stashed or offloaded."""
         return self.dense + self.expert
 
     @property
@@ -68,7 +69,8 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
     outside = units if plan.tensor in GRIDS else 1  # shards of a side of `width`
     if n.trains("attention"):
         *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
-        of_tokens = n.latent.query_rank + n.latent.key_rank + n.latent.rotary_size if n.latent else 0  # outputs that no rank cuts
+        # outputs of the latents' down-projections, which are whole on every tp rank
+        of_tokens = n.latent.query_rank + n.latent.key_rank + n.latent.rotary_size if n.latent else 0
         outputs, inputs = sum(rows for rows, _ in first) - of_tokens, sum(columns for _, columns in first)
         of_attention = outputs / units + of_tokens + inputs / outside + last[0] / outside + last[1] / units
         sides += (2 if n.source else 1) * of_attention

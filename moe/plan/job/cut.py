@@ -67,7 +67,8 @@ def _needed(ends: Sequence[float], most: float) -> int:
 
 
 def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage, in the cut with the least sum of squared costs whose stages cost at most `limit`."""
+    """Return the number of layers of each stage. Among all cuts in which no stage costs more than `limit`, it is the cut with the least sum
+    of squared costs."""
     count = len(ends) - 1
     # best[n]: best cut of the layers from n on into the last stages: (sum of squared costs, number of layers of the first of these stages)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]

@@ -25,7 +25,7 @@ from moe.router.methods.catalog import method_of
 @dataclass(frozen=True)
 class Size:
     """Size of a model or a block. total: number of parameters. active: number of parameters that one token uses. forward, training: FLOPs
-    per token. by_weights: those of `forward` that multiply weights."""
+    per token. by_weights: the part of `forward` that multiplies weights."""
 
     total: int
     active: int
@@ -61,7 +61,8 @@ def _adapted_training(run: sections.Run, blocks: Sequence[Size]) -> float:
 
 
 def _adapter_sides(run: sections.Run, layer: int) -> float:
-    """Sum of (inputs + outputs) over the adapted matrices that a token meets in this layer. In an encoder-decoder, tokens of one half."""
+    """Sum of (inputs + outputs) over the adapted matrices that a token meets in this layer. In an encoder-decoder it is a mean over the
+    tokens of encoder and decoder, because only the tokens of one of them pass the layer."""
     model, experts, targets = run.model, run.experts, run.lora.targets
     sides = sum(map(sum, attention_matrices(model))) if "attention" in targets else 0.0
     width, hidden, sparse = model.d_model, experts.d_ff or model.d_ff, layer in model.layers_with_experts()
@@ -100,7 +101,7 @@ def multi_token_size(run: sections.Run) -> tuple[int, float]:
 
 
 def block_size(run: sections.Run, *, layer: int) -> Size:
-    """Return the size of one block: attention, and a dense network or experts, of which `active` counts only the chosen experts."""
+    """Return the size of one block: attention, and a dense network or experts. `active` counts only the experts that a token chooses."""
     model, experts, router = run.model, run.experts, run.router
     products = attention_products(model)
     idle = vectors = 0

@@ -37,7 +37,8 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """Return the least number of micro-batches that fills and drains the pipeline with the same actions as `microbatches`."""
+    """Return the number of micro-batches of the shortest step that differs from a step of `microbatches` micro-batches only in having fewer
+    of the equal rounds between filling and draining the pipeline."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 
@@ -63,9 +64,10 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much: it has the
-    same layers, at least as many micro-batches in flight and weight versions, gradients if the later rank has them, the same embedding, and
-    the head if the later rank has it. A rank without the embedding keeps the inputs that it receives instead, which may be larger.
+    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much memory. The
+    earlier rank then has the same layers, at least as many micro-batches in flight and weight versions, and gradients and the head if the
+    later rank has them. Also, both ranks have the embedding, or neither has it: a rank without the embedding keeps the inputs that it
+    receives, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
@@ -97,5 +99,5 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    frees = all(map(le, more.freed, less.freed))  # FSDP has freed no more of its weights
+    frees = all(map(le, more.freed, less.freed))  # FSDP has freed the weights of a stage in `more` only if it has in `less`
     return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

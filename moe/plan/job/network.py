@@ -30,7 +30,7 @@ from parallel.sequence.order import Places
 
 LARGEST_EP = 8  # by default, the busiest rank's rows grow with ep only up to this ep (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
-Kind = Literal["attention", "dense", "experts"]  # of matrices, named as in lora.targets
+Kind = Literal["attention", "dense", "experts"]  # kind of a matrix, named as in lora.targets
 
 
 def repeats(index: int, every: int) -> bool:
@@ -75,10 +75,10 @@ class Experts:
     free: int = 0  # number of experts that compute nothing
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
-    open_groups: tuple[int, int] = (1, 1)  # number of equal groups of experts from which a token chooses, and of all groups
+    open_groups: tuple[int, int] = (1, 1)  # (number of groups of experts from which a token may choose, number of all groups)
     apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
     busiest: float | None = None  # rows of the busiest ep rank, as a multiple of the ranks' mean, without capacities; None: see `excess`
-    excess: float = 0.0  # if `busiest` is None, it is 1 plus this number for each ep rank after the first
+    excess: float = 0.0  # if `busiest` is None, the busiest rank has 1 + excess * (ep - 1) times the mean number of rows
 
     @property
     def mean_rows(self) -> float:
@@ -222,8 +222,9 @@ class Network:
         return target not in self.frozen and (self.adapters is None or target in self.adapters.targets)
 
     def learning(self, target: Kind) -> dict[str, Any]:
-        """Return {"trained": whether gradients of matrices of this kind are computed, "rank": of their LoRA adapters, 0 for none,
-        "decoding": of their blocks, None for whole matrices}."""
+        """Return the training settings of matrices of this kind, as arguments of `_products` in layer_time.py: {"trained": whether their
+        gradients are computed, "rank": rank of their LoRA adapters or 0, "decoding": cost of decoding their blocks, None if they are not
+        stored in blocks}."""
         rank, form = self.adapters.rank if self.adapters is not None and self.trains(target) else 0, self.blocks(target)
         decoding = None if form is None else DECODING[form].transposed if target == "experts" else DECODING[form]
         return {"trained": not self.freezes(target), "rank": rank, "decoding": decoding}
@@ -257,8 +258,8 @@ class Network:
         return "embedding" if self.tied else "head"
 
     def freezes(self, *parts: str) -> bool:
-        """Return whether a weight is frozen that belongs to each of these parts: one frozen part is enough. For example, the norms of
-        queries belong to both `attention` and `norms`. With LoRA, all weights are frozen."""
+        """Return whether a weight that belongs to all of these parts is frozen. One frozen part is enough: the norms of queries, for
+        example, belong to `attention` and to `norms`. With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
     @property
@@ -319,8 +320,8 @@ class Plan:
         return made
 
     def only(self, names: tuple[str, ...], **changes: Any) -> Plan:
-        """Return a plan with the settings `names` of this plan, then `changes`, and defaults for all other settings. Equal results are the
-        same object."""
+        """Return a plan with this plan's values of the settings `names`, with `changes`, and with defaults for all other settings. Equal
+        calls return the same cached object."""
         return _plan_with(names, _getter(names)(self), tuple(changes.items()))
 
     @property

@@ -140,12 +140,12 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes that ranks exchange in moe/router/slices.py, as arguments of Router.
+    """Return the bytes that ranks exchange in moe/router/slices.py to route together, as arguments of Router.
 
-    decides: if the routing method needs whole groups, a token's fp32 logits, position and id; otherwise with a capacity, for each of its
-    choices the expert, the priority, and whether a random second choice is used. counts: the choices of each expert. balances: the gates
-    (importance loss) and the probabilities of being chosen (load loss).
-    gathered_counts: whether kernels sort the queues on a GPU (`Router._fused`)."""
+    decides: bytes per token. If the routing method needs whole groups of tokens: fp32 logits, position and token id. Otherwise, with a
+    capacity, for each choice: expert, priority, and whether a random second choice is used. counts: number of choices of each expert, per
+    group. balances: gates (importance loss) and probabilities of being chosen (load loss), per token. gathered_counts: whether a GPU's
+    kernels sort the queues (`Router._fused`), and count the choices themselves."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
         decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)

@@ -112,8 +112,8 @@ class Device:
 
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
         """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, so k counts
-        tokens. The time depends on the alignment of the operands' rows in memory; for such a gradient their lengths are m and n, else k and
-        n."""
+        tokens. The time depends on the alignment of the operands' rows in memory. Rows have k and n elements, or m and n for a gradient of
+        weights."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))

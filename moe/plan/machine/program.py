@@ -11,7 +11,8 @@ from typing import Literal
 
 from moe.plan.job.hashed import hashed_once
 
-# part of the shorter of host's and device's time that a pass takes besides the longer; fitted to vTrain's steps with small layers
+# a pass takes the longer of host's time (kernel launches) and device's time, plus this fraction of the shorter; fitted to vTrain's steps
+# with small layers
 ALONE = 0.3
 
 
@@ -26,15 +27,16 @@ class Program:
     checkpoint_us: float = 100.0  # host's time to begin a recomputed layer: random number states, a nested backward pass
     step_ms: float = 1.0  # host's time once per step: data, gradient norm, loss scale, logging
     pointwise: float = 1.0  # bytes that norms, activations and residual additions move, as a multiple of fully fused kernels' bytes
-    streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time depends on its bytes, or on a CPU on its elements
+    streams: Literal["bytes", "elements"] = "bytes"  # a pointwise kernel's time grows with its bytes, or (on a CPU) with its elements
     gradients: Literal["after", "overlapped"] = "overlapped"  # reductions run after the last backward pass of a step, or during it
-    staged: Literal["as gradients", "by stage"] = "as gradients"  # with stages: as `gradients`, or once a stage's gradients are complete
+    # with pipeline stages, gradients are reduced as `gradients` says, or by each rank as soon as a stage's gradients are complete
+    staged: Literal["as gradients", "by stage"] = "as gradients"
     gathers: Literal["overlapped", "partly", "waited"] = "overlapped"  # computation hides all, 2/3 or none of the all-gathers of parameters
     alone: float = ALONE  # a pass takes max(host's time, device's time) + this fraction of their minimum; 0: full overlap, 1: none
     shards: Literal["micro-batch", "step"] = "step"  # with stages: how often FSDP gathers parameters and reduces gradients
     gather_gb_s: float | None = None  # largest rate at which a rank receives gathered parameters; None: the rate of its links
     gather_us: float = 0.0  # host's time to copy to and from buffers, for each all-gather or reduce-scatter of a sharded layer
-    tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that products hide
+    tensor_overlap: float = 0.0  # fraction of tensor parallelism's collectives that matrix products hide
     experts_overlap: float = 0.0  # fraction of the dispatch to experts that computation hides
     shared: Literal["waited", "overlapped"] = "waited"  # rows are sent to experts before the shared network runs, or while it runs
     transfers: Literal["parts", "whole"] = "parts"  # between stages, each tp rank sends its part of the tensor, or the whole tensor
@@ -42,14 +44,15 @@ class Program:
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
-    router: Literal["kernels", "operations"] = "operations"  # on a GPU, kernels count the choices that ranks have gathered
+    router: Literal["kernels", "operations"] = "operations"  # `kernels`: on a GPU, they count the gathered choices, so counts are not sent
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time
-    sent_gradients: Literal["stored", "computed"] = "stored"  # dtype of sent gradients: of stored gradients, or of computed activations
-    accumulates: Literal["apart", "within"] = "apart"  # micro-batches' gradients are summed by separate kernels, or by the products'
+    sent_gradients: Literal["stored", "computed"] = "stored"  # gradients are sent in their stored dtype, or in the compute dtype
+    accumulates: Literal["apart", "within"] = "apart"  # separate kernels sum micro-batches' gradients, or the matrix products' kernels do
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
-    selective: Literal["core", "second", "half"] = "core"  # recomputed: attention's core, a layer's second half, or half of its time
+    # selective recompute repeats attention's core, the second half of a layer, or operations that take half of a layer's forward time
+    selective: Literal["core", "second", "half"] = "core"
     casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 

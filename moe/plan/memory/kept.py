@@ -197,9 +197,9 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 
 def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that one layer keeps between I and W. W computes the gradient of each trained matrix from its product's input and from the
-    gradient of its product's output, so both are kept. Products with the same input share it. Gradients of LoRA's adapters are computed in
-    I."""
+    """Bytes that one layer keeps between the gradients of inputs (I) and of weights (W). W computes the gradient of each trained matrix
+    from its product's input and from the gradient of its product's output, so both are kept. Products with the same input share it.
+    Gradients of LoRA's adapters are computed in I."""
     if network.adapters is not None:
         return 0.0
     n, at, late, e = network, tokens_of(network, plan, stack), network.latent, network.experts
@@ -221,9 +221,9 @@ def layer_pending(network: Network, plan: Plan, stack: Stack, index: int) -> flo
 
 
 def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a micro-batch keeps between I and W outside of layers: the head's input and the gradient of the logits, from which W
-    computes the head's gradient. Each depth of multi-token prediction keeps these too. It also keeps the inputs and output gradients of its
-    layer's products and of the product that merges its inputs."""
+    """Bytes that a micro-batch keeps outside of layers between the gradients of inputs (I) and of weights (W): the head's input and the
+    gradient of the logits, from which W computes the head's gradient. Each depth of multi-token prediction keeps these too. It also keeps
+    the inputs and output gradients of its layer's products and of the product that merges its inputs."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     kept = plan.loss_chunks == 1 and not network.freezes(network.head)
     of_head = c * (network.width * at.read + logits(network, plan)) if kept else 0.0
@@ -273,7 +273,8 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the weights of one depth of multi-token prediction, as the copies in the compute dtype that stay until backward."""
+    """Bytes of the copies in the compute dtype of the weights of one depth of multi-token prediction. They are kept until the backward
+    pass."""
     return cast_weights(network.of_ahead, plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 

@@ -165,9 +165,9 @@ class _Engine:
 
 
 def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
-    """Bytes of the copies of gradients that are summed after a stage's last backward pass: gradients of whole stages if two pipeline ranks
-    hold each stage, otherwise the buckets of ZeRO-1, or with pipeline stages of DDP, that are summed at the same time. ZeRO-1 has these
-    buckets if gradients are in fp32 and states are not offloaded (parallel/data/zero.py)."""
+    """Bytes of the copies of gradients that are reduced after a stage's last backward pass. If two pipeline ranks hold each stage, all
+    gradients are copied. Otherwise only the buckets that are reduced at the same time are copies. ZeRO-1 has such buckets if gradients are
+    in fp32 and states are not offloaded (parallel/data/zero.py); DDP has them with pipeline stages."""
     if plan.pp > 1 and placed(plan.schedule) == "both_ways":
         return _states(plan, rank.held)[0].gradients
     zero_1 = plan.stage == 1 and plan.storage.gradients == FP32_BYTES and plan.offload_optimizer == "none"

@@ -26,7 +26,8 @@ def most_rows(network: Network, plan: Plan) -> float:
 
 
 def padding(network: Network, plan: Plan, stack: Stack) -> float:
-    """Mean number of rows of zeros that are added to the rows of a rank's experts with adapters, for products of few shapes."""
+    """Mean number of rows of zeros that are added to the rows of a rank's experts with adapters, so that matrix products have few different
+    shapes."""
     e = network.experts
     if e is None or e.fused or network.adapters is None or plan.compute_bytes >= FP32_BYTES:
         return 0.0
@@ -54,7 +55,8 @@ def buffers_of(network: Network, plan: Plan) -> float:
 
 
 def experts_kept(n: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a layer's experts, router and shared experts keep for the backward pass. Rows: those of the busiest rank."""
+    """Bytes that a layer's experts, router and shared experts keep for the backward pass. They are counted for the ep rank with the most
+    rows."""
     e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
     assert e is not None
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain

@@ -57,13 +57,13 @@ class Stack:
     expert_rows: int = 1
     expert_plain: int = 2
     expert_gated: int = 3
-    expert_multiple: int = 1  # in 16 bits, rows of each expert with adapters are padded to a multiple of it
+    expert_multiple: int = 1  # in 16 bits, the rows of each expert with adapters are padded to a multiple of this number
     maps: int = 8
-    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; other parts: all
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; others: 1
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: formulas instead (temporary.py)
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: engines' formulas instead
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
@@ -73,7 +73,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # bytes of a product's input and of its output's gradient while its weight gradient is deferred / the same in the compute dtype
+    # bytes of a product's input and output gradient, which a deferred weight gradient needs / their bytes in the compute dtype
     pending: float = 1.0
 
 

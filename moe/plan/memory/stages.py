@@ -72,7 +72,8 @@ class Rank(NamedTuple):
     candidates: dict[_Key, _Now]
 
     def exceeds(self, other: Rank) -> bool:
-        """Return whether each of the other rank's candidates keeps at most as many bytes as this rank's. Both have the same stages."""
+        """Return whether, for each of the other rank's candidates, this rank's candidate with the same properties keeps at least as many
+        bytes. Both ranks have the same stages."""
         mine = self.candidates
         return all(key in mine and mine[key].total >= now.total for key, now in other.candidates.items())
 
@@ -108,7 +109,8 @@ def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[Stage
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between moments: only if pp = 1."""
+    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between the moments of a step, as in this
+    project's trainer without pipeline stages."""
     return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 

@@ -52,7 +52,8 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
 
 def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_gradient: float) -> float:
     """Temporary bytes of a layer's backward pass: recomputed activations, gradients of its largest activations and of its largest matrix.
-    matrix_gradient: bytes of the matrix's gradient, from `largest_gradient`; 0 in I, which computes no gradients of weights."""
+    matrix_gradient: bytes of the matrix's gradient, from `largest_gradient`; 0 for the action I of a split backward pass, which computes
+    only gradients of inputs."""
     again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
@@ -82,8 +83,8 @@ def _widest_decoded(network: Network, *, sparse: bool) -> float:
 
 
 def _apart(network: Network) -> bool:
-    """Return whether the activation of experts has a backward pass of its own, as with adapters. This is then the layer's peak, and no rows
-    are on their way."""
+    """Return whether the experts' activation function has a backward kernel of its own, as with LoRA adapters. The peak of the layer's
+    memory is then in this kernel, when no rows are sent between ranks."""
     return network.adapters is not None and network.experts is not None and not network.experts.fused
 
 
@@ -151,8 +152,9 @@ def _whole_input(network: Network, plan: Plan) -> float:
 class LayerBytes:
     """Sizes of one kind of layer on a rank. elements: its parameters. matrix: number of parameters in its largest matrix.
 
-    gathered: its parameters that ZeRO stage 3 gathers at the same time. kept: bytes that a micro-batch keeps for the backward pass.
-    pending: bytes that it keeps between I and W. work, work_of_i, work_of_w: temporary bytes of its backward pass, of I and of W.
+    gathered: those parameters of the layer that ZeRO stage 3 gathers at the same time. kept: bytes that a micro-batch keeps for the
+    backward pass. work: temporary bytes of the layer's backward pass. If a schedule splits this pass into gradients of inputs (I) and later
+    gradients of weights (W): pending: bytes that a micro-batch keeps from I until W; work_of_i, work_of_w: temporary bytes of I and of W.
     dispatch: bytes of the buffers for rows sent to and from experts.
     """
 
@@ -193,7 +195,8 @@ class Outside:
     elements: (rank has the first stage, rank has the last stage) -> its parameters outside of layers. keeps: the same pair -> bytes that a
     micro-batch keeps. crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head:
     their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of its weights' kept copies in the compute
-    dtype. head_pending: bytes that a micro-batch keeps outside of layers between I and W (kept.py).
+    dtype. head_pending: bytes that a micro-batch keeps outside of layers between its gradients of inputs and of weights, if a schedule
+    computes these separately.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -271,7 +274,8 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
 
 def at_any_moment(plan: Plan, stack: Stack, *, held: float, table: float, units: Sequence[float]) -> float:
     """Bytes of gathered weights and unreduced gradients at the peak of ZeRO stage 3, in frameworks other than this project. held, table:
-    numbers of parameters of the rank and of the embedding. units: for each kind of layer, the number that is gathered at the same time."""
+    numbers of parameters of the rank and of the embedding. units: for each kind of layer, the number of its parameters that are gathered at
+    the same time."""
     if plan.pp > 1:  # the rank's weights and gradients stay unsharded during the whole step
         return (plan.compute_bytes + stack.reduce_bytes) * held
     largest = max([table, *units])

@@ -149,7 +149,8 @@ class _State:
         return axes if fits else None
 
     def _kept(self, tensor: str, proposals: Collection[Proposal]) -> tuple[Axes, ...]:
-        """Return the axes of each dim after a maximal set of compatible proposals; of several such sets, the one with fewest sent bytes."""
+        """Return the axes of each dim after a maximal set of compatible proposals is applied. Of several such sets, take the one with the
+        fewest sent bytes."""
         held = self.dims[tensor]
         options = [sorted({held[d], *(p.axes for p in proposals if p.dim == d)}) for d in range(len(held))]
         together = [dims for dims in product(*options) if _each_once(dims)]

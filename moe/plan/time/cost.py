@@ -24,7 +24,7 @@ from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time
 from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-ADAM_BYTES = 26  # bytes that AdamW moves per parameter: 12 of two moments and master copy are read and written, 2 of the parameter written
+ADAM_BYTES = 26  # AdamW reads and writes 12 bytes per parameter (two moments, master copy), and writes 2 (the parameter in 16 bits)
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def _kinds(network: Network, plan: Plan) -> list[Kind]:
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
-    """Seconds by which a step is longer because ranks share cores; negative if each rank has several cores. A rank that waits for a message
-    leaves its core to other ranks, so the ranks' mean work decides, not their maximum. crowd: result of Cluster.crowd. pipeline: seconds of
-    the pipeline with one core per rank."""
+    """Seconds by which the step is longer because ranks share the cores of a CPU host; negative if each rank has several cores. A rank that
+    waits for a message leaves its core to other ranks, so the mean of the ranks' work decides, not the maximum. crowd: a rank's compute
+    time / its time with one core of its own (Cluster.crowd). pipeline: seconds of the pipeline with one core per rank."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -146,7 +146,7 @@ def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: f
 
 def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, stage: Stage, spare: Spare) -> tuple[float, float, float]:
     """Return the seconds of data parallelism's collectives in one step: (gradient reductions that no computation hides, parameter gathers
-    that no computation hides, all that computation hides)."""
+    that no computation hides, the rest of both, which computation hides)."""
     by_stage, m = plan.pp > 1 and program.staged == "by stage", plan.microbatches
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
@@ -209,8 +209,8 @@ class Spare:
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
     """Return the spare time of a rank, computed from its last actions as if it never waited. `others`: after this rank's last input
-    gradient, each earlier rank computes one more input gradient, and then its remaining weight gradients. 0 if two ranks hold each
-    stage."""
+    gradient, the earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight
+    gradients. 0 if two ranks hold each stage."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

@@ -74,12 +74,14 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
-_AROUND = {"all_gather": 0}  # number of kernels around a message of `grouping`; the router's kernels read the gathered choices themselves
+# collective in `grouping` -> number of kernels that copy its data, 1 for others: the router's kernels read gathered choices in place
+_AROUND = {"all_gather": 0}
 
 
 def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Return the messages of one MoE layer's (forward, backward) pass for `router.group`s whose tokens are on several ranks of sp and tp.
-    Within a group, these ranks exchange the data that routers and losses need (moe/router/slices.py). router: as in Program."""
+    """Return the messages of one MoE layer's (forward, backward) pass by which ranks route together. This is needed if the tokens of one
+    group (`router.group`) are on several ranks of sp and tp. These ranks exchange logits, choices or gates (moe/router/slices.py). router:
+    Program.router."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -92,7 +94,7 @@ def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, 
     groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
     gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
     back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
-    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # otherwise ranks have unequal parts of groups: no kernel
+    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # unequal parts of groups on the ranks have no kernel
     sent = 0 if router == "kernels" and e.router.gathered_counts and aligned else groups * e.router.counts
     counts = Message(axis, "all_reduce", sent, ranks)
     return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()
@@ -104,7 +106,7 @@ def over_tensor(network: Network, plan: Plan, cluster: Cluster, program: Program
         return Passes()
     group, left, n, late = _tp_group(plan, cluster), 1 - program.tensor_overlap, tokens_of(network, plan), network.latent
     norms = Pass()
-    if network.qk_norm == "whole":  # for each token, a sum over queries and a sum over keys
+    if network.qk_norm == "whole":  # a norm over the heads of all tp ranks: two fp32 sums for each token, of queries and of keys
         norms = Pass(tensor=2 * left * all_reduce(cluster, group, 4 * n / plan.grid.sequences))
     if plan.tensor not in (*LINES, "sliced"):
         return _on_grid(network, plan, cluster, group, left) + Passes(norms, norms)

@@ -99,8 +99,9 @@ def _products(
     matrices: int = 0,
 ) -> Passes:
     """Times of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
-    that compute each product. trained: whether the gradients of the matrices are computed. rank: of LoRA's adapters; 0: none. Their
-    products belong to the forward pass and I. decoding: of the `matrices` frozen matrices in blocks, in both passes.
+    that compute each product. trained: whether the gradients of the matrices are computed. rank: rank of LoRA's adapters; 0: none. The
+    adapters' products belong to the forward pass and to the gradients of inputs. decoding: cost of decoding each of `matrices` frozen
+    matrices from blocks, which both passes do; None: no blocks.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
     that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. The order changes only

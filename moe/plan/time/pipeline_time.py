@@ -129,15 +129,16 @@ def _makespan(
 
 
 class Tail(NamedTuple):
-    """Actions of a rank at the end of a step, each as (operation, number of actions). late: actions after its last input gradient. after:
-    for each stage of the rank, the actions after the gradients of this stage are complete."""
+    """Actions at the end of a rank's step, each as (operation, number of actions). Gradient reductions can run at the same time. after: for
+    each stage of the rank, the actions after this stage's gradients are complete. late: actions after the rank's last input gradient."""
 
     after: tuple[tuple[tuple[str, int], ...], ...]
     late: tuple[tuple[str, int], ...]
 
 
 def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
-    """Return the tail of each rank. It is computed for a short step, because the number of micro-batches does not change a tail."""
+    """Return for each rank the last actions of its step (Tail). They are counted in a short step, because the number of micro-batches does
+    not change them."""
     if chunks == 1 and placed(schedule) == "line" and not kind_of(schedule).splits_backward:
         return (Tail(((),), ()),) * ranks  # each rank ends with a whole backward pass, which also completes its weight gradients
     return _tails(schedule, ranks, steady(schedule, ranks, microbatches), chunks)

@@ -165,7 +165,8 @@ def _few_sequences_cases() -> list[Case]:
 
 
 def _adapted_cases() -> list[Case]:
-    """Cases of LoRA adapters, which are cut along one side as their weight is, in all kinds of tensor parallelism."""
+    """Cases of LoRA adapters in all kinds of tensor parallelism. One of an adapter's two matrices is sharded along the same dim as its
+    weight."""
     two = partial(Case, "lora", kind="ddp", world=2, ep=2, microbatches=1, precision="fp32", tp=2)
     found = [two(tensor=tensor) for tensor in ("sliced", "overlapped", "dtensor", "dtensor_sliced")]
     found += [two(tensor="1d", ep=1, microbatches=3, recompute="full"), two(kind="fsdp", tensor="overlapped_sliced", ep=1)]

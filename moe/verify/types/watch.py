@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor, for which torch then calls operators on local tensors, which this mode sees
+            return NotImplemented  # torch then runs the DTensor's operators on local tensors, and this mode sees those calls
         if self.noting and "c10d" in func.namespace and func._opname.lstrip("_").startswith(_SUMS) and _adds(args):
             self._note(func, args)
         return func(*args, **(kwargs or {}))

@@ -118,7 +118,7 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
     local = {r: rank.pieces[k][0] for r, rank in enumerate(of.ranks) if (k := key._replace(kind="local gradient")) in rank.pieces}
     if (total := _summed(bad)) is not None and of.deviation("gradient", bad[0].one, total) <= bound:
         return "not summed: each rank has a term of the sum"
-    own = {r: p for r, p in local.items() if p.shape == p.whole}  # without shards of DTensors, which are already reduced
+    own = {r: p for r, p in local.items() if p.shape == p.whole}  # without DTensors' shards: these gradients are already reduced
     same = [s for s in bad if s.rank in own and own[s.rank].values.shape == s.here.shape]
     values = {r: p.values.double() for r, p in local.items() if p.values.shape == next(iter(local.values())).values.shape}
     differ = len(values) > 1 and any(not torch.equal(v, next(iter(values.values()))) for v in values.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.verify.yours.align import Seen, joined, nearest, stacked
 from moe.verify.yours.values import Key, Piece
 
-Comparison = Any  # of judge.py, which imports this file
+Comparison = Any  # the class in judge.py, which cannot be imported here because judge.py imports this file
 
 
 def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:

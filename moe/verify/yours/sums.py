@@ -10,7 +10,7 @@ import torch
 from moe.verify.yours.align import Seen
 from moe.verify.yours.values import Key, Piece
 
-Comparison = Any  # of judge.py, which imports this file
+Comparison = Any  # the class in judge.py, which cannot be imported here because judge.py imports this file
 
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
