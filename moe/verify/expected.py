@@ -39,8 +39,8 @@ from parallel.numerics.precision import DTYPES
 from parallel.process.fork import each_on_ranks
 
 FP32_TOLERANCE = 1e-5
-CUTS = (2, 3, 4, 6, 12)  # `reorderings`: numbers of micro-batches
-SLICES = (2, 3, 4)  # `reorderings`: numbers of slices of a sequence
+CUTS = (2, 3, 4, 6, 12)  # numbers of micro-batches into which `reorderings` splits a batch
+SLICES = (2, 3, 4)  # numbers of slices into which `reorderings` splits a sequence
 LIMIT_S = 1800.0  # time limit for one reference case with all its reorderings. In 16 bits they take 30 s, but more on a busy machine
 # sections of a recipe that choose the layout, and so do not change the result
 _LAYOUT = ("degrees", "sharding", "tensor", "sequence", "dispatch", "pipeline", "tiling", "recompute")

@@ -173,7 +173,7 @@ class _OlderWeights:
 
 
 def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
-    """Return a dict with the key "now". While its value is True, one parameter's gradient becomes infinite on the last rank."""
+    """Make one parameter's gradient infinite on the last rank while the value of the key "now" in the returned dict is True."""
     on = {"now": False}
     if mesh.rank == mesh.axis("world").size - 1:
         spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)

@@ -174,7 +174,7 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
 
 
 def place_of(case: Case, row: dict[str, Any]) -> str:
-    """Run a failed case once more with a Tape, and return text about the first value that deviates."""
+    """Run a failed case once more with a Tape (a record of its tensors), and return text about the first value that deviates."""
     if not known(case.run()):
         return "unknown: the twin does not have the optimizer"
     ((_, ran),) = run_world([case], case.world, taped=True)

@@ -56,8 +56,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A line that deviates by `found`, which is more than `allowed`. place: text about the tokens that deviate. then: if the line is a
-    gradient norm, the first parameter whose update is wrong."""
+    """A tensor of a tape (`Line`) that deviates by `found`, which is more than `allowed`. place: text about the tokens that deviate. then:
+    if the tensor is a gradient norm, the first parameter whose update is wrong."""
 
     name: str
     phase: str
@@ -176,8 +176,8 @@ class Standard:
         return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Deviation | None:
-        """Return the first line of the case's tape `got` that deviates too far. If none does, return the first loss in `result` that does,
-        or None."""
+        """Return the first tensor (`Line`) of the case's tape `got` that deviates too far. If none does, return the first loss in `result`
+        that does, or None."""
         for (step, name), parts in got.forward.items():
             if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape would keep only one of these tokens
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")

@@ -28,7 +28,7 @@ from parallel.sequence import kinds as sequences
 from parallel.sequence.kinds import SequenceKind
 from parallel.sequence.order import Places
 
-LARGEST_EP = 8  # by default, the busiest rank's rows grow with ep only up to this ep (docs/use/plan.md)
+LARGEST_EP = 8  # by default, the rows of the busiest rank are assumed to grow with ep only up to this ep (docs/use/plan.md)
 Recomputed = Literal["none", "selective", "full"]
 Kind = Literal["attention", "dense", "experts"]  # kind of a matrix, named as in lora.targets
 
@@ -230,12 +230,12 @@ class Network:
         return {"trained": not self.freezes(target), "rank": rank, "decoding": decoding}
 
     def blocks(self, target: Kind) -> Literal["mxfp4", "fp8"] | None:
-        """Return the format of blocks in which frozen matrices of this kind are kept; None: they are parameters."""
+        """Return the format of the blocks in which frozen matrices of this kind are stored; None if they are stored as ordinary parameters."""
         return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
 
     @property
     def of_ahead(self) -> Network:
-        """The network of a depth of multi-token prediction: dense layers, which have no adapters and stay whole."""
+        """The network of a depth of multi-token prediction. Its layers are dense, have no LoRA adapters, and are not stored in blocks."""
         return replace(self, experts=None, adapters=None if self.adapters is None else Adapters(self.adapters.rank, ()))
 
     def adapts(self, index: int) -> bool:

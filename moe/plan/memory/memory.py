@@ -103,9 +103,9 @@ def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
 
 
 class _Full(NamedTuple):
-    """A moment of a step with the bytes that depend on the plan's engine. bucket: bytes of gradient buckets. missing: bytes of gradients
-    that do not exist yet. waiting: bytes of a tied head's gradient until it is added to the embedding's. gathered: bytes of gathered
-    weights and unreduced gradients with ZeRO stage 3."""
+    """A moment of a step, with the bytes that depend on the plan's data-parallel engine. bucket: bytes of gradient buckets. missing: bytes
+    of gradients that do not exist yet. waiting: bytes of a tied head's gradient until it is added to the embedding's. gathered: bytes of
+    gathered weights and unreduced gradients with ZeRO stage 3."""
 
     moment: Moment
     missing: float

@@ -115,7 +115,7 @@ def differs_by_moment(plan: Plan, stack: Stack) -> bool:
 
 
 class Stages:
-    """Computes the sizes of a step's stages and ranks."""
+    """Computes the bytes of a step's pipeline stages and ranks. Each kind of layer is computed once."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts

@@ -75,7 +75,7 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
 
 
 def _widest_decoded(network: Network, *, sparse: bool) -> float:
-    """Number of elements of a layer's largest matrix in blocks outside of experts; 0 if none is in blocks."""
+    """Number of elements of a layer's largest matrix that is stored in blocks and is outside of experts; 0 if there is none."""
     n, e = network, network.experts
     of_attention = attention_shapes(n.width, n.heads, n.groups, n.channels, n.latent) if n.blocks("attention") else []
     hidden = (e.shared_hidden if e is not None and sparse else n.hidden) if n.blocks("dense") else 0
@@ -89,9 +89,9 @@ def _apart(network: Network) -> bool:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the kept tensors of the layer's network, whose backward pass has freed them before. The
-    gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two fp32 tensors, the sum before and after
-    masking."""
+    """Bytes of the gradient of T5's bias, minus the tensors that the layer's feed-forward network or experts had kept, because their
+    backward pass has already freed these. The gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two
+    fp32 tensors, the sum before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
     return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * FP32_BYTES) - gone

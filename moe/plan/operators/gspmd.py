@@ -101,7 +101,7 @@ def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Prop
 
 
 class Proposal(NamedTuple):
-    """Proposal of an operator to shard this dim of a tensor over these axes."""
+    """An operator's proposal to shard dim `dim` of a tensor over the mesh axes `axes`."""
 
     operator: str
     dim: int

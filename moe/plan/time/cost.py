@@ -129,7 +129,8 @@ def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | No
 
 
 def _kinds(network: Network, plan: Plan) -> list[Kind]:
-    """Return the Kind of each pipeline rank, with all its stages counted together. If two ranks hold each stage: the Kind of each stage."""
+    """Return the Kind (numbers of layers, whether first, whether last) of each pipeline rank, with all its stages counted together. If two
+    ranks hold each stage: the Kind of each stage."""
     ranks, last = rank_layers(network, plan), head_rank(plan)
     again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
     return [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
@@ -229,8 +230,8 @@ def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
 
 
 def _overlapped(seconds: float, window: float, program: Program) -> tuple[float, float]:
-    """Return (seconds that collectives add to the step, seconds that are hidden) if they may overlap with `window` seconds of products.
-    Overlapped collectives slow the matrix products down."""
+    """Return (seconds that collectives add to the step, seconds that are hidden) if they may overlap with `window` seconds of matrix
+    products. Overlapped collectives slow these products down."""
     if program.gathers == "waited":
         return seconds, 0.0
     hidden = min(seconds, window) if program.gathers == "overlapped" else min(seconds * 0.67, window)

@@ -26,7 +26,7 @@ from parallel.pipeline.simulator.simulate import costs, makespan
 
 MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take, so that input gradients take some time
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
-Apart = tuple[Times, Times]  # (forward, backward)
+Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
 Rounded = tuple[float, ...]
 How = Literal["simulated", "least", "alone", "ideal"]  # see step_time; all but `simulated` are lower bounds
 
@@ -37,7 +37,8 @@ def crossings(plan: Plan) -> int:
 
 
 def head_rank(plan: Plan) -> int:
-    """Return the rank that has the last stage, and therefore the head. With placement `v` this is rank 0."""
+    """Return the rank that has the last stage, and therefore the head. With placement `v`, in which the second half of the stages runs back
+    up the ranks, it is rank 0."""
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 

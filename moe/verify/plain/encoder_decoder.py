@@ -35,8 +35,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     places = torch.arange(len(batch) * total).view(-1, total)
 
     def stack(columns: slice, numbers: range, source: Tensor | None) -> tuple[Tensor, Tokens]:
-        """Run the encoder; or the decoder, if `source`, the encoder's output, is given. columns: the columns of the batch that it reads.
-        numbers: indices of its layers. Return (output [T, D], its tokens)."""
+        """Run the encoder, or the decoder if `source` (the encoder's output) is given. columns: the columns of the batch that this half of
+        the model reads. numbers: indices of its layers. Return (output [T, D], its tokens)."""
         ids, at = batch[:, :-1][:, columns].flatten(), places[:, columns].flatten()
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 

@@ -24,7 +24,7 @@ _NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_do
 _NO_DECAY = {
     *_NORMS.split(),
     *["q_bias", "k_bias", "v_bias", "out_bias", "output_bias", "b1", "b3", "sinks", "router"],
-}  # parts of parameter names, as separated by dots
+}  # a parameter has no weight decay if its name has one of these words between dots
 
 _GATES = ("router", "shared_gate", "coefficient")  # matrices inside layers that Muon leaves to AdamW
 

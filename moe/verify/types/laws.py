@@ -43,7 +43,7 @@ class Law(NamedTuple):
 
 
 def laws(run: Run, parameters: Iterable[str]) -> Iterator[Law]:
-    """Yield the laws of a recipe's model. parameters: names in checkpoints."""
+    """Yield the laws of flows that a recipe's model obeys. parameters: names of its parameters in checkpoints."""
     names, model = set(parameters), run.model
 
     def of(stem: str, *lasts: str) -> tuple[str, ...]:

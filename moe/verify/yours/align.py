@@ -196,7 +196,7 @@ def _by_samples(one: tuple[int, ...], here: tuple[int, ...], of: Samples) -> Ite
 
 
 def common(one: Piece, here: Piece, maps: Maps) -> tuple[Tensor, Tensor] | None:
-    """Return the elements that both pieces have, as (of the single process, of the rank), in fp64; None if there are none."""
+    """Return the elements that both pieces have, as (values of the single process, values of the rank), in fp64; None if there are none."""
     ours, theirs = one.values, here.values
     if theirs.numel() == 0 or ours.numel() == 0:
         return None
