@@ -102,8 +102,8 @@ def _reported(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> Iterat
 
 
 def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> tuple[Values, Case, dict[str, Any]]:
-    """Reset one key after another to its tiny value, and keep each change with which the recipe still fails. Return (values, case, row) of
-    the smallest recipe that fails."""
+    """Reset one key after another to its value in the tiny recipe (random_recipe.py), and keep each change with which the recipe still
+    fails. Return (values, case, row) of the smallest recipe that fails."""
     values, left = drawn.values, _TRIES
     again = True
     while again:

@@ -1,7 +1,8 @@
 """Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
-    attention, dense network, shared experts, vocabulary    1 / t on each of t tp ranks; q x q grids 1 / q^2, a cube (3d) 1 / q^3
-    norms, router, down-projections of latent attention     whole on every tp rank
+    attention, dense network, vocabulary                    1 / t on each of t tp ranks; q x q grids 1 / q^2, a cube (3d) 1 / q^3
+    router, shared experts, latents' down-projections       whole on every tp rank
+    norms                                                   whole on every tp rank; grids 1 / q
     experts                                                 1 / (ep etp): ep ranks divide the experts, etp ranks each expert's matrices
 
 The first stage has the embedding, the last stage the head. If they are tied and on the same rank, they are one matrix.
@@ -97,7 +98,7 @@ def _matrices(network: Network, plan: Plan, index: int) -> Elements:
     e = n.experts
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
-    found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # tp ranks divide tokens
+    found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # whole: tp ranks divide the tokens instead
     found += dense(n, n.width * e.gates, "dense")
     held = e.count / (plan.ep * plan.etp)
     matrices, of_experts = held * network_elements(n, e.hidden, gated=e.gated), held * e.hidden * (2 if e.gated else 1) * e.biases

@@ -148,8 +148,8 @@ def _half_forward(model: sections.Model, own: float, *, layer: int, width: float
 
 
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
-    """Mean number of experts that compute a token: its number of choices, limited by the experts' capacity and their number. If experts
-    choose tokens, they fill their capacity. The minimum and the rounding of the capacity are ignored."""
+    """Mean number of experts that compute a token: its number of choices, limited by the experts' capacity and by the number of experts. If
+    experts choose tokens, all slots are filled. The capacity's minimum and rounding are ignored."""
     slots = slots_of_token(router)
     return min(min(router.num_choices, slots) if method_of(router).tokens_choose else slots, num_experts)
 

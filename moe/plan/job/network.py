@@ -230,7 +230,7 @@ class Network:
         return {"trained": not self.freezes(target), "rank": rank, "decoding": decoding}
 
     def blocks(self, target: Kind) -> Literal["mxfp4", "fp8"] | None:
-        """Return the format of the blocks in which frozen matrices of this kind are stored; None if they are stored as ordinary parameters."""
+        """Return the block format in which frozen matrices of this kind are stored; None if they are stored as ordinary parameters."""
         return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
 
     @property

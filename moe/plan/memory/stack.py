@@ -8,8 +8,8 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output
     core            (2 c + 1) heads L            if `core` is `scores`: softmax of all (query, key) pairs, dropout's mask and output
                     c heads L                    with Colossal-AI's ring attention, whatever `core` is: softmax of all pairs
-    with T5's bias  if `biased` is `scores`: attention and core (12 + c) w + 4 heads L; otherwise as above, and c heads L^2 per
-                    micro-batch; in both cases L^2 per micro-batch
+    with T5's bias  if `biased` is `scores`: attention and core together (12 + c) w + 4 heads L; otherwise as above, and the bias, c heads
+                    L^2 per micro-batch. In both cases also a mask, L^2 per micro-batch
     with a mask     if keys are `repeated`: c L^2 per micro-batch for windows above half of the length, c L^2 per sequence for documents
     network         c (n - a) F                  n (`plain` or `gated`): number of kept tensors of the hidden size
     activation      c a F                        a (`activation_of`): number of these that are outputs of the activation

@@ -229,8 +229,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Result of comparing one value. order: its position in `Comparison.order`. deviation, bound: relative to the largest element. factor:
-    found / expected value, if a factor explains the deviation. cause: likely cause in words."""
+    """Result of comparing one value. order: position of the value in `Comparison.order`. deviation, bound: relative to the largest element.
+    factor: found / expected value, if a factor explains the deviation. cause: likely cause in words."""
 
     name: str
     kind: str
