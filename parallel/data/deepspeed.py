@@ -40,7 +40,7 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # the first engine would import these; imported before ranks are forked, they cost a rank nothing
+    with suppress(ImportError):  # modules that the first engine would import: imported before ranks are forked, they cost ranks no time
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
@@ -68,8 +68,8 @@ def _uncompiled() -> Iterator[None]:
 
 
 def compile_async_io(say: Callable[[str], None]) -> None:
-    """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails. Every
-    rank must call it before an engine starts. `say` is called with a message before the compilation."""
+    """Compile DeepSpeed's op async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if the
+    compilation fails. Every rank must call this function before an engine starts. `say` gets a message before the compilation."""
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -127,9 +127,9 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 
 def _use_compiled(folder: Path) -> None:
-    """Load the compiled extensions of a folder into DeepSpeed. Without this, DeepSpeed would check at each start whether to compile them,
-    which needs a compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and
-    DeepSpeed."""
+    """Load the compiled extensions of a folder into DeepSpeed. Without this, DeepSpeed would check at each start whether to compile them (a
+    check that needs a compiler and memory), and would compile them again in every Python environment, even with equal versions of torch
+    and DeepSpeed."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -169,7 +169,7 @@ def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     if dist.get_world_size() > 1:
         mesh.alone()  # on every rank, even if this rank does not need it, because all ranks must make the same groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
-    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # DeepSpeed requires it but does not use it, because this project exchanges the tokens
+    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # DeepSpeed requires it but does not use it: this project exchanges tokens itself
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
     groups.mpu = _mpu(mesh, dense_axis(mesh))
     return groups.mpu

@@ -28,7 +28,7 @@ def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
     """Fill `into` from load(box), a few MiB at a time. start: index, in the tensor that `load` reads, of the first element of `into`; ():
-    all zeros."""
+    index 0 in every dim."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))

@@ -177,7 +177,8 @@ class Messages:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
         each with its source's index. `name`: the name under which sent messages are counted.
 
-        Messages between two ranks arrive in the order in which they were started. Every sender and receiver must call this."""
+        Messages between two ranks arrive in the order in which they were started. For each message, its sender and its receiver must both
+        create Messages."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
             axis.count(name, tensor)
@@ -295,7 +296,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The size of dim must be a multiple of the ranks."""
+    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis's size must divide the size of dim."""
     return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
 
 
