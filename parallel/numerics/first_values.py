@@ -41,7 +41,8 @@ def key_of_tensor(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: Box, sigma: float) -> None:
-    """Fill `out`, of any dtype and device, with the region of a whole tensor of `shape`: normal numbers with `sigma`, cut at 2 sigma."""
+    """Fill `out`, of any dtype and device, with normal numbers of standard deviation `sigma`, cut at 2 sigma: the elements in `region` of
+    a whole tensor of `shape`, which `key` determines."""
     assert tuple(out.shape) == tuple(r.stop - r.start for r in region), (out.shape, region)
     if not out.numel() or pretended(out):
         return

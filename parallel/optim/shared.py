@@ -116,7 +116,8 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
 
 
 def _one_step(rounds: list[tuple[list[Stack], Steps]]) -> Iterator[tuple[int, Tensor]]:
-    """Take a step of each round, in order. Yield (number, result) of the round that ends, and remove it: it is the last."""
+    """Take one step of each round, in order. If the last round, which is the oldest, ends, remove it and yield the (number, result) of each
+    of its stacks."""
     for stacks, steps in rounds[:]:
         try:
             next(steps)

@@ -45,7 +45,7 @@ def _call(*fields: Any) -> Call:
 
 
 class Calls:
-    """The calls of this rank so far, in `made`."""
+    """Records this rank's calls in the list `made`."""
 
     def __init__(self) -> None:
         self.made: list[Call] = []

@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps of queries and heads."""
+    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps, one a query and head."""
 
     q: int
     k: int

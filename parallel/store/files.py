@@ -112,7 +112,8 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Return a context in which a library writes `path`. Its end sets a new file's usual mode: safetensors lets only the owner read."""
+    """Return a context in which a library writes `path`. At its end, the file gets the usual mode of a new file, because a file that
+    safetensors writes can be read by its owner only."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield

@@ -42,12 +42,11 @@ class Style(Protocol):
 
 
 def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
-    """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given W's.
+    """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given the layout `weight` of W.
 
-        A is cut along `in` as W is, B along `out`: x A^T is computed from shards of x, and each rank adds to its own outputs. Neither
-        product sends more than W's. Layout.alike is W's: if it is empty, gradients of copies of A or B differ and are summed.
-
-    In 3D, W is also cut over depth; A and B are not."""
+    Dim `in` of A and dim `out` of B are cut as in W. So x A^T is computed from shards of x, each rank adds the term to its own outputs,
+    and the products with A and B send no more than the product with W. Layout.alike is W's, too: if it is empty, gradients of copies of A
+    or B differ and are summed. In 3D, W is also cut over depth; A and B are not."""
     dim = 0 if half == "b" else 1
     axes = weight.cut_by(dim)[:1]
     return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})

@@ -254,8 +254,9 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with `error`, so that they do not wait for it. If the cause is another rank's end, or a
-        collective that differed between ranks, return the line that ends the run. If the cause is `error` itself, return None."""
+        """Tell the other ranks that this rank ends with `error`, so that they do not wait for this rank. Return the line that ends the run
+        if `error` has another cause: another rank ended first (`is_echo`), or a collective differed between ranks. Return None if `error`
+        itself is the cause, or if no cause was found."""
         if self.line is not None:
             return self.line
         self._leaving = True

@@ -41,7 +41,7 @@ class RankPeaks:
 
     @cached_property
     def moments(self) -> tuple[InFlight, ...]:
-        """Return these moments as InFlight: `with_i` if the rank has actions I, else made from `most`."""
+        """Return the moments of possible peaks as InFlight: `with_i` if the rank has actions I, else made from `most`."""
         return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
