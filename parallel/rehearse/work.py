@@ -81,7 +81,7 @@ class Counted:
 
     @contextmanager
     def one_kernel(self, *read: Tensor) -> Iterator[None]:
-        """Return a context in which all operators count as one kernel. read: the kernel's inputs. Its results are assumed to be as large."""
+        """Return a context in which all operators count as one kernel. read: its inputs; its results are assumed to be as large."""
         if not self._within:
             self.now.kernels += 1
             self.now.moved_bytes += 2 * sum(t.nbytes for t in read)
