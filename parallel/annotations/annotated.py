@@ -131,7 +131,8 @@ class Annotated:
         return {op.name: tensors[op.name] for op in self.program.graph.operators}
 
     def placements(self, sharding: Sharding, tensor: str) -> list[Placement]:
-        """Return DTensor's placement of `tensor` for each mesh axis."""
+        """Return the sharding as DTensor placements, one for each mesh axis. tensor: its name, for the error message if DTensor has no such
+        sharding."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         order = list(self.program.mesh)

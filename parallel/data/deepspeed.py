@@ -155,15 +155,15 @@ def start_deepspeed(device: torch.device) -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group. On an axis of size 1 it is a group of this rank alone, because DeepSpeed takes None for all
-    ranks."""
+    """Return the axis's process group. For an axis of size 1, return a group of this rank alone, because DeepSpeed reads None as the group
+    of all ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
 
 
 def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
-    """Make DeepSpeed use the layouts' groups instead of its own. Return the `mpu` object for its engine. Collective."""
+    """Make DeepSpeed use the layouts' process groups instead of its own. Return the `mpu` object for DeepSpeed's engine. Collective."""
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:

@@ -65,9 +65,9 @@ def shard(
 ) -> None:
     """Shard a model that is on the meta device, then allocate this rank's shards on `device` and set their initial values.
 
-    `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
-    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered before they are needed. `fill`: sets
-    initial values."""
+    `units`: in the order in which they start to run; a nested unit follows the unit that contains it. `reshard`: free gathered parameters
+    after the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered before they are needed.
+    `fill`: sets initial values."""
     # torch warns about a unit that returns a view, because the view must not be changed in place; this project never changes it
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}

@@ -86,7 +86,7 @@ class StageReplicas:
         self._start(self.of_stage.get(stage, ()))
 
     def finish(self) -> None:
-        """Start the all-reduce of all gradients for which no S started one, then wait for all all-reduces."""
+        """Start the all-reduces of shared gradients that no action S has started, then wait for all all-reduces."""
         self._start(name for name in self.shared if name not in self.started)
         for one in self.running:
             one.finish()

@@ -33,7 +33,8 @@ class Style(Protocol):
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
-        """Fill the slots (replaceable functions) of the layers that hold these parameters. By default none: they compute as on one rank."""
+        """Fill the slots (replaceable functions) of the layers that hold these parameters. By default fill no slot, so that the layers
+        compute as on one rank."""
         return None
 
     def low_rank(self, half: str, shape: Shape) -> Layout:

@@ -325,7 +325,7 @@ _of_process: Watchdog | None = None
 
 
 def watch(watchdog: Watchdog) -> None:
-    """Start a watchdog and make it the one of this process."""
+    """Start a watchdog and make it the watchdog of this process, which `current` returns."""
     global _of_process
     _of_process = watchdog.start()
 
@@ -348,8 +348,8 @@ def check_tokens(total: float) -> None:
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this rank. Return the line that ends the run, as an exception; None if the cause is `error`
-    itself."""
+    """Tell the other ranks not to wait for this rank, which ends with `error`. Return the line that ends the run, as an exception, if
+    `error` has another cause (Watchdog.explain); otherwise None."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

@@ -61,8 +61,9 @@ def gathered(at: At, w: Whole) -> float:
 
 def _each_pass(at: At, w: Whole) -> float:
     """Return the bytes of gathered weights and unsharded gradients on a pipeline rank, if gradients are reduce-scattered after each
-    backward pass. A stage's weights stay gathered from a forward pass until its next backward pass; `w.held` counts the gathered ones. The
-    input of a reduce-scatter, the gradients of the layer `behind`, stays allocated until the next one, also during forward passes."""
+    backward pass. A stage's weights stay gathered from a forward pass until its next backward pass; `w.held` counts the weights that are
+    gathered at this moment. The input of a reduce-scatter, the gradients of the layer `behind`, stays allocated until the next
+    reduce-scatter, also during forward passes."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":

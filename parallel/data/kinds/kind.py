@@ -75,8 +75,8 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine that `moe rehearse` uses instead of one that it cannot run. sharding: changed keys of the recipe's section `sharding`.
-    why: the reason."""
+    """The engine that `moe rehearse` uses instead of an engine that it cannot run. sharding: keys and values that select it in the recipe's
+    section `sharding`. why: the reason."""
 
     sharding: Mapping[str, Any]
     why: str

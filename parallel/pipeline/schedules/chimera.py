@@ -74,7 +74,7 @@ def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Act
 
 
 def _with_all_reduces(order: list[Action]) -> list[Action]:
-    """Return a rank's order with S of each stage inserted right after the stage's last B."""
+    """Return a rank's order with the all-reduce (S) of each stage inserted right after the stage's last backward pass (B)."""
     complete = stage_complete_at(order)
     return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if at in complete else (b,))]
 

@@ -47,13 +47,14 @@ class _Block(NamedTuple):
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
     def in_flight(self, slot: int, microbatches: int) -> int:
-        """Return the number of F minus the number of I that have earlier slots than `slot`, for all micro-batches and both chunks."""
+        """Return the number of micro-batches in flight at `slot`, over both chunks: F with earlier slots minus I with earlier slots."""
         started, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in slots) for slots in self)
         return started - ended
 
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
-    """Return the faster of two schedules: one keeps the block's order of F; in the other, a rank that would wait may run an F early."""
+    """Return the faster of two schedules. The first keeps the building block's order of forward passes; in the second, a rank that would
+    wait may run a forward pass early."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)

@@ -47,8 +47,8 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, it has the order for n, without actions of micro-batches that do not
-    exist."""
+    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, use the order for n micro-batches, without the actions of those that do
+    not exist."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 
@@ -87,7 +87,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 class NumberedOrder:
     """Builds a rank's order: each method appends an action, for the next micro-batch of the stage.
-    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I so far."""
+    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I together so far."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -101,7 +101,7 @@ class NumberedOrder:
         self.order.append(Action(Op.B, stage, self._next(Op.B, stage)))
 
     def input(self, stage: int) -> None:
-        """Append I, and put its W into the queue of pending W."""
+        """Append I (gradients of inputs), and put the W (gradients of weights) of its micro-batch into the queue of pending W."""
         microbatch = self._next(Op.B, stage)
         self.order.append(Action(Op.I, stage, microbatch))
         self._pending.append(Action(Op.W, stage, microbatch))

@@ -15,9 +15,10 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 
 
 class InFlight(NamedTuple):
-    """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
-    and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): False for all stages."""
+    """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
+    forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
+    (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
+    weights; (): False for all stages."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
@@ -96,18 +97,18 @@ def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return for each rank the largest number of micro-batches in flight: from F to the end of B or I."""
+    """Return for each rank the largest number of micro-batches in flight: from the forward pass (F) to the end of B or I."""
     return peak_kept(schedule, lambda stage: 1, lambda stage: 0)
 
 
 def peak_held(schedule: Schedule, size: _Size = lambda stage: 1) -> tuple[float, ...]:
-    """Return each rank's peak memory of activations if they are kept from F to the end of B or W. size: memory of a micro-batch; by default
-    1, so that micro-batches are counted."""
+    """Return each rank's peak memory of activations, if each micro-batch keeps its activations from the forward pass until all of its
+    gradients are computed (end of B or W). size: memory of a micro-batch; by default 1, so that micro-batches are counted."""
     return peak_kept(schedule, size, size)
 
 
 def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, ...]:
-    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory between I and W."""
+    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory from I to W."""
     peaks = []
     for order in schedule.orders:
         held: float = 0
