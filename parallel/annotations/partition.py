@@ -3,8 +3,8 @@
     forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
-A tensor has one sharding between operators and may have another inside an operator. "enter" and "leave" are the collectives (resharding.py)
-that change the first into the second and the second back into the first. A sharded factor (letter of the operator's rule) that the output
+A tensor has one sharding between operators and may have another inside an operator. "enter": the collectives (resharding.py) from the
+sharding between operators to the sharding inside; "leave": the reverse. A sharded factor (letter of the operator's rule) that the output
 lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. For example, a weight
 lacks the batch (data parallelism), and the input of a column-parallel layer lacks the hidden units (the all-reduce f in Megatron-LM's
 backward pass). If several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section

@@ -47,7 +47,7 @@ def load_deepspeed() -> Any:
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls functions that torch will remove
+    # hide torch's warnings about functions that torch will remove, and DeepSpeed still calls
     warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -106,7 +106,7 @@ def each_op_as_one_file(folder: Path) -> Iterator[None]:
 
     def load_one(*, name: str, sources: Sequence[str], extra_cflags: Sequence[str], **rest: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(one := folder / f"{name}.cpp", as_one_file(sources))  # other ranks write the same file
+        replace_file(one := folder / f"{name}.cpp", as_one_file(sources))  # atomic, as other ranks write the same file
         return load(name=name, sources=[str(one)], extra_cflags=[flag for flag in extra_cflags if flag != "-g"], **rest)
 
     extension.load = load_one
@@ -141,7 +141,7 @@ def _use_compiled(folder: Path) -> None:
             spec.loader.exec_module(module)
             OpBuilder._loaded_ops[name] = module
             if name == "pin_memory":
-                PinMemoryBuilder().load(verbose=False)  # async_io needs its symbols
+                PinMemoryBuilder().load(verbose=False)  # its symbols must be loaded before async_io, which needs them
 
 
 def start_deepspeed(device: torch.device) -> Any:
@@ -205,7 +205,7 @@ def with_mark(model: nn.Module) -> nn.Module:
             self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            return None  # set_groups has set the groups
+            return None  # nothing to do: set_groups has set the groups already
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

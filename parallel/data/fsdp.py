@@ -236,7 +236,7 @@ class FSDP(Stepped):
         if self.sums is not None:
             self.sums.start(names)
             if any(self.layouts[name].holders for name in names):
-                self.sums.finish()  # complete before the sum over the pipeline ranks that hold them
+                self.sums.finish()  # these sums must be complete before they are summed over the pipeline ranks with copies
 
     def reduce(self) -> None:
         if self.sums is not None:

@@ -110,7 +110,7 @@ class Zero(SummedEarly, DeepSpeed):
         wide = all(p.dtype == torch.float32 for p in model.parameters())  # else DeepSpeed adds gradients up in its own fp32 buffers
         early = stage == 1 and wide and not self.offloads
         if early or mesh.axis("pp").size > 1:
-            more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
+            more["overlap_comm"] = False  # nothing to overlap: DeepSpeed sums only after the last backward pass, or not at all
         self.engine, _, _, _ = deepspeed.initialize(
             model=with_mark(model) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),

@@ -106,7 +106,7 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
     ranks = math.prod(sizes)
     indices = list(itertools.product(*map(range, sizes)))  # for each rank, its index on each axis
     owners = iter([indices[owner] for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
-    under_way: list[tuple[list[Stack], Steps]] = []  # the newest round first, so that it has started to send before another one computes
+    under_way: list[tuple[list[Stack], Steps]] = []  # the newest round first, so that it starts to send before an older round computes
     for stacks_of_round in _rounds(stacks, ranks):
         batch = [_Matrices(stack, part(stack.number), [next(owners) for _ in range(stack.count)]) for stack in stacks_of_round]
         under_way.insert(0, (stacks_of_round, _to_owners_and_back(0, batch, work)))

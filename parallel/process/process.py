@@ -109,7 +109,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         return
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
-    # under SLURM a port that depends on the job, because jobs can share a machine; otherwise torch's default, 29500
+    # under SLURM, take a port that depends on the job, because jobs can share a machine; otherwise take torch's default, 29500
     port = os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"

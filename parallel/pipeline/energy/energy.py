@@ -118,7 +118,7 @@ def plan_clocks(
     BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S computes nothing
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # no choice: S computes nothing
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = ClockedGraph(graph, fast).makespan
     limit = full if limit is None else limit
