@@ -83,12 +83,12 @@ def write_text(path: Path, text: str, *, what: str) -> None:
 
 def replace_file(path: Path, content: bytes | str) -> None:
     """Replace a file's content atomically: after a crash it has the old or the new content. Several processes may do this at once."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(beside, content)
-        os.replace(beside, path)
+        write_synced(temporary, content)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, content: bytes | str) -> None:

@@ -42,7 +42,7 @@ class Setup:
     gather: Gather
 
 
-class Whole(NamedTuple):
+class GatheredSizes(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These are numbers of elements of sharded
     weights:
 
@@ -132,5 +132,5 @@ class EngineKind:
     overlaps: bool = True
     gradients: Literal["freed", "buckets", "buffer"] = "freed"
     bucket: Literal["none", "passes", "always"] = "none"
-    gathered: Callable[[At, Whole], float] | None = None
+    gathered: Callable[[At, GatheredSizes], float] | None = None
     moments: tuple[At, ...] = ()
