@@ -111,8 +111,8 @@ class Annotated:
         return made
 
     def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
-        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return name of each operator ->
-        its output."""
+        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return a dict: name of each
+        operator -> its output."""
         from torch.distributed.tensor import DTensor
 
         tensors, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}

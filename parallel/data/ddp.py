@@ -158,7 +158,7 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Start to sum one bucket of gradients in fp32; return a future of the sum. This is DDP's communication hook; the default averages."""
+    """DDP's communication hook: start to sum one bucket of gradients in fp32, and return a future of the sum. torch's own hook averages."""
     buffer = bucket.buffer()
     if not sums.sends:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -27,7 +27,7 @@ class BubbleFiller(Watcher):
     """Watcher of the pipeline's runtime that runs a rank's K-FAC units while the rank would wait.
 
     A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes, units run at the ends of steps and are timed. In the
-    last of these steps, the rank's actions (forward and backward passes) are timed too.
+    last step of these refreshes, the rank's actions (forward and backward passes) are timed too.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
     slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;

@@ -371,8 +371,8 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. In the backward pass, this is the place at which the rows' gradients are waited for. All ranks must start and
-    finish the same exchanges in the same order."""
+    """Start an `all_to_all`, for which `finish_rows` waits. In the backward pass, the backward of `finish_rows` starts to send the rows'
+    gradients back, and the backward of this function waits for them. All ranks must start and finish exchanges in the same order."""
     return begun(rows, StartedRows(axis, send, receive))
 
 
@@ -383,8 +383,7 @@ def begun(rows: Tensor, started: StartedRows) -> StartedRows:
 
 
 def finish_rows(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place at which the rows' gradients start to
-    be sent back."""
+    """Wait for the rows [sum(receive), ...] and return them. The backward of this function starts to send the rows' gradients back."""
     buffer, started.buffer = started.buffer, None  # a buffer that `started` kept would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -47,9 +47,9 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all of them. With the symbols at the top of this file: splits: sum of all
-    `splits`, each times its own factor. weight: w_i - w_(i-1). out, back: h_ij and h_ji for each rank j. last: the last 512 collectives,
-    newest last."""
+    number: count of announced collectives. chain: hash chain of all of them. With the symbols at the top of this file: splits: sum over
+    collectives of `splits` times a hash of the collective's number. weight: w_i - w_(i-1). out, back: h_ij and h_ji for each rank j. last:
+    the last 512 collectives, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

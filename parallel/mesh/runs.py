@@ -35,7 +35,7 @@ def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
 
 
 class _Runs(StartedRows):
-    """Equal runs that are gathered forward, and whose gradients are summed and scattered backward."""
+    """A started gather of runs of equal lengths; its backward sums and scatters the runs' gradients."""
 
     def there(self, rows: Tensor) -> Tensor:
         self.work = start_gather(rows, self.axis)

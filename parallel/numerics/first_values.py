@@ -1,4 +1,5 @@
-"""Initial values ("first values") of a shard of a tensor: each element is a function of (key, its index in the whole tensor) only.
+"""Initial values ("first values") of a shard of a tensor: each element depends only on the tensor's key and the element's index in the
+whole tensor.
 
     whole [6, 4]     rank 0 draws [0:3, :]        the same 24 numbers for any shards;
                      rank 1 draws [3:6, :]        time and memory are proportional to the shard

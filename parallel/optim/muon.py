@@ -66,7 +66,7 @@ class Muon(Rule):
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW; groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> the ranks that hold its copies or shards."""
+    """AdamW, but groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> the ranks with its copies or shards."""
 
     def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)

@@ -89,7 +89,7 @@ class _Matrices:
     owners: list[tuple[int, ...]]
 
     def of(self, index: int) -> list[int]:
-        """Return the positions, among the K, of the matrices whose owner has this index on the next axis."""
+        """Return the numbers (0 to K - 1) of the matrices with an owner that has this index on the next axis."""
         return [k for k, owner in enumerate(self.owners) if owner[0] == index]
 
     def shape_of(self, index: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class _Matrices:
         return len(self.of(index)), *self.tensor.shape[1:]
 
     def sent(self, index: int, tensor: Tensor) -> _Matrices:
-        """Return the matrices whose owner has this index on the next axis, after they were sent over this axis as `tensor`."""
+        """Return the matrices of `of(index)` after they were sent over the next axis. tensor: their shards, as they arrived."""
         return replace(self, tensor=tensor, owners=[self.owners[k][1:] for k in self.of(index)])
 
 

@@ -69,7 +69,7 @@ class Span(NamedTuple):
 
 
 class Watcher:
-    """Base class of callbacks that the runtime calls around a rank's actions. Here they do nothing."""
+    """Base class of callbacks that the runtime calls around a rank's actions. A callback that a subclass does not define does nothing."""
 
     def begin(self) -> None:
         """Called once, before the rank waits for the messages of its first action."""

@@ -108,7 +108,7 @@ class _Event:
 
 
 def _tolist(tensor: Any, pretended: Pretended) -> Any:
-    """Tensor.tolist of a fake tensor. As with a real tensor, the host waits for one copy, not for one copy of each element."""
+    """Replaces Tensor.tolist of fake tensors. As with a real tensor, the host waits for one copy, not for one copy of each element."""
     if tensor.fake_device.type == "cuda":
         pretended.work.wait()
     values = pretended.known(tensor)

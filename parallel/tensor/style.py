@@ -1,4 +1,4 @@
-"""A plan: for each parameter the way it is split over ranks (its style). It is data, which is applied to a model from outside.
+"""A plan: for each parameter the way it is split over ranks (its style). A plan is data; the function `apply` applies it to a model.
 
     layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style; the first match counts
     layers.*.moe.router.**      Copied("router")

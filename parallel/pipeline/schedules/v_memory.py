@@ -23,14 +23,14 @@ EVERY = 6  # time slots from the start of one micro-batch to the start of the ne
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Half: about half of the activations of 1F1B's first rank on every rank, and about half of 1F1B's bubble."""
+    """Build V-Half. Every rank keeps about half of the activations that 1F1B's first rank keeps. The bubble is about half of 1F1B's."""
     gap = 0 if ranks % 2 else 3
     blocks = [_Block((2 * r, 3 * ranks - 2 - r), (6 * ranks - 2 + gap - r, 3 * ranks - 1 + gap + 2 * r)) for r in range(ranks)]
     return _fastest("v_half", blocks, microbatches, limit=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Min: about a third of the activations of 1F1B's first rank on every rank, and about two thirds of 1F1B's bubble."""
+    """Build V-Min. Every rank keeps about a third of the activations that 1F1B's first rank keeps. The bubble is about 2/3 of 1F1B's."""
     gap = 0 if ranks % 3 else 2
     blocks = [_Block((r, 2 * ranks - 1 - r), (4 * ranks - 1 + gap - r, 2 * ranks + gap + r)) for r in range(ranks)]
     return _fastest("v_min", blocks, microbatches, limit=2 * ((ranks + 4) // 3))

@@ -30,9 +30,10 @@ class InFlight(NamedTuple):
 class RankPeaks:
     """Moments of a step at which the memory of a rank's activations may have its peak.
 
-    stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
-    left out if another moment has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
-    included. with_i: if the rank has actions I and W, such moments with more detail (InFlight); else ().
+    stages: the rank's stages. most: for each such moment, the number of each stage's micro-batches after their forward pass and before the
+    end of their backward pass (B or W); a moment is left out if another moment has at least as many in every stage. versions: number of
+    weight versions that the rank keeps, the newest included. with_i: if the rank has actions I and W, such moments with more detail
+    (InFlight); else ().
     """
 
     stages: tuple[int, ...]
