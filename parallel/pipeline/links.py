@@ -72,7 +72,7 @@ class Links:
             self._post(source)
 
     def _connect(self, traffic: Traffic, empty: Empty) -> None:
-        """Send one element over each new channel, one channel after another, because a channel's first message by NCCL blocks both ranks."""
+        """Send one element over each new channel, one channel after another, because NCCL's first message of a channel blocks both."""
         for pair, message in traffic.channels:
             if pair not in self._connected:
                 self._connected.add(pair)
