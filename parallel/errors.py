@@ -11,15 +11,16 @@ from pathlib import Path
 
 from parallel.fixes import Fix, fix_of
 
-_LONGEST = 800  # characters of an input that an error message shows
-_SOME = 5  # names that `some` puts into a line
+_LONGEST = 800  # largest number of characters of an input that an error message shows
+_SOME = 5  # largest number of names that `some` lists
 
 
 class BadInput(ValueError):
     """An error in the user's input. Its message is one line that says what to write instead; the command line prints it and exits with code
-    2. prints: whether this rank prints it, if several ranks raise it; None: not decided yet.
+    2. prints: whether this rank prints the message if several ranks raise the same error; None: not decided yet.
 
-    Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8", fix=Set("it", 1, 2, 4, 8))`."""
+    Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8", fix=Set("it", 1, 2, 4, 8))`. Its message is
+    "degrees.tp: got 3, needed a divisor of 8; fix: set it to one of [1, 2, 4, 8]"."""
 
     prints: bool | None = None
 
@@ -47,7 +48,7 @@ def _place_of(page: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Escape control characters, line ends and broken characters as \\x1b, \\n, \\udcff, so that a terminal does not act on them."""
+    """Escape control characters, line ends and surrogates as \\x1b, \\n, \\udcff, so that a terminal does not act on them."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -61,7 +62,7 @@ def harmless(text: str) -> bool:
 
 
 def cut(shown: object) -> str:
-    """Return the text of `shown`, shortened if it is long."""
+    """Return str(shown). If it has over 800 characters: the first 400, and the number of all."""
     text = str(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
@@ -73,15 +74,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most similar to `word`, or None if no word is similar. Dashes before a word do not count."""
+    """Return the known word most similar to `word`, or None if no word is similar. Leading dashes, as of flags, are ignored."""
     bare = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.7 if len(word) > 3 else 0.6)
     return bare[near[0]] if near else None
 
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
-    """Return names joined by commas for a line of text: at most five, then the number of further ones. `rest`: text in brackets after this
-    number."""
+    """Return at most five names, joined by commas, and the number of further names: "a, b, c, d, e or 3 more (rest)". `rest`: the text in
+    these brackets."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)

@@ -110,7 +110,7 @@ class Rename(Fix):
 
 @dataclass(frozen=True)
 class Nproc(Fix):
-    """Start another number of processes."""
+    """Start `number` processes."""
 
     number: int
 

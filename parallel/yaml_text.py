@@ -18,8 +18,8 @@ NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: dates suc
 _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # YAML reads 0755 as octal 493, and 1:30 in base 60 as 90
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
-    """PyYAML's safe loader, which makes no objects. It refuses repeated keys and numbers that are not decimal."""
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's loader is ten times as fast
+    """PyYAML's safe loader, which makes only plain values. This subclass also refuses repeated keys and numbers that are not decimal."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()

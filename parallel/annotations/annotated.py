@@ -35,7 +35,7 @@ def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
 
 @dataclass(frozen=True)
 class Rank:
-    """An argument of every Compute function: this rank's place in the mesh, and the operator that it computes. sizes: mesh axis -> size.
+    """An argument of every Compute function: this rank's place in the mesh, and the operator to compute. sizes: mesh axis -> size.
     work: the operator with its sharding. factors: letter of the operator's rule -> size in the unsharded model."""
 
     mesh: DeviceMesh
@@ -111,8 +111,8 @@ class Annotated:
         return made
 
     def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
-        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return name of each operator ->
-        its output."""
+        """Run the forward pass. values: name -> DTensor made by `placed`, for each input and parameter. Return a dict: name of each
+        operator -> its output."""
         from torch.distributed.tensor import DTensor
 
         tensors, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}
@@ -131,7 +131,8 @@ class Annotated:
         return {op.name: tensors[op.name] for op in self.program.graph.operators}
 
     def placements(self, sharding: Sharding, tensor: str) -> list[Placement]:
-        """Return DTensor's placement of `tensor` for each mesh axis."""
+        """Return the sharding as DTensor placements, one for each mesh axis. tensor: its name, for the error message if DTensor has no such
+        sharding."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         order = list(self.program.mesh)

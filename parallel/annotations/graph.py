@@ -41,8 +41,8 @@ class Operator:
 
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
     pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
-    computes one or two numbers for each position; if they are sharded, ranks all-reduce only these numbers. layer: index of its block of
-    the model, from 0; -1: before the first block; the total number of blocks: after the last one."""
+    computes one or two numbers for each position; if these factors are sharded, ranks all-reduce only the numbers. layer: index, from 0, of
+    the operator's block of the model; -1: before the first block; the number of blocks: after the last block."""
 
     name: str
     kind: Kind
@@ -86,8 +86,8 @@ class Edge(NamedTuple):
 class Graph:
     """The operators of a forward pass, in the order in which they run.
     dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
-    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: `readers_of` of a graph of which this one has only
-    some layers; None: it has all."""
+    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: None if this graph has all layers of the model; else
+    `readers_of` of the graph with all layers."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]

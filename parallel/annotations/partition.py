@@ -3,8 +3,8 @@
     forward     tensor --enter--> sharded as the operator reads it --compute--> result, perhaps partial sums --leave--> tensor
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
-A tensor has one sharding between operators and may have another inside an operator. "enter" and "leave" are the collectives (resharding.py)
-that change the first into the second and the second back into the first. A sharded factor (letter of the operator's rule) that the output
+A tensor has one sharding between operators and may have another inside an operator. "enter": the collectives (resharding.py) from the
+sharding between operators to the sharding inside; "leave": the reverse. A sharded factor (letter of the operator's rule) that the output
 lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. For example, a weight
 lacks the batch (data parallelism), and the input of a column-parallel layer lacks the hidden units (the all-reduce f in Megatron-LM's
 backward pass). If several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section
@@ -86,7 +86,7 @@ class Machine:
 @dataclass(frozen=True)
 class Program:
     """SPMD program of a graph. mesh: axis -> size. shardings: name of each tensor -> its sharding between operators. work: sharding of each
-    operator, in order. conflicts: choices that were made when the shardings were found."""
+    operator, in order. conflicts: choices between two shardings that were necessary when the shardings were determined."""
 
     graph: Graph
     mesh: Sizes
@@ -143,7 +143,9 @@ class Program:
             yield from self._summed(op.name, gives)
             leave = self._steps(self.shardings[op.name], whole, op.name)
             yield from (Communication("backward", op.name, "leave", step) for step in leave)
-            if set(op.statistics) <= set(op.output):  # a norm; for a loss, all ranks already have the statistic's gradient
+            # A norm's ranks compute different parts of its output, so they all-reduce the gradients of its statistics. A loss's ranks
+            # all compute the same loss from the statistics, so these gradients are equal already.
+            if set(op.statistics) <= set(op.output):
                 yield from (Communication("backward", op.name, "statistic", step) for step in statistics(self.graph, work, self.mesh))
             for name, given in zip(op.inputs, work.gives, strict=True):
                 if given is not None:
@@ -184,7 +186,7 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard other factors than `letters` and
+    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard any factor not in `letters` or
     `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 

@@ -29,7 +29,7 @@ from parallel.errors import BadInput, did_you_mean
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]  # axis of a mesh -> size, in order: the last axis varies fastest from rank to rank
 Kind = Literal["slice", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
-_TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}  # factors in the table above
+_TIMES_SENT = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}  # factor of the bytes in the table above
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
     sums                                bucket 0 --------------->
                                                       bucket 1 ------------>   the step waits for the rest
 
-Buckets start in a fixed order. Gradients are expected in the reverse order of the parameters, and buckets are sorted by the gradient that
-is expected last in each. A bucket starts when its gradients are complete and all buckets before it have started. So all ranks call the same
-collectives in the same order, even if gradients become complete in different orders. Source: PyTorch Distributed (arXiv 2006.15704),
-section 3.2.
+The sums of buckets start in a fixed order. Gradients are expected in the reverse order of the parameters, and buckets are sorted by their
+last expected gradient. A bucket's sum starts when its gradients are complete and the sums of all buckets before it have started. So all
+ranks call the same collectives in the same order, even if gradients become complete in different orders. Source: PyTorch Distributed
+(arXiv 2006.15704), section 3.2.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Buckets:
         self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 
     def start(self, names: Iterable[str]) -> None:
-        """Start all sums that have not started: of these parameters, and of those in earlier calls of `expect`. Collective."""
+        """Start all sums that have not started, for these parameters and for parameters of earlier calls of `expect`. Collective."""
         self.expect([name for name in names if name not in self.expected])
         while self.coming:
             self._start(self.coming.popleft())
@@ -89,7 +89,7 @@ class Buckets:
 
 class SummedEarly(OfStages):
     """Base class of engines that sum gradients over ranks during the backward pass, in the buckets `sums`. apart: names of the parameters
-    whose gradients are summed so, and not by torch's or DeepSpeed's engine."""
+    whose gradients these buckets sum; torch's or DeepSpeed's engine sums the others."""
 
     sums: Buckets
     apart: Sequence[str]

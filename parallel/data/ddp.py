@@ -59,7 +59,7 @@ class DDP(SummedEarly, Stepped):
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
-            if dp.size > 2:  # with more than 2 ranks, the order of additions over ranks depends on a gradient's position in its bucket
+            if dp.size > 2:  # then the order of additions depends on a gradient's position in its bucket, so buckets must not change later
                 _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -121,7 +121,8 @@ def masters_of(weights: Mapping[str, nn.Parameter], working: Working) -> dict[st
 
 
 def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
-    """Return the axis over which the gradients of dense parameters are summed; if there are several, the one with the most elements."""
+    """Return the axis over which the gradients of dense parameters are summed; of several such axes, the one with the most elements to
+    sum."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
     for layout in (layout for layout in layouts.values() if layout.family == "dense"):
@@ -157,7 +158,7 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Start to sum one bucket of gradients in fp32; return a future of the sum. This is DDP's communication hook; the default averages."""
+    """DDP's communication hook: start to sum one bucket of gradients in fp32, and return a future of the sum. torch's own hook averages."""
     buffer = bucket.buffer()
     if not sums.sends:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -40,14 +40,14 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # the first engine would import these; imported before ranks are forked, they cost a rank nothing
+    with suppress(ImportError):  # modules that the first engine would import: imported before ranks are forked, they cost ranks no time
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls functions that torch will remove
+    # hide torch's warnings about functions that torch will remove, and DeepSpeed still calls
     warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -68,8 +68,8 @@ def _uncompiled() -> Iterator[None]:
 
 
 def compile_async_io(say: Callable[[str], None]) -> None:
-    """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails. Every
-    rank must call it before an engine starts. `say` is called with a message before the compilation."""
+    """Compile DeepSpeed's op async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if the
+    compilation fails. Every rank must call this function before an engine starts. `say` gets a message before the compilation."""
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -106,7 +106,7 @@ def each_op_as_one_file(folder: Path) -> Iterator[None]:
 
     def load_one(*, name: str, sources: Sequence[str], extra_cflags: Sequence[str], **rest: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(one := folder / f"{name}.cpp", as_one_file(sources))  # other ranks write the same file
+        replace_file(one := folder / f"{name}.cpp", as_one_file(sources))  # atomic, as other ranks write the same file
         return load(name=name, sources=[str(one)], extra_cflags=[flag for flag in extra_cflags if flag != "-g"], **rest)
 
     extension.load = load_one
@@ -127,9 +127,9 @@ def as_one_file(sources: Sequence[str]) -> str:
 
 
 def _use_compiled(folder: Path) -> None:
-    """Load the compiled extensions of a folder into DeepSpeed. Without this, DeepSpeed would check at each start whether to compile them,
-    which needs a compiler and memory, and would compile them again in every Python environment, even with equal versions of torch and
-    DeepSpeed."""
+    """Load the compiled extensions of a folder into DeepSpeed. Without this, DeepSpeed would check at each start whether to compile them (a
+    check that needs a compiler and memory), and would compile them again in every Python environment, even with equal versions of torch
+    and DeepSpeed."""
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -141,7 +141,7 @@ def _use_compiled(folder: Path) -> None:
             spec.loader.exec_module(module)
             OpBuilder._loaded_ops[name] = module
             if name == "pin_memory":
-                PinMemoryBuilder().load(verbose=False)  # async_io needs its symbols
+                PinMemoryBuilder().load(verbose=False)  # its symbols must be loaded before async_io, which needs them
 
 
 def start_deepspeed(device: torch.device) -> Any:
@@ -155,21 +155,21 @@ def start_deepspeed(device: torch.device) -> Any:
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """Return the axis's process group. On an axis of size 1 it is a group of this rank alone, because DeepSpeed takes None for all
-    ranks."""
+    """Return the axis's process group. For an axis of size 1, return a group of this rank alone, because DeepSpeed reads None as the group
+    of all ranks."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
 
 
 def set_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
-    """Make DeepSpeed use the layouts' groups instead of its own. Return the `mpu` object for its engine. Collective."""
+    """Make DeepSpeed use the layouts' process groups instead of its own. Return the `mpu` object for DeepSpeed's engine. Collective."""
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:
         mesh.alone()  # on every rank, even if this rank does not need it, because all ranks must make the same groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
-    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # DeepSpeed requires it but does not use it, because this project exchanges the tokens
+    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # DeepSpeed requires it but does not use it: this project exchanges tokens itself
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
     groups.mpu = _mpu(mesh, dense_axis(mesh))
     return groups.mpu
@@ -205,7 +205,7 @@ def with_mark(model: nn.Module) -> nn.Module:
             self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            return None  # set_groups has set the groups
+            return None  # nothing to do: set_groups has set the groups already
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

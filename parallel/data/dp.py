@@ -81,7 +81,7 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # broken barriers last: a consequence
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # broken barriers follow from other errors
         raise error
     return outputs
 

@@ -65,10 +65,10 @@ def shard(
 ) -> None:
     """Shard a model that is on the meta device, then allocate this rank's shards on `device` and set their initial values.
 
-    `units`: in the order in which they start to run; nested units follow the unit around them. `reshard`: free gathered parameters after
-    the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered before they are needed. `fill`: sets
-    initial values."""
-    # torch warns about units that return a view, which must not be changed in place; this project never does that
+    `units`: in the order in which they start to run; a nested unit follows the unit that contains it. `reshard`: free gathered parameters
+    after the forward pass. `prefetch`: number of outermost units, with their nested units, that are gathered before they are needed.
+    `fill`: sets initial values."""
+    # torch warns about a unit that returns a view, because the view must not be changed in place; this project never changes it
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
     cut: dict[str, FSDPModule] = {}
@@ -83,7 +83,7 @@ def shard(
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         for module in cut.values():
-            module.set_modules_to_backward_prefetch([module])  # only itself, so nothing is prefetched; with [] torch chooses
+            module.set_modules_to_backward_prefetch([module])  # itself: prefetches nothing; with [] torch would choose
         for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
             _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut
@@ -117,7 +117,8 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
         ignored_params={p for p in module.parameters() if p not in mine},
     )
     assert isinstance(module, FSDPModule)
-    # gradients are summed, because losses are shares of the global mean; with the factor alone, torch would use a reduction that gloo lacks
+    # Gradients are summed and not averaged, because losses are shares of the global mean. A divide factor of 1 alone is not enough: torch
+    # would then use a reduction that gloo lacks.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_unshard_in_backward(unit.backward)
@@ -235,7 +236,7 @@ class FSDP(Stepped):
         if self.sums is not None:
             self.sums.start(names)
             if any(self.layouts[name].holders for name in names):
-                self.sums.finish()  # complete before the sum over the pipeline ranks that hold them
+                self.sums.finish()  # these sums must be complete before they are summed over the pipeline ranks with copies
 
     def reduce(self) -> None:
         if self.sums is not None:

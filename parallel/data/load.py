@@ -21,14 +21,14 @@ ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: larger reads are not faster on a dis
 
 
 def given(states: Mapping[str, Mapping[str, Tensor]]) -> Load:
-    """Return a Load that reads tensors in memory, states[parameter]["weight" or an optimizer state]."""
+    """Return a Load that reads tensors in memory. states[parameter][kind]: a tensor; kind: "weight" or name of an optimizer state."""
     return lambda name, kind, box: states[name][kind][box]
 
 
 @torch.no_grad()
 def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = ()) -> None:
     """Fill `into` from load(box), a few MiB at a time. start: index, in the tensor that `load` reads, of the first element of `into`; ():
-    all zeros."""
+    index 0 in every dim."""
     start = start or [0] * into.ndim
     for _, box in boxes(tuple(into.shape), 0, into.numel()):
         into[box].copy_(load(tuple(slice(at + part.start, at + part.stop) for at, part in zip(start, box, strict=True))))
@@ -36,8 +36,8 @@ def fill(into: Tensor, load: Callable[[Box], Tensor], *, start: Sequence[int] = 
 
 @torch.no_grad()
 def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, ...], first: int) -> None:
-    """Fill a flat tensor with consecutive elements, in row-major order, of another tensor with this shape. load(box) reads a box of the
-    other tensor. first: flat index, in the other tensor, of the first element that is read."""
+    """Fill the flat tensor `into` with consecutive elements, in row-major order, of a source tensor of shape `shape`. load(box) reads a box
+    of the source. first: flat index in the source of the first element that is read."""
     for at, box in boxes(shape, first, first + into.numel()):
         part = load(box).reshape(-1)
         into.narrow(0, at - first, part.numel()).copy_(part)

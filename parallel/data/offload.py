@@ -27,8 +27,8 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object. While the object's process runs, a file lock marks the folder as in use. A process id
-    would not do, because other containers cannot check it."""
+    """A folder that is deleted with this object. While the object's process runs, a file lock marks the folder as in use. The process id
+    in the folder's name is not enough, because other containers cannot check whether that process runs."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)
@@ -53,7 +53,8 @@ class SwapFolder(tempfile.TemporaryDirectory[str]):
 
 @dataclass(frozen=True)
 class Offload:
-    """Where optimizer states and parameters are stored. `path`: for nvme, the folder in which each rank makes a folder for one run."""
+    """Places in which optimizer states and parameters are stored. `path`: for nvme, the folder in which each rank makes a folder for one
+    run."""
 
     optimizer: Place = "none"
     parameters: Place = "none"
@@ -76,8 +77,8 @@ class Offload:
         return SwapFolder(Path(self.path or "."), f"{prefix}{os.getpid()}-")
 
     def sections(self, folder: str | None, *, largest: int, device: torch.device) -> dict[str, Any]:
-        """Return keys of DeepSpeed's `zero_optimization`. `folder`: swap folder on the disk. `largest`: elements of the largest shard.
-        `device`: of the model."""
+        """Return the entries for offload in DeepSpeed's configuration section `zero_optimization`. `folder`: swap folder on the disk.
+        `largest`: number of elements of the largest shard. `device`: the model's device."""
         pin = device.type == "cuda"  # page-locked memory speeds up copies to and from a GPU
         found: dict[str, Any] = {}
         if self.optimizer != "none":

@@ -13,8 +13,9 @@ from torch import Tensor
 def at_rate(
     lr: float, factor: float, optimizer: torch.optim.Optimizer, *, weights: Iterable[Tensor], grads: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Return a context in which `optimizer` steps `weights` with learning rate `lr` and with `grads` times `factor`. torch's fused AdamW
-    divides gradients by `grad_scale` (fp32) when it reads them; in all other cases `grads` are multiplied in place."""
+    """Return a context in which optimizer.step() updates `weights` with learning rate `lr` and with the gradients times `factor`. torch's
+    fused AdamW divides gradients by `grad_scale` (fp32) when it reads them. In all other cases the gradients `grads` are multiplied in
+    place."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     first = next(iter(weights), None)

@@ -1,12 +1,12 @@
 """Starts the reduce-scatters ("scatters") of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
 
     once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        unsharded gradients accumulate; weights stay gathered until then
-    each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: unit by unit, during W     gradients are 1/N; I and B gather weights and free them
+    each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: scatters, during W         gradients are 1/N; I and B gather weights and free them
 
 Fi: forward pass of micro-batch i. Ii, Wi: the two parts of its backward pass, for gradients of inputs and of weights. B: both at once.
-W multiplies inputs by output gradients, so no weights are gathered for it. B scatters as without pipeline stages. Units are scattered in
-the order of the backward pass. Collectives start only at actions of the schedule, so ranks with the same stages call the same collectives
-in the same order.
+W multiplies inputs by output gradients, so no weights are gathered for it. B scatters each unit's gradients as a backward pass without
+pipeline stages does. Units (fsdp.py) are scattered one by one, in the order of the backward pass. Collectives start only at actions of the
+schedule, so ranks with the same stages call the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class StageSums:
         self.of = {names[id(param.sharded_param)]: group for group in self.groups for param in group.fsdp_params}
         model.set_is_last_backward(False)  # a backward pass does not wait for sums: `finish` does
         if once:
-            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))  # scatters all units at once; buffers replace gradients
+            # all units' scatters run at the same time, each from an input buffer, which replaces the unit's gradients in memory
+            model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))
         model.set_reshard_after_backward(not once)
 
     @contextmanager
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
         """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
         are scattered after each pass, units without deferred gradients, such as the embedding, are scattered at the context's end."""
-        # a unit in another state would be finished by torch at the end of the pass, which would free the weights of other stages
+        # torch finishes each unit in any other state at the end of the pass, and would so free the weights of other stages
         for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)

@@ -41,7 +41,7 @@ class Stepped(OfStages):
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return `tensor`, of this parameter and kind, with the axes along which ranks hold copies of it."""
+        """Return `tensor` with the axes along which ranks hold copies of it. name: its parameter. kind: such as "weight" or "gradient"."""
         return copies_of(name, kind, tensor, self.layouts[name])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,7 @@ def by(multiply: Multiply, x: Tensor, modules: Sequence[Any]) -> Sequence[Tensor
     """Return module(x) for modules whose products `multiply` computes together, so that ranks send x once. Weights are read here, in the
     layer's forward pass, so that engines can gather them layer by layer.
 
-    A module with an addition of low rank, y = x W^T + s (x A^T) B^T, has A as `lora_a`, and adds the rest by `widened`."""
+    A module with an addition of low rank, y = x W^T + s (x A^T) B^T, has A as `lora_a`; its method `widened` adds s (x A^T) B^T."""
     narrow = [getattr(module, "lora_a", None) for module in modules]
     found = list(multiply(x, [module.weight for module in modules], [a for a in narrow if a is not None]))
     rest = iter(found[len(modules) :])

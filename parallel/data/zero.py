@@ -1,7 +1,7 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
-    stage 1   every rank keeps all weights, and optimizer states for 1/N of them; with fp32 masters each gradient is summed on its owner,
-              in this project's buckets, of which several are summed at the same time (parallel/data/buckets.py)
+    stage 1   every rank keeps all weights, and optimizer states for 1/N of them. With fp32 master weights, each gradient is summed only on
+              its owner, the rank that updates it, in this project's buckets (parallel/data/buckets.py)
     stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
@@ -59,7 +59,7 @@ class DeepSpeed(OfStages):
         if not last:
             self.engine.step()  # only counts the micro-batch: DeepSpeed steps at the last one
 
-    def reduce(self) -> None:  # no sums before it: DeepSpeed's sums block the rank, which would delay its other stages
+    def reduce(self) -> None:  # no sum starts earlier: a sum by DeepSpeed blocks the rank, and would delay its other pipeline stages
         self.engine.set_gradient_accumulation_boundary(True)
         self.zero.setup_buckets()
         self.zero.reduce_gradients(pipeline_parallel=True)
@@ -110,7 +110,7 @@ class Zero(SummedEarly, DeepSpeed):
         wide = all(p.dtype == torch.float32 for p in model.parameters())  # else DeepSpeed adds gradients up in its own fp32 buffers
         early = stage == 1 and wide and not self.offloads
         if early or mesh.axis("pp").size > 1:
-            more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
+            more["overlap_comm"] = False  # nothing to overlap: DeepSpeed sums only after the last backward pass, or not at all
         self.engine, _, _, _ = deepspeed.initialize(
             model=with_mark(model) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),
@@ -120,7 +120,7 @@ class Zero(SummedEarly, DeepSpeed):
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
-        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, as clip.py has the norm; it would cost a collective
+        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused: clip.py computes the norm. It would cost a collective
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
@@ -138,7 +138,8 @@ class Zero(SummedEarly, DeepSpeed):
             self.zero.reduce_ipg_grads = lambda *_, **__: None  # DeepSpeed must not sum again: `sums` has summed already
 
     def _owned(self) -> dict[str, list[tuple[int, slice]]]:
-        """Return `owned` for _OnOwners: DeepSpeed's shards of each flat parameter."""
+        """Return parameter name -> its shards: (index of the rank that updates the shard, the shard's elements of the flattened parameter),
+        as DeepSpeed has cut them. For _OnOwners."""
         zero, found = self.zero, dict[str, list[tuple[int, slice]]]()
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         for number, group in enumerate(zero.bit16_groups):
@@ -164,7 +165,7 @@ class Zero(SummedEarly, DeepSpeed):
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
             fragment = parameter._hp_mapping
-            if fragment is not None:  # it must become a view of the new flat group, so that the old one is freed
+            if fragment is not None:  # make its tensor a view of the new flat group, because a view of the old group would keep that alive
                 at = fragment.lp_fragment_address
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
@@ -187,7 +188,7 @@ class Zero(SummedEarly, DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # a gradient's shard can be a view of the whole gradient, which it would keep in memory
+            if parts:  # a gradient's shard can be a view of the whole gradient; copy it, so that the whole gradient is freed
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def reduce(self) -> None:
@@ -198,7 +199,7 @@ class Zero(SummedEarly, DeepSpeed):
         self.zero.overlapping_partition_gradients_reduce_epilogue()
 
     def _add_accumulators(self) -> None:
-        """Add fp32 buffers on the host for gradients of several micro-batches. DeepSpeed's would be in the weights' dtype."""
+        """Add fp32 buffers on the host for gradients of several micro-batches. DeepSpeed's own buffers would have the weights' dtype."""
         zero = self.zero
         for params in zero.params_in_partition:
             for parameter in params:

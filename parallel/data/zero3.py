@@ -81,7 +81,7 @@ class ShardedInit:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.mpu,
-        )  # no `dtype`: DeepSpeed ignores it on some processors. Its settings name neither fp16 nor bf16, so it takes fp32
+        )  # no argument `dtype`, which DeepSpeed ignores on some processors; without fp16 or bf16 in the settings, DeepSpeed takes fp32
         assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
             _read_each_once(init.param_swapper)
@@ -156,7 +156,7 @@ class Zero3(DeepSpeed):
         for number, dtype in enumerate(dtypes):
             flat = zero.fp16_partitioned_groups_flat[number]
             if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
-                continue  # the model reads this group in fp32, so it is the master weights themselves
+                continue  # None: on a disk. Otherwise the model reads this group in fp32, as a part of the master weights
             narrow = flat.to(dtype, copy=True)
             zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
             zero._unflatten_partitioned_parameters(number)

@@ -24,7 +24,7 @@ from parallel.numerics.supposed import supposed
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. With counts (rows of each expert): [E, W, W]."""
+    """Return the sum of r r^T over all rows r, fp32 [1, W, W]. counts: number of rows of each expert; then one sum an expert, [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)
@@ -62,7 +62,7 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
     for _ in range(2 + math.ceil(math.log10(width / least))):
         lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)  # failed: above 0 if not positive definite
-        failed_E = supposed(failed_E, partial(torch.zeros, len(failed_E)))  # a rehearsal computes no values, so none fails
+        failed_E = supposed(failed_E, partial(torch.zeros, len(failed_E)))  # in a rehearsal, which computes no values: none failed
         if not failed_E.any():
             break
         added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)

@@ -1,7 +1,7 @@
 """PipeFisher (arXiv 2211.14133): runs K-FAC's work in a pipeline's bubbles, by a plan made from measured times.
 
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: forward and backward pass of micro-batch 0
-                                                                        A0, G0: its terms of factors A and G   inv: inversion
+                                                                        A0, G0: its terms of K-FAC's factors   inv: inversion
 
 Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
@@ -27,7 +27,7 @@ class BubbleFiller(Watcher):
     """Watcher of the pipeline's runtime that runs a rank's K-FAC units while the rank would wait.
 
     A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes, units run at the ends of steps and are timed. In the
-    last of these steps, the rank's actions (forward and backward passes) are timed too.
+    last step of these refreshes, the rank's actions (forward and backward passes) are timed too.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
     slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;
@@ -82,7 +82,7 @@ class BubbleFiller(Watcher):
         first = -largest(-record[0].start, self.axis)
         last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # a timeline of this rank alone; an update of negligible length is added at its end, when the slowest rank ends the step
+        # a timeline of this rank alone. An update of negligible length, added when the slowest rank ends the step, makes the wait a bubble
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)

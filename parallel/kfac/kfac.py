@@ -49,7 +49,7 @@ class Settings:
 @dataclass(frozen=True)
 class Linear:
     """A linear layer with a weight [O, I], or a stack of experts' linears with a weight [E, I, O].
-    name: name of the weight. inputs: name of the linear layer whose factor A is used, because layers that read the same input rows share
+    name: name of the weight. inputs: name of the linear layer whose factor A this layer uses. Layers that read the same input rows share
     one A."""
 
     name: str
@@ -64,7 +64,8 @@ class Linear:
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """Return the layout of factor "A" or "G": for a stack sharded over ranks as the experts are, otherwise whole on all ranks."""
+        """Return the layout of factor "A" or "G", [E, W, W]. Factors of experts are sharded over ranks along dim 0, as the experts' weights
+        are. The factor of a single linear layer (E = 1) is whole on every rank."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
@@ -108,8 +109,8 @@ class Kfac:
 
     linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
     copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: curvature units run as
-    soon as they are ready. False: they wait for `run`; units that are due and have not run are run by `finish`. Inversions
-    always wait in this way.
+    soon as they are ready. False: a ready unit waits until the caller passes it to `run`, or until `finish` runs all units that are due.
+    Inversions always wait like this.
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]

@@ -177,7 +177,8 @@ class Messages:
         """Start the messages. `send`: contiguous tensors, each with its destination's index on the axis. `receive`: tensors to be filled,
         each with its source's index. `name`: the name under which sent messages are counted.
 
-        Messages between two ranks arrive in the order in which they were started. Every sender and receiver must call this."""
+        Messages between two ranks arrive in the order in which they were started. For each message, its sender and its receiver must both
+        create Messages."""
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
             axis.count(name, tensor)
@@ -295,7 +296,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The size of dim must be a multiple of the ranks."""
+    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis's size must divide the size of dim."""
     return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
 
 
@@ -370,8 +371,8 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> StartedRows:
-    """Start an `all_to_all`. In the backward pass, this is the place at which the rows' gradients are waited for. All ranks must start and
-    finish the same exchanges in the same order."""
+    """Start an `all_to_all`, for which `finish_rows` waits. In the backward pass, the backward of `finish_rows` starts to send the rows'
+    gradients back, and the backward of this function waits for them. All ranks must start and finish exchanges in the same order."""
     return begun(rows, StartedRows(axis, send, receive))
 
 
@@ -382,8 +383,7 @@ def begun(rows: Tensor, started: StartedRows) -> StartedRows:
 
 
 def finish_rows(started: StartedRows) -> Tensor:
-    """Wait for the rows [sum(receive), ...] and return them. In the backward pass, this is the place at which the rows' gradients start to
-    be sent back."""
+    """Wait for the rows [sum(receive), ...] and return them. The backward of this function starts to send the rows' gradients back."""
     buffer, started.buffer = started.buffer, None  # a buffer that `started` kept would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if started.axis.size == 1 else _Finish.apply(buffer, started)

@@ -30,7 +30,7 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 
 
 def by_bin(counts_RB: Tensor, *, total: int) -> Tensor:
-    """Return indices, int64 [total], that bring received rows into the order (bin, source rank). They arrive in the order (source, bin).
+    """Return indices, int64 [total], that bring received rows from the order of arrival, (source rank, bin), into the order (bin, source).
     counts_RB[r, b]: number of rows from rank r for bin b. total: sum of counts_RB, passed as an int so that the host need not wait for the
     GPU."""
     flat = counts_RB.flatten()

@@ -2,7 +2,7 @@
 
     1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
     2d                q x q
-    2.5d              d x q x q: d grids, each with all weights in blocks and its own shard of the sequences
+    2.5d              d x q x q: d grids; each has all weights, cut into q x q blocks, and its own shard of the sequences
     3d                q x q x q
     copied            no tensor is cut
 
@@ -94,7 +94,7 @@ def grid(kind: str, tp: int, depth: int | None = None) -> Grid | None:
 
 def grid_of(kind: str, tp: int, depth: int | None = None, *, sides: Sequence[int]) -> Grid:
     """Return the grid of tp ranks. Raise BadInput if this number of ranks has no such grid. `sides`: sides q above 1 that the model allows;
-    the error message suggests values of tp that they give."""
+    the error message suggests values of tp for which a grid has such sides."""
     found = grid(kind, tp, depth)
     if found is not None:
         return found

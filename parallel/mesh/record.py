@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of MOST_RANKS tokens are exact in float64
 _KEPT = 512  # a lane keeps the last 512 collectives, to find the first in which ranks differ
-_MAYBE = os.path.join("torch", "autograd", "graph.py")  # on the stack in a backward pass, in which DDP may wait for other ranks
+_MAYBE = os.path.join("torch", "autograd", "graph.py")  # file on the stack of a backward pass, in which DDP may wait for other ranks
 
 # files with functions that wait for other ranks
 _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}") + tuple(
@@ -47,9 +47,9 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all of them. With the symbols at the top of this file: splits: sum of all
-    `splits`, each times its own factor. weight: w_i - w_(i-1). out, back: h_ij and h_ji for each rank j. last: the last 512 collectives,
-    newest last."""
+    number: count of announced collectives. chain: hash chain of all of them. With the symbols at the top of this file: splits: sum over
+    collectives of `splits` times a hash of the collective's number. weight: w_i - w_(i-1). out, back: h_ij and h_ji for each rank j. last:
+    the last 512 collectives, newest last."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -66,7 +66,8 @@ class Record:
 
     phase, step: current phase and step. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's time limit.
     messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
-    receiver) of the message that this rank waits for, if that was its last announcement. failed: the error that ended this rank."""
+    receiver) of the message that this rank waits for; None if it has announced something else since. failed: the error that ended this
+    rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -35,7 +35,7 @@ def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
 
 
 class _Runs(StartedRows):
-    """Equal runs that are gathered forward, and whose gradients are summed and scattered backward."""
+    """A started gather of runs of equal lengths; its backward sums and scatters the runs' gradients."""
 
     def there(self, rows: Tensor) -> Tensor:
         self.work = start_gather(rows, self.axis)
@@ -48,7 +48,7 @@ class _Runs(StartedRows):
 
 def start_runs(run: Tensor, axis: Axis) -> StartedRows:
     """Start to gather the ranks' runs, which have equal lengths. `finish_rows` waits for them. In the backward pass, gradients are
-    summed in fp32 or wider; the sum starts where the runs were waited for, and is waited for here."""
+    summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function waits for it."""
     return begun(run, _Runs(axis, [], []))
 
 

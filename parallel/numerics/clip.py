@@ -2,7 +2,7 @@
 
 Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over all ranks then
 gives the norms of all families (groups of parameters, such as experts). So the code never has to choose a process group for a parameter.
-Other systems chose a wrong one by mistake, and so averaged the norms of ranks or left experts out.
+Other systems chose a wrong group by mistake, and so averaged the norms of ranks or left experts out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, .
 
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
-    """Return the sums of the squares of this rank's gradients, for each of the families: float64 [families]."""
+    """Return for each family the sum of the squares of this rank's gradients, float64 [families]. owned: (family, gradient shard)."""
     on_host: list[tuple[int, Tensor]] = []
     on_gpu: list[tuple[str, Tensor]] = []
     for family, grad in owned:
@@ -58,15 +58,15 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, ...]) -> Tensor:
-    """Return `squares` of one device's gradients by at most ten kernels, instead of five for each gradient."""
+    """Return `squares` of gradients on one GPU, by at most ten kernels together instead of five for each gradient."""
     norms = torch.stack(torch._foreach_norm([grad for _, grad in owned], 2, dtype=torch.float32))
     of_family = on_device(torch.tensor([[mine == family for mine, _ in owned] for family in families]), norms.device)
     return torch.where(of_family, norms.double().square(), 0.0).sum(1)
 
 
 def norms_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> list[GradientNorm]:
-    """Return the norms of one or more steps. squares: this rank's results of `squares`, concatenated. Collective. If ranks ran different
-    collectives, all raise Disagreement."""
+    """Return the norms of one or more steps. squares: this rank's results of `squares`, concatenated. Collective. The same all-reduce
+    compares the collectives that ranks have run (Record.token); if they differ, all ranks raise Disagreement."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

@@ -1,4 +1,5 @@
-"""Initial values ("first values") of a shard of a tensor: each element is a function of (key, its index in the whole tensor) only.
+"""Initial values ("first values") of a shard of a tensor: each element depends only on the tensor's key and the element's index in the
+whole tensor.
 
     whole [6, 4]     rank 0 draws [0:3, :]        the same 24 numbers for any shards;
                      rank 1 draws [3:6, :]        time and memory are proportional to the shard
@@ -41,7 +42,8 @@ def key_of_tensor(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: Box, sigma: float) -> None:
-    """Fill `out`, of any dtype and device, with the region of a whole tensor of `shape`: normal numbers with `sigma`, cut at 2 sigma."""
+    """Fill `out`, of any dtype and device, with normal numbers of standard deviation `sigma`, cut at 2 sigma: the elements in `region` of
+    a whole tensor of `shape`, which `key` determines."""
     assert tuple(out.shape) == tuple(r.stop - r.start for r in region), (out.shape, region)
     if not out.numel() or pretended(out):
         return

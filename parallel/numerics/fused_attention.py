@@ -6,8 +6,8 @@
     otherwise               none: plain operations (softmax.py)
 
 Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged.
-For flash attention's cases this is also the choice of scaled_dot_product_attention. For others, torch would try its memory-efficient
-kernel. This file does not use that kernel, because it pads log-sum-exps, and needs outputs in another memory order.
+If flash attention supports a case, torch's scaled_dot_product_attention chooses it too. In other cases torch would try its memory-efficient
+kernel. This file does not, because that kernel pads log-sum-exps, and needs outputs in another memory order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def kernel_for(q_BHLC: Tensor) -> Fused | None:
 
 
 def flash_takes(q_BHLC: Tensor) -> bool:
-    """Return whether flash attention supports these queries on a GPU. Only some GPUs have its backward kernel for 193 to 224 channels."""
+    """Return whether flash attention supports these queries on a GPU. 193 to 224 channels are refused, because only some GPUs have a
+    backward kernel for them."""
     channels = q_BHLC.shape[-1]
     if q_BHLC.device.type != "cuda" or q_BHLC.dtype not in (torch.float16, torch.bfloat16) or 192 < channels <= 224 or channels > 256:
         return False

@@ -38,7 +38,7 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 class _Return(torch.autograd.Function):
     """Return x, the part's result. The backward pass reads a saved tensor here, so torch runs the second forward pass at this point: before
-    FSDP and ZeRO-3 gather weights for the part's backward pass. They free weights after each forward pass, also after the second."""
+    FSDP and ZeRO-3 gather weights for the part's backward pass. A later second forward pass would free these weights at its end."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _Return(torch.autograd.Function):
 
 
 class Replay:
-    """Stores the decisions (such as routing) of one forward pass by name, so that its recomputation makes the same."""
+    """Stores the decisions (such as routing) of one forward pass by name, so that the recomputed pass makes the same decisions."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}

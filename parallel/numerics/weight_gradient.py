@@ -88,9 +88,8 @@ def open_pending() -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights`, which the caller stores as an attribute of ctx; () if their gradients cannot be deferred. An attribute keeps a
-    weight in memory as long as ctx exists, so longer than a saved tensor. So a weight that was made for one pass must not be an
-    attribute."""
+    """Return `weights` for the caller to store as an attribute of ctx; () if their gradients cannot be deferred, because they were made
+    for one pass. An attribute would keep such weights in memory as long as ctx exists, which is longer than a saved tensor."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 
@@ -117,9 +116,9 @@ def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Seque
 def gradients_of_trained(
     weights: tuple[Tensor, ...], compute: Callable[[Sequence[int]], Sequence[Tensor]], *, wide: int | None = None
 ) -> list[Tensor | None]:
-    """Return the gradients of several weights, or defer those of the first `wide` (None: all). A frozen or deferred weight's is None. The
-    others are narrow matrices (low_rank in parallel/tensor/style.py): their gradients cost little, so they are never deferred.
-    compute: (indices of trained weights, all wide or all narrow) -> their gradients."""
+    """Return the gradients of several weights; None for a frozen weight, and for a weight with a deferred gradient. Only gradients of the
+    first `wide` weights (None: all) may be deferred. The other weights are narrow matrices (low_rank in parallel/tensor/style.py), with
+    gradients that cost little. compute: (indices of trained weights, all wide or all narrow) -> their gradients."""
     trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
     late = [i for i in trained if wide is None or i < wide]
     now = trained[len(late) :]
@@ -149,7 +148,7 @@ class _Compute(torch.autograd.Function):
 
 
 class Kernels(Protocol):
-    """A module that multiplies tokens [T, I] by a matrix [O, I] with a wider dtype: x W^T, dy W, and dy^T x."""
+    """A module that multiplies tokens x [T, I] by a matrix W [O, I] of a wider dtype: x W^T, dy W, and dy^T x."""
 
     def forward(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor: ...
     def of_input(self, grad_TO: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor: ...

@@ -1,4 +1,5 @@
-"""Makes an optimizer by a user's function. Test steps on small parameters, named like the model's, show which layouts it supports.
+"""Makes an optimizer by a user's function. Test steps on small parameters, named like the model's, show which layouts this optimizer
+supports.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
 
@@ -121,7 +122,7 @@ class Given(Rule):
             kept[kind] = None
         if not _equal(self._stepped(name, whole, again=kept)[0], through):
             needed = "all of its states in optimizer.state: tensors of the parameter's shape, and `step`"
-            fix = "keep nothing in the groups or in the object, and torch's state_dict in the form of torch.optim"
+            fix = "keep no state in the parameter groups or in other attributes, and keep torch.optim's form of state_dict"
             raise BadInput(self.key, got=f"an optimizer that does not continue from its saved states, for {name}", needed=needed, fix=fix)
         return kept
 

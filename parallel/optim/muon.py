@@ -66,7 +66,7 @@ class Muon(Rule):
 
 
 class MuonOptimizer(AdamWExcept):
-    """AdamW; groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> the ranks that hold its copies or shards."""
+    """AdamW, but groups with a "matrix" orientation take Muon's step. wholes: id of a weight -> the ranks with its copies or shards."""
 
     def __init__(self, groups: list[Group], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
@@ -119,7 +119,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
     """Return the factor s that multiplies an orthogonal step, for matrices of this shape [..., rows, columns].
     rms: 0.2 sqrt(max(rows, columns)), so that steps have the size of AdamW's (Liu et al., eq. 4) and both use the same learning rate.
-    spectral: sqrt(max(1, out / in)), which is Jordan's and needs its own learning rate."""
+    spectral: Jordan's sqrt(max(1, out / in)), with which matrices need another learning rate than AdamW's parameters."""
     if kind == "rms":
         return 0.2 * math.sqrt(max(shape[-2:]))
     out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])

@@ -89,7 +89,7 @@ class _Matrices:
     owners: list[tuple[int, ...]]
 
     def of(self, index: int) -> list[int]:
-        """Return the positions, among the K, of the matrices whose owner has this index on the next axis."""
+        """Return the numbers (0 to K - 1) of the matrices with an owner that has this index on the next axis."""
         return [k for k, owner in enumerate(self.owners) if owner[0] == index]
 
     def shape_of(self, index: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class _Matrices:
         return len(self.of(index)), *self.tensor.shape[1:]
 
     def sent(self, index: int, tensor: Tensor) -> _Matrices:
-        """Return the matrices whose owner has this index on the next axis, after they were sent over this axis as `tensor`."""
+        """Return the matrices of `of(index)` after they were sent over the next axis. tensor: these matrices, as they arrived."""
         return replace(self, tensor=tensor, owners=[self.owners[k][1:] for k in self.of(index)])
 
 
@@ -106,7 +106,7 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
     ranks = math.prod(sizes)
     indices = list(itertools.product(*map(range, sizes)))  # for each rank, its index on each axis
     owners = iter([indices[owner] for owner in assigned([cost(s.matrix) for s in stacks for _ in range(s.count)], ranks)])
-    under_way: list[tuple[list[Stack], Steps]] = []  # the newest round first, so that it has started to send before another one computes
+    under_way: list[tuple[list[Stack], Steps]] = []  # the newest round first, so that it starts to send before an older round computes
     for stacks_of_round in _rounds(stacks, ranks):
         batch = [_Matrices(stack, part(stack.number), [next(owners) for _ in range(stack.count)]) for stack in stacks_of_round]
         under_way.insert(0, (stacks_of_round, _to_owners_and_back(0, batch, work)))
@@ -116,7 +116,8 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
 
 
 def _one_step(rounds: list[tuple[list[Stack], Steps]]) -> Iterator[tuple[int, Tensor]]:
-    """Take a step of each round, in order. Yield (number, result) of the round that ends, and remove it: it is the last."""
+    """Take one step of each round, in order. If the last round, which is the oldest, ends, remove it and yield the (number, result) of each
+    of its stacks."""
     for stacks, steps in rounds[:]:
         try:
             next(steps)

@@ -28,7 +28,7 @@ class PerWeight(torch.optim.Optimizer):
 
 
 class AdamWExcept(torch.optim.AdamW):
-    """torch's AdamW, for the weights that `update_itself` leaves to it."""
+    """torch's AdamW, except for weights that the subclass updates itself (`update_itself`)."""
 
     def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         """Return True if the subclass updates this weight, in this method or in its `step`; False: AdamW updates it."""

@@ -33,14 +33,14 @@ def check(schedule: Schedule) -> Schedule:
 
 def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> list[Node]:
     """Return the schedule's nodes in topological order: each after the nodes that it needs. Raises BadInput for a deadlock.
-    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
+    all_reduce_blocks: True: a rank continues after S, an all-reduce of gradients, only when all replicas of the stage have reached S."""
     graph = action_graph(schedule, all_reduce_blocks=all_reduce_blocks)
     return [Node(graph.ranks[n], n - graph.first[graph.ranks[n]]) for n in graph.order]
 
 
 def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
     """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
-    all_reduce_blocks: if True, a rank continues after S only when every replica has reached that S."""
+    all_reduce_blocks: as in `ordered_nodes`."""
     cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
     if all_reduce_blocks not in cached:
         cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
@@ -59,8 +59,8 @@ class ActionGraph:
     first: number of each rank's first action; one more entry: the number of all actions.
     source: for each action, the action whose result it receives; NONE: it receives nothing.
     target: for each action, the rank to which its result is sent; NONE: it sends nothing.
-    more: action -> other actions that it needs. For example, U needs S on every replica.
-    pairs: numbers of the F that run as one block with the next action, a B. The result of F is sent together with that of B."""
+    more: action -> other actions that it needs. For example, an update U needs the all-reduce S on every replica of the stage.
+    pairs: numbers of the F that run as one block with the next action, a B. The results of both are sent together."""
 
     def __init__(self, schedule: Schedule, all_reduce_blocks: bool) -> None:
         self.schedule = schedule

@@ -72,7 +72,7 @@ class Links:
             self._post(source)
 
     def _connect(self, traffic: Traffic, empty: Empty) -> None:
-        """Send one element over each new channel, one channel after another, because NCCL's first message blocks both ranks."""
+        """Send one element over each new channel, one channel at a time, because NCCL's first message of a channel blocks both ranks."""
         for pair, message in traffic.channels:
             if pair not in self._connected:
                 self._connected.add(pair)

@@ -1,6 +1,6 @@
 """Executes one rank's actions of a Schedule. Sends and receives overlap with computation.
 
-for each action:  receive its inputs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
+for each action:  receive its inputs from other ranks (Schedule.receives)  ->  execute it (Op)  ->  send its result (Schedule.sends)
 
 runtime = Runtime(schedule, axis, Links(up, down))
 runtime.run(work)               # one batch; collective over the ranks of `axis`
@@ -31,7 +31,7 @@ from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Sched
 
 
 class Work(Protocol):
-    """Interface that the caller of the runtime implements: what a rank's stages compute in F, B, I and W, and what an update does."""
+    """Interface that the caller of the runtime implements: the forward passes, backward passes and updates of a rank's stages."""
 
     dtype: torch.dtype
     device: torch.device
@@ -86,7 +86,7 @@ class StageReplicas:
         self._start(self.of_stage.get(stage, ()))
 
     def finish(self) -> None:
-        """Start the all-reduce of all gradients for which no S started one, then wait for all all-reduces."""
+        """Start the all-reduces of shared gradients that no action S has started, then wait for all all-reduces."""
         self._start(name for name in self.shared if name not in self.started)
         for one in self.running:
             one.finish()

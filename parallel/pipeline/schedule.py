@@ -69,7 +69,7 @@ class Span(NamedTuple):
 
 
 class Watcher:
-    """Base class of callbacks that the runtime calls around a rank's actions. Here they do nothing."""
+    """Base class of callbacks that the runtime calls around a rank's actions. A callback that a subclass does not define does nothing."""
 
     def begin(self) -> None:
         """Called once, before the rank waits for the messages of its first action."""
@@ -133,7 +133,7 @@ class Schedule:
         return {(a.op, a.stage, a.version, node.rank): node for node, a in self.nodes() if a.op not in COMPUTE}
 
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """Return the position of a micro-batch's F, B, I or W on a stage; None if no rank executes this action."""
+        """Return the position of the action `op` (F, B, I or W) of a micro-batch on a stage; None if no rank executes it."""
         return self._compute.get((op, stage, microbatch))
 
     def backward(self, stage: int, microbatch: int) -> Node | None:
@@ -141,21 +141,23 @@ class Schedule:
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
     def input_maker(self, node: Node) -> Node | None:
-        """Return the position of the action whose result this F, B or I reads: on the previous stage for F, on the next for B and I.
-        None for F of the first stage, B and I of the last stage, and for all W, S and U."""
+        """Return the position of the action whose result this action reads: for F, the previous stage's F; for B and I, the next stage's B
+        or I. None for F of the first stage, B and I of the last stage, and for all W, S and U."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F:
             return self.find(Op.F, stage - 1, microbatch)
         return self.backward(stage + 1, microbatch) if op in (Op.B, Op.I) else None
 
     def replicas(self, node: Node) -> tuple[Node, ...]:
-        """Return the positions of S on all ranks that hold the stage of this S or U, for the same batch."""
+        """Return the positions of a stage's all-reduce S on all ranks that hold the stage. node: an S, or an update U, of this stage; the
+        returned S belong to the same batch."""
         _, stage, _, version = self.action(node)
         found = (self._of_batch.get((Op.S, stage, version, home)) for home in self.homes[stage])
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that are sent when this action ends. In a pair, the first action sends nothing, and the second sends both."""
+        """Return the messages that are sent when this action ends. In a pair (`pairs`), the second action sends the results of both, and
+        the first sends nothing."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)
@@ -200,18 +202,19 @@ class Schedule:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Return the schedule of one batch after which the pipeline is empty. orders: each rank's actions; this function appends U to them."""
+    """Return the schedule of one batch after which the pipeline is empty. orders: each rank's actions; updates (U) are appended."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
 
 def updates(order: Sequence[Action]) -> list[Action]:
-    """Return a U for each stage in a rank's order, sorted by the time at which the stage's gradients are complete."""
+    """Return an update (U) for each stage in a rank's order, sorted by the time at which the stage's gradients are complete."""
     return [Action(Op.U, stage, version=1) for _, stage in sorted(stage_complete_at(order).items())]
 
 
 def stage_complete_at(order: Sequence[Action]) -> dict[int, int]:
-    """Return index of an action in a rank's order -> the stage whose last gradients of the batch this action (B or W) adds."""
+    """Return a dict: index in a rank's order of a stage's last action with weight gradients (B or W) -> the stage. When this action ends,
+    the gradients of the stage are complete."""
     last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
     return {at: stage for stage, at in last.items()}
 

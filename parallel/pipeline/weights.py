@@ -20,7 +20,7 @@ from parallel.pipeline.schedule import Action, Op
 class Versions:
     """Weight versions of one stage on this rank.
     parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions in a run. stashed: tensors of each
-    older version that an action will still read. readers: version -> number of actions that will still read it."""
+    older version that a later action reads. readers: version -> number of later actions that read it."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0
@@ -29,8 +29,8 @@ class Versions:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
-        """Return a context for one F, B or I, in which the parameters have the values of this version. After the last action that reads the
-        version, its tensors are freed."""
+        """Return a context for one action that reads weights (F, B or I): in it, the parameters have the values of this version. After the
+        last action that reads the version, its tensors are freed."""
         if version == self.newest:
             yield
         else:

@@ -89,7 +89,7 @@ def _child(
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s + 60))
-        dist.barrier()  # connect all before one can fail, so that its peers report their own errors
+        dist.barrier()  # connect all ranks before one can fail: other ranks would report a failed connection instead of their own errors
         for number, result in enumerate(function(rank, *args)):
             torch.save(result, folder / f"{rank}.part")
             (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # so that a result is never seen incomplete
@@ -108,7 +108,7 @@ def _wait(ranks: Sequence[BaseProcess], parts: Sequence[Path], timeout_s: float)
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while True:
-        running = any(p.is_alive() for p in ranks)  # first, because a rank can write its result and end meanwhile
+        running = any(p.is_alive() for p in ranks)  # read before the files, because a rank can write its result and end in between
         if all(part.exists() for part in parts):
             return None
         now = time.monotonic()

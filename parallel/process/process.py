@@ -73,7 +73,7 @@ def gpu_of(local_rank: int, visible: int) -> int:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """Return this process's rank and world, from the variables named above. Raise BadInput if they are inconsistent.
+    """Return this process's rank and world, from the variables in _NAMES. Raise BadInput if they are inconsistent.
     SLURM's variables are ignored in a job step of one task, such as a shell."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
@@ -109,7 +109,7 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
         return
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
-    # under SLURM a port that depends on the job, because jobs can share a machine; otherwise torch's default, 29500
+    # under SLURM, take a port that depends on the job, because jobs can share a machine; otherwise take torch's default, 29500
     port = os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         what, needed = f"MASTER_PORT on rank {world.rank}", "a port from 1 to 65535, the same on all ranks"
@@ -172,8 +172,8 @@ def wrong_interface(environment: Mapping[str, str], backend: str = "gloo") -> st
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface through which this process reaches a host; None if the system does not say. gloo would take the
-    address of this machine's name, which on many machines is a loopback address."""
+    """Return the network interface through which this process reaches a host; None if the system does not say. Without it, gloo would take
+    the address of this machine's name, which on many machines is a loopback address."""
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -199,7 +199,8 @@ def _with_address(address: ipaddress.IPv6Address) -> str | None:
 
 
 def _last_resort_s() -> float:
-    """Return torch's time limit for a group. It is longer than the watchdog's, so that the watchdog, whose message says more, is first."""
+    """Return torch's time limit for a group, in seconds. It is longer than the watchdog's limit, so that a hang is ended by the watchdog,
+    with a message that says more."""
     watching = watchdog.current()
     return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 

@@ -45,7 +45,7 @@ def _call(*fields: Any) -> Call:
 
 
 class Calls:
-    """The calls of this rank so far, in `made`."""
+    """Records this rank's calls in the list `made`."""
 
     def __init__(self) -> None:
         self.made: list[Call] = []
@@ -62,7 +62,7 @@ class Calls:
             self._batch = 0
 
     def add(self, func: Any, args: Sequence[Any], group: Any) -> None:
-        """Add a call of torch's operator `func` of the process group."""
+        """Add a call of torch's operator `func`, a collective or message, with the arguments `args` on the process group `group`."""
         name, tensors = func._opname.strip("_"), [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         key = group.group_name, tuple(dist.get_process_group_ranks(group))
         label = "".join(t.__dict__.pop("label", "") for t in tensors)

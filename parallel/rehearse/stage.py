@@ -108,7 +108,7 @@ class _Event:
 
 
 def _tolist(tensor: Any, pretended: Pretended) -> Any:
-    """Tensor.tolist of a fake tensor. As with a real tensor, the host waits for one copy, not for one copy of each element."""
+    """Replaces Tensor.tolist of fake tensors. As with a real tensor, the host waits for one copy, not for one copy of each element."""
     if tensor.fake_device.type == "cuda":
         pretended.work.wait()
     values = pretended.known(tensor)
@@ -148,8 +148,8 @@ def _within(context: Callable[[], AbstractContextManager[Any]], function: Callab
 
 
 class _Gpu(TorchFunctionMode):
-    """Mode in which torch functions behave as on a GPU. torch's C++ code sees all tensors on the CPU (`_device_in_cpp`). So without this
-    mode it would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for backward than GPU kernels."""
+    """Mode in which torch functions behave as on a GPU. Without it, torch's C++ code, which sees all tensors on the CPU (`_device_in_cpp`),
+    would not copy between CPU and GPU, and would choose CPU kernels, which save more tensors for backward than GPU kernels."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,8 +220,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Scaled dot-product attention that allocates like a GPU's kernel.
-    If the mask needs a gradient (T5's bias) and mask and heads are aligned to 16 bytes, a GPU uses its memory-efficient kernel. In all
-    other cases, the CPU's kernel allocates the same memory as the GPU's."""
+    If the mask needs a gradient (T5's bias) and a head's channels take a multiple of 16 bytes, a GPU uses its memory-efficient kernel, for
+    which the mask's rows are padded. In all other cases, the CPU's kernel allocates the same memory as the GPU's."""
     aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
     if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not aligned:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 _ROOT = f"{Path(__file__).parents[2]}/"
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # paths that `where` skips
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the operator's result, or its shape, depends on values
-_WAITS = {"bincount": 2, "repeat_interleave": 2}  # operators that read two numbers, such as minimum and maximum; all others read one
+_WAITS = {"bincount": 2, "repeat_interleave": 2}  # waits of operators that read two numbers, one by one; all others read one number
 _IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # no kernel
 _PRODUCTS = (
     "mm",
@@ -81,7 +81,7 @@ class Counted:
 
     @contextmanager
     def one_kernel(self, *read: Tensor) -> Iterator[None]:
-        """Return a context whose operators count as one kernel. read: its inputs; its results are assumed to have the same size."""
+        """Return a context in which all operators count as one kernel. read: its inputs; its results are assumed to be as large."""
         if not self._within:
             self.now.kernels += 1
             self.now.moved_bytes += 2 * sum(t.nbytes for t in read)

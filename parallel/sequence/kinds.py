@@ -39,7 +39,7 @@ class Attention:
 
 
 class Held(NamedTuple):
-    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps of queries and heads."""
+    """Numbers of elements on a rank. q: of the queries. k: of the keys, and of the values. r: of the log-sum-exps, one a query and head."""
 
     q: int
     k: int
@@ -65,14 +65,14 @@ class SequenceKind:
     """Facts about one method of sequence-parallel attention.
 
     about: a phrase for the help text. make: makes the method. cost: (number of ranks, layer) -> bytes.
-    open_make: as `make`, for attention in which every token sees all keys; None: `make` does both.
+    open_make: makes the method for attention without a causal mask; None: `make` is used for it too.
     orders: the orders of positions that the method can have (order.py), the default first.
-    trades_heads: all ranks exchange heads for tokens (Ulysses). No ring is left, so `make` gets an axis of one rank.
+    trades_heads: all ranks exchange heads for tokens (Ulysses). Then no ring is left, and `make` gets an axis of one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
     overlaps: messages are sent during computation; otherwise ranks wait for them.
     uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
     advice: (order, number of ranks in the ring) -> one line if another choice is better; else None.
-    tried: what `moe verify` runs: name -> the recipe's section `sequence` of a variant; None: one variant, named like the method."""
+    tried: variants that `moe verify` runs: name -> the recipe's section `sequence`; None: one variant, named like the method."""
 
     name: str
     about: str

@@ -25,7 +25,7 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 class Known:
     """Inputs of attention other than queries, keys and values.
     document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document a sequence.
-    source_document_BS: likewise, of the keys in cross attention, whose positions are contiguous.
+    source_document_BS: document numbers of the keys in cross attention; these keys have contiguous positions.
     window: see Method.
     sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
@@ -41,7 +41,7 @@ class Known:
         return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
     def keys(self, rank: int, like: Tensor) -> Tokens:
-        """Return `tokens` of the keys that a rank holds."""
+        """Return positions and documents of the keys that a rank holds. In cross attention, they differ from those of its queries."""
         if self.source_document_BS is None:
             return self.tokens(rank, like)
         order = Order("contiguous", self.order.size, self.source_document_BS.shape[1], causal=False)

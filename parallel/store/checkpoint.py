@@ -2,8 +2,8 @@
 
     checkpoints/step-120/
         rank-00000.safetensors     tensors that this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
-        rank-00000-1.safetensors   more of them, if they take more than 256 MiB; and so on
-        manifest.json              size and SHA-256 of every file; full shape and pieces of every tensor; the trainer's state
+        rank-00000-1.safetensors   more of these tensors, if they take more than 256 MiB; and so on
+        manifest.json              size and SHA-256 of every file; every tensor's full shape, and its pieces in the files; trainer's state
         manifest.sha256            SHA-256 of the manifest, in the format of `sha256sum -c`
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync the parent.
@@ -46,7 +46,8 @@ FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another f
 
 @dataclass(frozen=True)
 class Piece:
-    """A part `tensor` of the whole tensor `name`. shape: shape of the whole tensor. start: index in it of the part's first element."""
+    """A part `tensor` of the whole tensor `name`. shape: of the whole tensor. start: index, in the whole tensor, of the part's first
+    element."""
 
     name: str
     shape: tuple[int, ...]

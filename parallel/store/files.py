@@ -83,12 +83,12 @@ def write_text(path: Path, text: str, *, what: str) -> None:
 
 def replace_file(path: Path, content: bytes | str) -> None:
     """Replace a file's content atomically: after a crash it has the old or the new content. Several processes may do this at once."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(beside, content)
-        os.replace(beside, path)
+        write_synced(temporary, content)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_synced(path: Path, content: bytes | str) -> None:
@@ -112,7 +112,8 @@ def _not_written(path: Path, why: str, what: str) -> BadInput:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Return a context in which a library writes `path`. Its end sets a new file's usual mode: safetensors lets only the owner read."""
+    """Return a context in which a library writes `path`. At its end, the file gets the usual mode of a new file, because a file that
+    safetensors writes can be read by its owner only."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     yield

@@ -76,7 +76,7 @@ class _Held:
             os.close(self.file)  # before the folder is removed: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            # if the run's folder was renamed, ranks may have made a new one at the old path, to report their end
+            # if the run's folder was renamed, remove the empty folder that ranks may have made at the old path, to report their end
             for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):

@@ -141,7 +141,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 class Unreadable(BadInput):
-    """Raised if a checkpoint's file cannot be read but may be intact. It ends the run, which would otherwise resume from an older one."""
+    """Raised if a checkpoint's file cannot be read but may be intact. Ends the run, which else would resume from an older checkpoint."""
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def check_same_parameters(
     fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
 ) -> None:
     """Raise BadInput about the first tensor of these kinds with a name or shape that differs between the checkpoint and the layouts.
-    spare: beginnings of names that the layouts may lack."""
+    spare: prefixes of names that the layouts may lack."""
     alone = Mesh.of(Degrees())
     wanted = {part.name: part.shape for name, layout in layouts.items() for part in stored(name, layout, alone)}
     for kind in kinds:

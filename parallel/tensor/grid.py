@@ -71,7 +71,8 @@ class Channels(Style):
 @dataclass(frozen=True)
 class ChannelsNorm(Style):
     """A norm over channels that are split over `axis`: the model's channels between layers, or the channels of all heads of queries or
-    keys. Replaces the norm's function `normed`. Sets `first_channel` of the block or model that holds the norm, if it has one."""
+    keys. Replaces the norm's function `normed`. If the block or model that holds the norm has an attribute `first_channel`, sets it to the
+    index of this rank's first channel."""
 
     axis: str = "tp_col"
 

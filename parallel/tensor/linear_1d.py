@@ -69,7 +69,7 @@ class Row(Style):
 
     def low_rank(self, half: str, shape: Shape) -> Layout:
         found = low_rank(self.layout("", shape), half, shape)
-        # x A^T has then been summed over ranks, so that each rank computes the same gradient of B
+        # in chunks, x A^T is summed over ranks before it is multiplied by B^T, so all ranks compute the same gradient of B
         return replace(found, alike=("tp",)) if half == "b" and self.chunks > 1 and not self.sliced else found
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:

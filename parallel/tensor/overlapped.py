@@ -54,7 +54,8 @@ def column_products(
     """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, which ranks hold whole, in x's dtype. x is
     [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
-    The gradient of x is summed over the axis. recast: cast weights are not saved (moe/nn/linear.py). chunks: largest number of chunks."""
+    The gradient of x is summed over the axis. recast: save no cast weights for the backward pass, but cast them again (moe/nn/linear.py).
+    chunks: largest number of chunks."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
     return found

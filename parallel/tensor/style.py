@@ -1,4 +1,4 @@
-"""A plan: for each parameter the way it is split over ranks (its style). It is data, which is applied to a model from outside.
+"""A plan: for each parameter the way it is split over ranks (its style). A plan is data; the function `apply` applies it to a model.
 
     layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style; the first match counts
     layers.*.moe.router.**      Copied("router")
@@ -33,7 +33,8 @@ class Style(Protocol):
         """Return the layout of the parameter at path `name`, given the shape of the whole tensor."""
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:
-        """Fill the slots (replaceable functions) of the layers that hold these parameters. By default none: they compute as on one rank."""
+        """Fill the slots (replaceable functions) of the layers that hold these parameters. By default fill no slot, so that the layers
+        compute as on one rank."""
         return None
 
     def low_rank(self, half: str, shape: Shape) -> Layout:
@@ -42,12 +43,11 @@ class Style(Protocol):
 
 
 def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
-    """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given W's.
+    """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given the layout `weight` of W.
 
-        A is cut along `in` as W is, B along `out`: x A^T is computed from shards of x, and each rank adds to its own outputs. Neither
-        product sends more than W's. Layout.alike is W's: if it is empty, gradients of copies of A or B differ and are summed.
-
-    In 3D, W is also cut over depth; A and B are not."""
+    Dim `in` of A and dim `out` of B are cut as in W. So x A^T is computed from shards of x, each rank adds the term to its own outputs,
+    and the products with A and B send no more than the product with W. Layout.alike is W's, too: if it is empty, gradients of copies of A
+    or B differ and are summed. In 3D, W is also cut over depth; A and B are not."""
     dim = 0 if half == "b" else 1
     axes = weight.cut_by(dim)[:1]
     return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})

@@ -5,7 +5,7 @@
     x (all ranks)    x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
                      loss = log(sum over ranks r of exp(m_r) s_r) - target's logit
 
-m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). Ranks exchange these and the target's logit, not all logits. If
+m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). Ranks exchange m_r, s_r and the target's logit, no others. If
 V is not a multiple of the ranks, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks that hold
 the same channels. Tokens in other ranks' rows give zeros. A reduce-scatter sums the results and sends them to the ranks that hold the
 tokens. In 2D, rank (row, column) then sends its result to rank (column, row). In 3D, the table's channels are first gathered over depth.

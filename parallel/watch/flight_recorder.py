@@ -69,7 +69,7 @@ class Call:
 
 @dataclass
 class Trace:
-    """The record of one rank. calls: group -> number -> its collective. messages: sends and receives that have not ended."""
+    """The record of one rank. calls: group -> (number -> collective with this number). messages: sends and receives that have not ended."""
 
     rank: int
     calls: dict[Group, dict[int, Call]] = field(default_factory=dict)

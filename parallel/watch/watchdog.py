@@ -254,8 +254,9 @@ class Watchdog:
                 os._exit(1)
 
     def explain(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this rank ends with `error`, so that they do not wait for it. If the cause is another rank's end, or a
-        collective that differed between ranks, return the line that ends the run. If the cause is `error` itself, return None."""
+        """Tell the other ranks that this rank ends with `error`, so that they do not wait for this rank. Return the line that ends the run
+        if `error` has another cause: another rank ended first (`is_echo`), or a collective differed between ranks. Return None if `error`
+        itself is the cause, or if no cause was found."""
         if self.line is not None:
             return self.line
         self._leaving = True
@@ -324,7 +325,7 @@ _of_process: Watchdog | None = None
 
 
 def watch(watchdog: Watchdog) -> None:
-    """Start a watchdog and make it the one of this process."""
+    """Start a watchdog and make it the watchdog of this process, which `current` returns."""
     global _of_process
     _of_process = watchdog.start()
 
@@ -347,8 +348,8 @@ def check_tokens(total: float) -> None:
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this rank. Return the line that ends the run, as an exception; None if the cause is `error`
-    itself."""
+    """Tell the other ranks not to wait for this rank, which ends with `error`. Return the line that ends the run, as an exception, if
+    `error` has another cause (Watchdog.explain); otherwise None."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

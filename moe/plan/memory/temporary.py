@@ -31,7 +31,7 @@ from moe.plan.memory.kept import (
 from moe.plan.memory.rows import FP32_BYTES, buffers_of, most_rows, padding
 from moe.plan.memory.stack import Stack
 from moe.recipe.shapes import DECODING
-from parallel.data.kinds.kind import At, Whole
+from parallel.data.kinds.kind import At, GatheredSizes
 from parallel.mesh.grids import GRIDS
 
 NOTHING = Elements()
@@ -250,7 +250,7 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
     copies = plan.copies
     shared = _Shared(copies > 1, plan.edp > 1)
     layer = shared.of(unit.at_once)
-    whole = Whole(
+    whole = GatheredSizes(
         compute_bytes=plan.compute_bytes,
         sum_bytes=stack.reduce_bytes,
         held=shared.of(held),

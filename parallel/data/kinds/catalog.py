@@ -15,7 +15,7 @@ PLAIN, CUT = DDP.name, FSDP.name  # PLAIN: the engine of a single rank; CUT: the
 
 
 def engine_named(kind: str, stage: int) -> EngineKind:
-    """Return the engine for the recipe's values of `sharding.kind` and `sharding.stage`, which only "zero" reads."""
+    """Return the engine for the recipe's values of `sharding.kind` and `sharding.stage`. The stage matters only for "zero"."""
     return next(row for row in ENGINES.values() if row.sharding["kind"] == kind and row.sharding.get("stage", stage) == stage)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel.data.kinds.kind import At, EngineKind, Setup, Whole
+from parallel.data.kinds.kind import At, EngineKind, GatheredSizes, Setup
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
     return FSDP(model, layouts=setup.layouts, mesh=setup.mesh, optimizer=optimizer, once=not setup.reshard, host=host)
 
 
-def gathered(at: At, w: Whole) -> float:
+def gathered(at: At, w: GatheredSizes) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     c, r = w.compute_bytes, w.sum_bytes
     if w.once:
@@ -59,10 +59,11 @@ def gathered(at: At, w: Whole) -> float:
     return 0.0
 
 
-def _each_pass(at: At, w: Whole) -> float:
+def _each_pass(at: At, w: GatheredSizes) -> float:
     """Return the bytes of gathered weights and unsharded gradients on a pipeline rank, if gradients are reduce-scattered after each
-    backward pass. A stage's weights stay gathered from a forward pass until its next backward pass; `w.held` counts the gathered ones. The
-    input of a reduce-scatter, the gradients of the layer `behind`, stays allocated until the next one, also during forward passes."""
+    backward pass. A stage's weights stay gathered from a forward pass until its next backward pass; `w.held` counts the weights that are
+    gathered at this moment. The input of a reduce-scatter, the gradients of the layer `behind`, stays allocated until the next
+    reduce-scatter, also during forward passes."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":

@@ -42,13 +42,13 @@ class Setup:
     gather: Gather
 
 
-class Whole(NamedTuple):
+class GatheredSizes(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These are numbers of elements of sharded
     weights:
 
-    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: its largest matrix.
-    behind: the layer whose backward pass ended just before. trained, trained_table, trained_layer, trained_behind: the same without frozen
-    weights. bucket: a bucket of gradients.
+    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: the running layer's
+    largest matrix. behind: the layer whose backward pass ended just before. trained, trained_table, trained_layer, trained_behind: held,
+    table, layer and behind without frozen weights. bucket: a bucket of gradients.
 
     compute_bytes, sum_bytes: bytes of an element of gathered weights, and of summed gradients. copies: number of ranks over which a weight
     is sharded. stays: whether weights stay gathered between passes. on_stages: whether there are pipeline stages. once: whether gradients
@@ -75,8 +75,8 @@ class Whole(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """The engine that `moe rehearse` uses instead of one that it cannot run. sharding: changed keys of the recipe's section `sharding`.
-    why: the reason."""
+    """The engine that `moe rehearse` uses instead of an engine that it cannot run. sharding: keys and values that select it in the recipe's
+    section `sharding`. why: the reason."""
 
     sharding: Mapping[str, Any]
     why: str
@@ -100,9 +100,10 @@ class EngineKind:
     steps_by_stage: a pipeline stage can make its optimizer step before other stages have their gradients.
     casts: the values of precision.casts that this engine supports.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
-    offloads: the (states, place) that it can offload, such as ("optimizer", "cpu").
-    with_stages: name of the engine that is used instead of this one if there are pipeline stages; None: this one. Likewise unless_flat, if
-    the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal; planned_as, in the planner.
+    offloads: pairs (states, place) that the engine can offload, such as ("optimizer", "cpu").
+    with_stages: name of the engine that is used instead of this one if there are pipeline stages; None: this one. Fields with the same
+    meaning for other cases: unless_flat, if the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal; planned_as,
+    in the planner.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.
@@ -131,5 +132,5 @@ class EngineKind:
     overlaps: bool = True
     gradients: Literal["freed", "buckets", "buffer"] = "freed"
     bucket: Literal["none", "passes", "always"] = "none"
-    gathered: Callable[[At, Whole], float] | None = None
+    gathered: Callable[[At, GatheredSizes], float] | None = None
     moments: tuple[At, ...] = ()

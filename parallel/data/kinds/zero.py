@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parallel.data.kinds import ddp
-from parallel.data.kinds.kind import At, EngineKind, Setup, StandIn, Whole
+from parallel.data.kinds.kind import At, EngineKind, GatheredSizes, Setup, StandIn
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
     return Zero(model, stage, optimizer=optimizer, **given)
 
 
-def gathered(at: At, w: Whole) -> float:
+def gathered(at: At, w: GatheredSizes) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
     live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))

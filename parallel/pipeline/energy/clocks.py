@@ -83,7 +83,8 @@ def efficient_clocks(clocks: Sequence[Clock], idle_power: float, action: Action)
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A Profile that was read from a file. stages: for each stage, op -> its clocks. S and U take neither time nor energy."""
+    """A Profile that was read from a file. stages: for each stage, op -> its clocks. All-reduces (S) and updates (U) take no time and no
+    energy."""
 
     stages: tuple[Mapping[Op, Sequence[Clock]], ...]
     idle_w: float

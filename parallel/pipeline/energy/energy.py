@@ -56,7 +56,8 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes at full clock: all of the last stage, and on other stages the first F and the last micro-batch's backward pass."""
+    """Return the nodes at full clock: all passes of the last stage; on other stages, the first micro-batch's forward pass and the last
+    micro-batch's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -69,8 +70,8 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Return for each rank the number of forward passes that its warm-up has in addition to 1F1B's: floor(T_B (p - s - 1) / T_F) on stage s
-    of p. T_B: time of B at full clock. T_F: time of F at the clock of least energy. most: limit of this number, given by a rank's memory;
-    None: no limit. A rank gets at most one more than the previous rank, which prevents deadlock."""
+    of p. T_B: time of a backward pass at full clock. T_F: time of a forward pass at the clock of least energy. most: limit of this number,
+    given by a rank's memory; None: no limit. A rank gets at most one more than the previous rank, which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -117,7 +118,7 @@ def plan_clocks(
     BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # S computes nothing
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # no choice: S computes nothing
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = ClockedGraph(graph, fast).makespan
     limit = full if limit is None else limit
@@ -189,8 +190,8 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 
 class Graph:
-    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. All actions S of one stage are one
-    vertex, which runs in parallel with the next actions of its ranks. A message also needs the previous message between the same ranks.
+    """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. An all-reduce S is one vertex for all
+    replicas of its stage, and runs in parallel with their next actions. A message also needs the previous message between its two ranks.
 
     vertices: node -> its vertex. before, after: for each vertex, the vertices that it needs, and the vertices that need it. transfers:
     vertices of messages."""
@@ -221,8 +222,8 @@ class Graph:
                 self.after[j].append(i)
 
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """Record that the rank of `node` reaches this action, an S. When the last replica's rank does, add the common vertex, which needs
-        the last action and the last S of each replica's rank."""
+        """Record that the rank of `node`, an all-reduce S, reaches S. When the last replica's rank has reached it, add the common vertex,
+        which needs the last action and the last S of each replica's rank."""
         self._reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}
         replicas = schedule.replicas(node)
         if all(replica in self._reached for replica in replicas):

@@ -63,7 +63,7 @@ class Gpus:
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
     """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs. nvml: the module; None:
-    `pynvml`. Raises NoControl if GPUs do not exist, or if this process may not set their clocks, which it tries with the highest clock."""
+    `pynvml`. Raises NoControl if GPUs do not exist, or if this process may not set their clocks: as a test, it sets the highest clock."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")

@@ -79,7 +79,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order of actions")  # schedule.pairs are positions in the schedule's own order
+        raise wrong("another order of actions")  # refused, because schedule.pairs are positions in the schedule's own order
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 

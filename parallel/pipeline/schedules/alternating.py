@@ -85,8 +85,8 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Return for each rank the estimated end times of its first `memory` F. One F follows the other directly or, if `waiting`, waits
-        for its input."""
+        """Return for each rank the estimated end times of its first forward passes F, as many as memory allows. One F follows the other
+        directly or, if `waiting`, waits for its input."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]
@@ -119,8 +119,8 @@ class Alternating:
         return gap < took and gap <= max(self.waited) - self.waited[rank]
 
     def _fill(self, rank: int, arrival: float) -> None:
-        """Run the pending W of a rank that end by the time `arrival`. If time is left before `arrival`, run one more W, which ends later,
-        if `always` or if the rank's idle time would otherwise become the largest."""
+        """Run the pending weight gradients W of a rank that end by the time `arrival`. If time is left before `arrival`, run one more W,
+        which ends later, if `always` or if the rank's idle time would otherwise become the largest."""
         took = self.times[rank][Op.W]
         while self._has_pending(rank) and self.free[rank] + took <= arrival:
             self._do(Op.W, rank)

@@ -52,15 +52,15 @@ def chimera_refusal(size: Size) -> BadInput | None:
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """Return the rank of a pipeline's stage. The first half of the pipelines run down, the others up. In each half, they start
+    """Return the rank of a pipeline's stage. The first half of the pipelines run down, the others up. The pipelines of each half start
     2 * ranks / pipelines ranks apart."""
     up, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if up else stage) + shift * 2 * ranks // pipelines) % ranks
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """Return the order of one rank, without S and U. It follows from time slots: for a pipeline's micro-batch j of a block, F of stage s is
-    at slot s + 2j and B at slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a rank have the same slot."""
+    """Return the order of one rank's F and B. It follows from time slots: for a pipeline's micro-batch j of a block, F of stage s has slot
+    s + 2j, and B has slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a rank have the same slot."""
     each = ranks // pipelines  # micro-batches of one pipeline in a block
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]
     slots: dict[int, Action] = {}
@@ -74,7 +74,7 @@ def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Act
 
 
 def _with_all_reduces(order: list[Action]) -> list[Action]:
-    """Return a rank's order with S of each stage inserted right after the stage's last B."""
+    """Return a rank's order with the all-reduce (S) of each stage inserted right after the stage's last backward pass (B)."""
     complete = stage_complete_at(order)
     return [a for at, b in enumerate(order) for a in ((b, Action(Op.S, b.stage, version=1)) if at in complete else (b,))]
 

@@ -23,7 +23,8 @@ from parallel.pipeline.schedules.zero_bubble import NumberedOrder
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Build DualPipe-V. `microbatches` must be at least 2 * ranks. paired: F and B run as one block."""
+    """Build DualPipe-V. `microbatches` must be at least 2 * ranks. paired: a forward pass F and the backward pass B of another micro-batch
+    run as one block; False: one after the other."""
     pairs: set[Node] = set()
     orders = [_v_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]
     return replace(flushed("dualpipe_v", folded(ranks), microbatches, orders), pairs=frozenset(pairs if paired else ()))
@@ -39,7 +40,7 @@ def dualpipe_v_refusal(size: Size) -> BadInput | None:
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Build DualPipe. `ranks` and `microbatches` must be even, and `microbatches` at least 2 * ranks. paired: F and B run as one block."""
+    """Build DualPipe. `ranks` and `microbatches` must be even, and `microbatches` at least 2 * ranks. paired: as for `dualpipe_v`."""
     half = dualpipe_v(ranks // 2, microbatches // 2, paired=paired)
     orders = [_order(half.orders[min(rank, ranks - 1 - rank)], rank, ranks, microbatches // 2) for rank in range(ranks)]
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]

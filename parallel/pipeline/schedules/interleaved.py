@@ -42,8 +42,8 @@ def groups(ranks: int, microbatches: int) -> list[int]:
 
 
 def interleaved_seconds(passes: PassTimes) -> float:
-    """Return a step's seconds: m max t + (sum t - max t) / v, or with fewer micro-batches than ranks sum t + (m - 1) max t / v. t: for each
-    rank, the time of one micro-batch in all of its chunks. m micro-batches, v chunks."""
+    """Return a step's seconds: m max t + (sum t - max t) / v; with fewer micro-batches than ranks: sum t + (m - 1) max t / v. t: for each
+    rank, the time of one micro-batch in all chunks of the rank. m micro-batches, v chunks."""
     total, m, v = passes.total, passes.microbatches, passes.chunks
     if m < len(total):
         return sum(total) + (m - 1) * max(total) / v
@@ -51,8 +51,8 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each rank. They are counted for at most 2 groups of p micro-batches, with p ranks, because more groups
-    do not change them. If p does not divide the number of micro-batches, p + 1 groups are counted."""
+    """Return the peak activations of each of p ranks. At most 2 groups of p micro-batches are counted, because further groups do not change
+    the peaks. If p does not divide the number of micro-batches, p + 1 groups are counted."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 

@@ -30,9 +30,9 @@ class Size:
 
 
 class PassTimes(NamedTuple):
-    """Input of a closed form of a schedule's time.
-    forward, backward: for each rank, seconds of one micro-batch's passes through all of its stages. waits: seconds that a rank waits for
-    the messages of one micro-batch, in both directions together."""
+    """Times of the passes, from which a closed form computes the time of a schedule.
+    forward, backward: for each rank, seconds of one micro-batch's passes through all stages of the rank. waits: seconds that a rank waits
+    for the messages of one micro-batch, in both directions together."""
 
     forward: Sequence[float]
     backward: Sequence[float]

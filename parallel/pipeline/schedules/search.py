@@ -69,7 +69,8 @@ def search(
     """Return the fastest schedule that is found for a placement. Raises BadInput if none fits into `memory`.
 
     cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: stages a rank, for `loop`.
-    memory: maximum number of micro-batches whose activations a rank keeps until W, counted over all of its stages; None: no limit.
+    memory: maximum number of micro-batches whose activations a rank keeps until their weight gradients (W), counted over all of its stages;
+    None: no limit.
     rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
     homes = homes_of(placement, ranks, chunks)
@@ -218,8 +219,8 @@ def _improved(schedule: Schedule, problem: Problem, rounds: int) -> Schedule:
 
 
 def _moved(schedule: Schedule, draw: random.Random) -> Schedule | None:
-    """Return the schedule with a random F, B, I or W moved by up to four places in its rank's order.
-    None if the new place does not exist, or if F, B, I and W of one micro-batch and stage would be in a wrong order."""
+    """Return the schedule with a random forward or backward action moved by up to four places in its rank's order. None if the new place
+    does not exist, or if the actions of one micro-batch and stage would be in a wrong order, such as B before F."""
     rank = draw.randrange(schedule.num_ranks)
     order = [a for a in schedule.orders[rank] if a.op in COMPUTE]
     at = draw.randrange(len(order))

@@ -23,14 +23,14 @@ EVERY = 6  # time slots from the start of one micro-batch to the start of the ne
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Half: about half of the activations of 1F1B's first rank on every rank, and about half of 1F1B's bubble."""
+    """Build V-Half. Every rank keeps about half of the activations that 1F1B's first rank keeps. The bubble is about half of 1F1B's."""
     gap = 0 if ranks % 2 else 3
     blocks = [_Block((2 * r, 3 * ranks - 2 - r), (6 * ranks - 2 + gap - r, 3 * ranks - 1 + gap + 2 * r)) for r in range(ranks)]
     return _fastest("v_half", blocks, microbatches, limit=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Build V-Min: about a third of the activations of 1F1B's first rank on every rank, and about two thirds of 1F1B's bubble."""
+    """Build V-Min. Every rank keeps about a third of the activations that 1F1B's first rank keeps. The bubble is about 2/3 of 1F1B's."""
     gap = 0 if ranks % 3 else 2
     blocks = [_Block((r, 2 * ranks - 1 - r), (4 * ranks - 1 + gap - r, 2 * ranks + gap + r)) for r in range(ranks)]
     return _fastest("v_min", blocks, microbatches, limit=2 * ((ranks + 4) // 3))
@@ -47,13 +47,14 @@ class _Block(NamedTuple):
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
     def in_flight(self, slot: int, microbatches: int) -> int:
-        """Return the number of F minus the number of I that have earlier slots than `slot`, for all micro-batches and both chunks."""
+        """Return the number of micro-batches in flight at `slot`, over both chunks: F with earlier slots minus I with earlier slots."""
         started, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in slots) for slots in self)
         return started - ended
 
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
-    """Return the faster of two schedules: one keeps the block's order of F; in the other, a rank that would wait may run an F early."""
+    """Return the faster of two schedules. The first keeps the building block's order of forward passes; in the second, a rank that would
+    wait may run a forward pass early."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)

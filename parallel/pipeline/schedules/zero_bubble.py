@@ -6,8 +6,8 @@
 H1 (section 2), with p ranks, m micro-batches: rank r starts with p - r forward passes and delays W by r micro-batches, so each rank keeps p
 micro-batches until their W. The bubble is (p - 1) (F + I - W) / (m (F + I + W)). H2: rank r starts with 2 (p - r) - 1 forward passes,
 delays W by 2 r, and keeps 2 p - 1 micro-batches. The bubble is (p - 1) (F + I - 2 W) / (m (F + I + W)). Both formulas count from rank 0's
-first action to its last. They hold for rank r if it can start the next step, like this one, as much later than rank 0. In H2, a gradient
-norm over all ranks before the update prevents this.
+first action to its last. Rank r starts a step later than rank 0. The formulas hold for rank r if it may also end the step later, by the
+same time. In H2, a gradient norm over all ranks before the update prevents this.
 
 V (section 6): two chunks (stages) a rank, placed as a V. Rank 0 holds stages 0 and 2 p - 1, rank 1 stages 1 and 2 p - 2. Every rank has 2 p
 chunks in flight, the memory of 1F1B's first rank. There is no bubble if F = I = W, and twice the messages of 1F1B.
@@ -21,13 +21,15 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded, on
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-H1. Every rank keeps as many activations as 1F1B's first rank; the bubble is a third of 1F1B's if F = I = W."""
+    """Build ZB-H1. Every rank keeps activations of up to `ranks` micro-batches, as 1F1B's first rank does. If F, I and W take equal times,
+    the bubble is a third of 1F1B's."""
     orders = [_order(rank, microbatches, ahead=ranks - rank, delay=rank) for rank in range(ranks)]
     return flushed("zb_h1", one_stage_a_rank(ranks), microbatches, orders)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-H2. Every rank keeps almost twice the activations of 1F1B's first rank; there is no bubble if F = I = W."""
+    """Build ZB-H2. Every rank keeps activations of up to 2 * ranks - 1 micro-batches; 1F1B's first rank keeps at most `ranks`. If F, I and
+    W take equal times, there is no bubble."""
     orders = [_order(rank, microbatches, ahead=2 * (ranks - rank) - 1, delay=2 * rank) for rank in range(ranks)]
     return flushed("zb_h2", one_stage_a_rank(ranks), microbatches, orders)
 
@@ -45,8 +47,8 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, it has the order for n, without actions of micro-batches that do not
-    exist."""
+    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, use the order for n micro-batches, without the actions of those that do
+    not exist."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 
@@ -85,7 +87,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 class NumberedOrder:
     """Builds a rank's order: each method appends an action, for the next micro-batch of the stage.
-    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I so far."""
+    counts: (F, stage) -> number of F so far; (B, stage) -> number of B and I together so far."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -99,7 +101,7 @@ class NumberedOrder:
         self.order.append(Action(Op.B, stage, self._next(Op.B, stage)))
 
     def input(self, stage: int) -> None:
-        """Append I, and put its W into the queue of pending W."""
+        """Append I (gradients of inputs), and put the W (gradients of weights) of its micro-batch into the queue of pending W."""
         microbatch = self._next(Op.B, stage)
         self.order.append(Action(Op.I, stage, microbatch))
         self._pending.append(Action(Op.W, stage, microbatch))

@@ -47,8 +47,8 @@ class Bubble(NamedTuple):
 
 
 def bubbles(timeline: Timeline) -> list[Bubble]:
-    """Return the bubbles of all ranks in one step, sorted by start. A rank counts as waiting during S, the sum of gradients between two
-    pipelines' ranks, which needs only the network."""
+    """Return the bubbles of all ranks in one step, sorted by start. A rank counts as waiting during S, the all-reduce of gradients between
+    replicas of a stage, because S needs only the network."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0

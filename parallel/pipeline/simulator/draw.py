@@ -33,7 +33,7 @@ def label(schedule: Schedule, action: Action) -> str:
 
 def text(timeline: Timeline, *, width: int | None = None, unit: float | None = None) -> str:
     """Return text with a row for each rank and a column for each unit of time. width: maximum length of a row; longer rows end in ` ...`.
-    unit: None: `common_unit` of this timeline. Actions of zero duration and S are not shown."""
+    unit: time of a column; None: `common_unit` of this timeline. Actions of zero duration and all-reduces (S) are not shown."""
     seen = _shown(timeline)
     unit = common_unit([timeline]) if unit is None else unit
     schedule = timeline.schedule
@@ -135,7 +135,7 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
 
 
 def draw_on(axes: Axes, timeline: Timeline, *, title: str, unit: str | None = None, until: float | None = None) -> None:
-    """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. S is a thin line below its rank's row.
+    """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. An all-reduce S is a thin line below the row.
     unit: name of the unit; None: no label. until: end of the axis."""
     schedule = timeline.schedule
     until = until or timeline.makespan

@@ -15,9 +15,10 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 
 
 class InFlight(NamedTuple):
-    """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
-    and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): False for all stages."""
+    """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
+    forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
+    (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
+    weights; (): False for all stages."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
@@ -29,9 +30,10 @@ class InFlight(NamedTuple):
 class RankPeaks:
     """Moments of a step at which the memory of a rank's activations may have its peak.
 
-    stages: the rank's stages. most: for each such moment, the number of micro-batches of each stage between F and B or W; a moment is
-    left out if another moment has at least as many in every stage. versions: number of weight versions that the rank keeps, the newest
-    included. with_i: if the rank has actions I and W, such moments with more detail (InFlight); else ().
+    stages: the rank's stages. most: for each such moment, the number of each stage's micro-batches after their forward pass and before the
+    end of their backward pass (B or W); a moment is left out if another moment has at least as many in every stage. versions: number of
+    weight versions that the rank keeps, the newest included. with_i: if the rank has actions I and W, such moments with more detail
+    (InFlight); else ().
     """
 
     stages: tuple[int, ...]
@@ -41,7 +43,7 @@ class RankPeaks:
 
     @cached_property
     def moments(self) -> tuple[InFlight, ...]:
-        """Return these moments as InFlight: `with_i` if the rank has actions I, else made from `most`."""
+        """Return the moments of possible peaks as InFlight: `with_i` if the rank has actions I, else made from `most`."""
         return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
@@ -96,18 +98,18 @@ def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return for each rank the largest number of micro-batches in flight: from F to the end of B or I."""
+    """Return for each rank the largest number of micro-batches in flight: from the forward pass (F) to the end of B or I."""
     return peak_kept(schedule, lambda stage: 1, lambda stage: 0)
 
 
 def peak_held(schedule: Schedule, size: _Size = lambda stage: 1) -> tuple[float, ...]:
-    """Return each rank's peak memory of activations if they are kept from F to the end of B or W. size: memory of a micro-batch; by default
-    1, so that micro-batches are counted."""
+    """Return each rank's peak memory of activations, if each micro-batch keeps its activations from the forward pass until all of its
+    gradients are computed (end of B or W). size: memory of a micro-batch; by default 1, so that micro-batches are counted."""
     return peak_kept(schedule, size, size)
 
 
 def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, ...]:
-    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory between I and W."""
+    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory from I to W."""
     peaks = []
     for order in schedule.orders:
         held: float = 0

@@ -49,7 +49,7 @@ class Timeline:
         return tuple(sum(end - start for action, start, end in spans if action.op is not Op.S) for spans in self.spans)
 
     def busy(self, rank: int) -> float:
-        """Return the time that a rank spends in F, B, I, W and U. This is also called its ideal time."""
+        """Return the time that a rank spends in forward passes, backward passes and updates. This is also called its ideal time."""
         return self._busy[rank]
 
     def idle(self, rank: int) -> float:
@@ -80,8 +80,9 @@ def costs(
     update: float = 0,
     summation: float = 0,
 ) -> Cost:
-    """Return a Cost. forward, backward: times of F and B of one micro-batch, as one number or as a list with a time for each stage.
-    W takes the fraction `weight_share` of `backward`, and I the rest. update: time of U. summation: time of S."""
+    """Return a Cost. forward, backward: times of a micro-batch's forward and backward pass, as one number or as a list with a time for each
+    stage. Gradients of weights (W) take the fraction `weight_share` of `backward`, gradients of inputs (I) the rest. update: time of an
+    update. summation: time of an all-reduce S."""
 
     def time_of(op: Op, stage: int) -> float:
         f, b = (times[stage] if isinstance(times, Sequence) else times for times in (forward, backward))
@@ -201,8 +202,8 @@ class _Run:
         return Message(op, stage, microbatch, self.graph.ranks[maker], self.graph.target[maker])
 
     def _all_reduce(self, n: int, ready: float, length: float) -> None:
-        """Record that a rank reached action n, its S, at time `ready`. When all replicas have reached it, compute its start and
-        end on all of them."""
+        """Record that a rank reached action n, an all-reduce S of duration `length`, at time `ready`. When all replicas of the stage have
+        reached S, compute the start and end of S on all of them."""
         _, stage, _, version = self.graph.actions[n]
         reached = self._waiting.setdefault((stage, version), {})
         reached[n] = ready
