@@ -1,9 +1,8 @@
 """The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
 
-swiglu is silu(h) * g. A recipe may instead bound h and g and change the slope (model.swiglu), as GPT-OSS does. The result is then the last
-term:
+swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
 
-    h' = min(h, limit)    g' = clamp(g, -limit, limit)    h' sigmoid(alpha h') * (g' + offset)
+    swiglu = h' sigmoid(alpha h') * (g' + offset)    with h' = min(h, limit), g' = clamp(g, -limit, limit)
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
 
-`ByProduct` does not fuse them: it calls a function for each matrix product. Ways to multiply that kernels do not fuse need this
-(moe/kernels/products.py), and K-FAC, which reads each product's input.
+`ByProduct` does not fuse them: it calls a function for each matrix product. It serves the policies of moe/kernels/products.py that kernels
+cannot fuse, LoRA adapters, and K-FAC, which reads each product's input.
 """
 
 from __future__ import annotations

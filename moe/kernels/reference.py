@@ -19,8 +19,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
-    """Return the active choices that get one of the `slots_each` slots of their expert and group: bool [T, K]. active_TK None: all.
-    The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
+    """Return whether each choice gets one of the `slots_each` slots that its expert has in its group of tokens: bool [T, K]. Only choices
+    with `active_TK` True need a slot (None: all). All first choices queue before any second one (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape
     kept_TK = torch.zeros_like(expert_TK, dtype=torch.bool)

@@ -49,10 +49,10 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. Of logits and
-    loss, the one that is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only
-    `hidden_BLD` and reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors
-    only in tuples."""
+    """Result of a forward pass: `logits_BLV` fp32 or, with targets, `loss`, the cross-entropy summed over tokens, fp32 []. The one that is
+    not computed is an empty tensor. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
+    reports. `kept`: values that the argument `keep` names. Output is a tuple, because engines that hook the backward pass find tensors only
+    in tuples."""
 
     logits_BLV: Tensor
     loss: Tensor
@@ -357,7 +357,7 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def divided_over(model: nn.Module) -> Axis:
-    """Return the axis whose ranks divide the tokens of MoE layers among them, but have the same tokens elsewhere."""
+    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all the same tokens in other layers."""
     spreads = (layer.spread for layer in moe_layers(model) if layer.spread is not None)
     return next((replace(spread.axis, label="numbers of MoE layers") for spread in spreads), Axis("tp"))
 

@@ -153,7 +153,7 @@ class Context:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
         which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
         such sentinel.
-        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`, of rows of both halves.
+        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`, for sequences of the encoder's tokens, then the decoder's.
         """
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)

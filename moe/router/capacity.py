@@ -47,8 +47,9 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Return the choices that get a slot: bool [T, K]. `active_TK`: True for choices that need a slot; None: all do.
-    Raise BadInput if the tokens do not divide into groups. `priority_TK` fp32: higher values are served first, equal ones in queue order.
+    """Return whether each choice gets a slot: bool [T, K]. `active_TK`: True for choices that need a slot; None: all do. `slots_each`:
+    slots of an expert in a group; None: no limit. `priority_TK` fp32: choices with higher values get slots first, equal ones in queue
+    order. Raise BadInput if the tokens do not divide into groups.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Combinations of router settings that are refused before a run begins, each with its reason. This file does not import torch.
 
-Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
-loss for a selection that is not learned; a value that nothing reads.
+Some of them would run and be silently wrong. Examples: a top-1 gate normalised to sum to 1 (it is always 1, so the router has no
+gradient), a balance loss for a selection that is not learned, a value that nothing reads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
 
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
-    """Refuse a value that has no effect because of the spec's other values. Raises BadInput for the first. own: key -> value of the keys
-    that the recipe itself sets. A preset's values are not refused, so that a recipe can replace only some of them; nor are RouterSpec's
-    defaults.
+    """Refuse a value that has no effect because of the spec's other values. Raises BadInput for the first one. `own`: the keys that the
+    recipe itself sets, with their values. Values of a preset or equal to RouterSpec's defaults are not refused: a recipe may replace only
+    some values of its preset.
     """
     from moe.recipe.router_spec import (
         RouterSpec,

@@ -118,9 +118,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
-        there is a capacity and router.drop is not position, or ranks share queues that are not choices_first. Collective if ranks share
-        groups of tokens (`shards`)."""
+        """Route by one kernel. It also chooses the experts, except if a record or an earlier pass gives them, or if it cannot give out the
+        slots of a capacity: with a router.drop other than position, or if ranks share queues that are not choices_first. Collective if
+        ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -173,8 +173,8 @@ class Router(nn.Module):
     def _kept_together(
         self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (the choices of this rank that get a slot, counted_GE of Together; None: the balance loss counts other choices).
-        Collective."""
+        """Return (whether each of this rank's choices gets a slot, Together's counted_GE). The second is None if the balance loss counts
+        other experts than the chosen ones. Collective."""
         from moe.kernels.triton import queues
 
         if context.valid_T is not None:
