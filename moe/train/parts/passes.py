@@ -72,8 +72,8 @@ def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """Return one Pass for each micro-batch: what its forward and backward pass needs. parts: the micro-batches' tokens, each int64
-    [B, shard.shape[1]]. tokens: from `count_tokens`."""
+    """Return one Pass for each micro-batch, in order. parts: the micro-batches' tokens, each int64 [B, shard.shape[1]]. tokens: from
+    `count_tokens`."""
     passes, first = [], 0
     for part in parts:
         read_BL, targets_BL, valid_BL = shard.inputs(part), shard.targets(part), None

@@ -93,7 +93,7 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoints that a run starts from. resumed: values other than tensors that it takes from them."""
+    """Checkpoints that a run starts from. resumed: values other than tensors that the run takes from these checkpoints."""
 
     found: Reader | None  # the run's own checkpoint, which it resumes; None for a new run
     source: Reader | None  # the checkpoint of --init_from; None without --init_from

@@ -202,8 +202,8 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if experts are
-    kept in blocks. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
+    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if matrices are
+    quantised, so that the engine lacks them. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
     mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
@@ -216,7 +216,8 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
-    """Encode the matrices that the model keeps in blocks, one after another. Raises BadInput for a matrix with other values."""
+    """Encode the checkpoint's matrices into the model's quantised blocks (moe/nn/blocks.py), one matrix at a time. Raises BadInput for a
+    matrix that the blocks cannot hold exactly."""
     less = "fp8" if any(isinstance(module, Experts) for module in model.modules()) else "whole"
     for path, module in model.named_modules():
         for name, (blocks, layout) in module.blocks.items() if isinstance(module, Experts | Linear) else ():
@@ -231,7 +232,8 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Put a matrix into blocks. Raises BadInput with the fix lora.base=less if it has other values."""
+    """Encode a matrix into quantised blocks. Raises BadInput if they cannot hold its values exactly. less: the value of lora.base with fewer
+    quantised matrices, or none, that the error's fix names."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"

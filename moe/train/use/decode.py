@@ -30,13 +30,13 @@ from parallel.errors import BadInput
 # B texts, S tokens of a context, V vocabulary
 
 
-# (context_BS, int64; start: the index in each text of the context's first token) -> logits of the next token, fp32 [B, V]
+# (context_BS int64: the tokens that the model reads; start: number of each text's tokens before these) -> next token's logits, fp32 [B, V]
 Reads = Callable[[Tensor, int], Tensor]
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return the index of the first token in the context of a text with `length` tokens. It moves by half a context at a time, so that a
-    cache is rarely filled anew."""
+    """Return `start` (see `Reads`) for a text of `length` tokens: how many of its first tokens the model no longer reads. `start` grows by
+    half a context at a time, so that a cache is rarely filled anew."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 
