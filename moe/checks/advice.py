@@ -67,16 +67,16 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         if found is not None:
             kept.insert(0, found)
         else:
-            # the remaining error is about another key
+            # changes that mend this key: the error that remains is about another key
             half = [change for change, refused in failed if refused.what not in (bad.what, *_keys(change))]
             kept += half[:1] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=any_of(kept))
 
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
-    """Return the smallest set of changes after which the recipe is accepted; None if none is found with at most _FURTHER added
-    changes before process time `until`. tries: changes that were not enough, each with the error that remained. Changes in that error's fix
-    are added to them."""
+    """Return the smallest set of changes after which the recipe is accepted, or None. tries: changes that were not enough, each with the
+    error that remained. To each of them, a change from the fix of that error is added, up to _FURTHER times. The search ends at process
+    time `until`."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

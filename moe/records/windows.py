@@ -53,7 +53,7 @@ class Window:
 
 
 class Filling:
-    """A window that is being filled, step by step. It keeps sums, and no loads of single steps but the last."""
+    """A window that is being filled, step by step. It keeps sums of loads over steps, and single loads only of the last step."""
 
     def __init__(self) -> None:
         self.count, self._first, self._last = 0, 0, 0
@@ -75,7 +75,7 @@ class Filling:
                 self._layers.setdefault(layer["layer"], _Sums(len(load))).add(layer)
 
     def window(self) -> Window:
-        """Return the window of the steps so far, at least one."""
+        """Return the Window of the steps added so far. At least one step must have been added."""
         steps, losses, lrs = np.array(self._rows, dtype=float).reshape(-1, 3).T
         layers = tuple(sums.layer(number) for number, sums in self._layers.items())
         return Window(self._first, self._last, steps, losses, lrs, _mean(self._shares), layers)
@@ -106,7 +106,7 @@ class _Sums:
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
 
     def layer(self, number: int) -> Layer:
-        echoed = self._squares - self._last  # of all steps but the last, each of which is compared with the next step
+        echoed = self._squares - self._last  # without the last step, because each step is compared with its next one
         return Layer(
             number,
             self._load_E / max(1, self._steps),

@@ -232,8 +232,8 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Encode a matrix into quantised blocks. Raises BadInput if they cannot hold its values exactly. less: the value of lora.base with fewer
-    quantised matrices, or none, that the error's fix names."""
+    """Encode a matrix into quantised blocks. Raises BadInput if they cannot hold its values exactly. less: the value of lora.base, with
+    fewer quantised matrices or none, that the error's fix names."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
