@@ -46,9 +46,9 @@ class Restart:
         number = environment.get(_TORCHRUN, "0")
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
-    def has_records(self, out: Path) -> bool:
-        """Return whether the records in `out` can belong to the restarted run: there are none, or the first was not written before `since`.
-        Older records belong to an earlier run."""
+    def continues(self, out: Path) -> bool:
+        """Return whether the restarted run is the run in folder `out`. It is not if the first record there was written before `since`: then
+        an earlier run wrote it. In a folder without records it is: its previous attempt ended before it wrote any."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 

@@ -228,7 +228,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> tuple[Records, Progress]:
     """Open metrics.jsonl, trackers and the display. Write an event if the run resumes at `step` or starts from another run's weights."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
-    goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
+    goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.continues(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
     trackers = {
