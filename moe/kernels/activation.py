@@ -60,7 +60,7 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return alpha min(h, limit) and clamp(g, -limit, limit), in fp32 or wider: in 16 bits, the sigmoid of the first would be inexact."""
+    """Return alpha min(h, limit) and clamp(g, -limit, limit), in fp32 or wider, because a sigmoid of 16-bit numbers would be inexact."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 

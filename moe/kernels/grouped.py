@@ -112,13 +112,14 @@ class Rows:
 
 
 def one_block(counts: list[int]) -> list[Block]:
-    """Return one block with all experts that have rows, for few rows (text generation); [] if it would have too much padding."""
+    """Return one block with all experts that have rows, for few rows (text generation). Return [] if the block would include many experts
+    without rows, or much padding."""
     hit = [expert for expert, count in enumerate(counts) if count]
     if not hit or sum(counts) > _FEW_ROWS:
         return []
     first, last, each = hit[0], hit[-1] + 1, max(counts)
     if 4 * len(hit) < 3 * (last - first) or (last - first) * each > 3 * sum(counts):
-        return []  # one block would read the weights of many experts without rows
+        return []
     return [Block(first, last, each, 0, 0, sum(counts))]
 
 

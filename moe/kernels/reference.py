@@ -61,8 +61,8 @@ def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-    `counts`: rows of each expert; results of further rows are undefined. `dropped_RF`: factors of dropout for the hidden rows.
-    """
+    `counts`: number of rows of each expert; results of rows beyond their sum are undefined. `dropped_RF`: dropout's factors of the hidden
+    rows."""
     outs, start = [], 0
     for expert, count in enumerate(numbers(counts)):
 

@@ -59,7 +59,7 @@ def persistent_product(
         row, column = in_group(number, num_tiles, num_columns, GROUP)
         expert, begin, end = tl.load(tiles + 3 * row), tl.load(tiles + 3 * row + 1), tl.load(tiles + 3 * row + 2)
         sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps if a_too is None else 2 * steps):  # one inner loop: two could not be flattened
+        for step in range(steps if a_too is None else 2 * steps):  # one loop for both products: `flatten` allows one inner loop
             rows, matrices, first = rows_first, matrices_first, step * BLOCK_K
             if a_too is not None:  # noqa: SIM102  (decided at compile time; the next condition at run time)
                 if step >= steps:

@@ -26,7 +26,7 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-_LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # each significand of fp8 with its largest exponent
+_LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 
 def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
@@ -37,7 +37,8 @@ def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
-    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: index of the first value in the first block."""
+    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: row and column of the first value within the first block, for
+    a shard that begins inside a block."""
     rows, columns = values.shape
     factors, wide = factors.repeat_interleave(size[1], 1).narrow(1, skip[1], columns), values.to(torch.float32)
     before = min(rows, -skip[0] % size[0])  # rows of the first block, if it is not whole
@@ -87,7 +88,7 @@ class Blocks:
         return len(self.values)
 
     def __getitem__(self, expert: int) -> Tensor:
-        matrix_IO = self._decoded(expert).t().contiguous()  # products of other strides may round in another way
+        matrix_IO = self._decoded(expert).t().contiguous()  # because products of operands with other strides may round differently
         return matrix_IO.t() if self.turned else matrix_IO
 
     def to(self, dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ class KeyValueCache:
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Replace the `products` of cross attention: keys and values are computed for the first token only, and reused."""
+        """Replace the `products` of cross attention: keys and values are computed in the first call, and reused for all later tokens."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:

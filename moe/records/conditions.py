@@ -21,7 +21,7 @@ from moe.records.windows import Window
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
 
-LASTING = 3  # windows in a row
+LASTING = 3  # number of consecutive windows, the last of the run so far, that must show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
 MOVED = 0.25  # share of the initial weights' size: while the learning rates add up to less, AdamW has moved the weights too little

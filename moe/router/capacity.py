@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """Return the slots per expert and group that `spec` sets for training or evaluation, at most the group's tokens; None if dropless."""
+    """Return an expert's number of slots in a group of `group_tokens` tokens, in training or evaluation: at most one for each token. None:
+    the spec sets no capacity."""
     factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
     if factor is None:
         return None

@@ -102,7 +102,7 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """Refuse a capacity factor that rounding turns into 0 slots (or that is below _LEAST_FACTOR) if min_capacity is 0: the run would route
+    """If min_capacity is 0, refuse a capacity factor that is rounded to 0 slots, or that is below _LEAST_FACTOR: the run would route
     nothing. Raises BadInput."""
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
@@ -178,7 +178,7 @@ def decides_together(spec: RouterSpec) -> bool:
 
 
 def fuses(spec: RouterSpec, *, training: bool) -> bool:
-    """Return whether the spec allows one kernel to compute a GPU's gates, losses and report (moe/kernels/triton/router.py)."""
+    """Return whether one kernel on a GPU can compute gates, losses and report of this spec (moe/kernels/triton/router.py)."""
     dropless = (spec.capacity_factor if training else spec.eval_capacity_factor) is None
     return (
         method_of(spec).fuses

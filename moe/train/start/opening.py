@@ -295,8 +295,8 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes it as the new folder of their base
-    model."""
+    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes this folder as the new place of its
+    base model."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 

@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: a function that makes it
+    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: a function that makes the optimizer
     (parallel/optim/given.py)."""
 
     callbacks: Sequence[Callback] = ()
@@ -88,7 +88,7 @@ def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        # data.key is a hash of the samples only if they are in memory. Of a stream, the first sample is compared too
+        # data.key is a hash of the samples only if they are in memory, so for a stream the first sample is compared too
         first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 

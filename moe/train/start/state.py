@@ -237,7 +237,7 @@ def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: st
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
-        raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", less))
+        raise BadInput("lora.base", got=f"{blocks.form}, which cannot hold {where} exactly", needed=needed, fix=Set("it", less))
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}

@@ -174,9 +174,9 @@ def continued(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws the next token from softmax(logits / temperature). Only the `top_k` likeliest tokens are kept (None: all), then the smallest
-    set of the likeliest of these with total probability `top_p` (None: all). temperature 0: takes the likeliest token. Raises BadInput for
-    impossible values."""
+    """Draws the next token from softmax(logits / temperature). Only the `top_k` likeliest tokens are kept (None: all). Of these, the
+    likeliest are kept until their total probability reaches `top_p` (None: all). temperature 0: takes the likeliest token. Raises BadInput
+    for impossible values."""
 
     temperature: float = 0.8
     top_k: int | None = None
