@@ -75,8 +75,8 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
     """Return the smallest set of changes after which the recipe is accepted, or None. tries: changes that were not enough, each with the
-    error that remained. To each of them, a change from the fix of that error is added, up to _FURTHER times. The search ends at process
-    time `until`."""
+    error that remained. Each change is combined with a change from the fix of its remaining error, up to _FURTHER times. The search ends at
+    process time `until`."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

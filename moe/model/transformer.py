@@ -134,8 +134,8 @@ class Block(nn.Module):
 
 
 class SharedBias(nn.Module):
-    """Stands in for the first block of the encoder or decoder on a pipeline stage that has only later blocks, and holds the position bias
-    that all of them share."""
+    """The position bias that all blocks of the encoder, or of the decoder, share. On a pipeline stage that has only later blocks, it takes
+    the place of the first block, which owns the bias."""
 
     def __init__(self, first: Block) -> None:
         super().__init__()

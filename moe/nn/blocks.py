@@ -106,7 +106,7 @@ class Blocks:
         return (replace(self, values=values, scales=scales) for values, scales in parts)
 
     def put(self, expert: int, matrix_IO: Tensor) -> bool:
-        """Encode the matrix of an expert. Return False if no blocks of this format decode to it to the bit."""
+        """Encode the matrix of an expert. Return False if the encoded blocks do not decode to exactly this matrix."""
         matrix_OI = matrix_IO.t().to(self.values.device, torch.float32)
         values, scales = (_to_mxfp4 if self.form == "mxfp4" else _to_fp8)(matrix_OI)
         self.values[expert], self.scales[expert] = values, scales

@@ -28,8 +28,8 @@ from parallel.numerics.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """Return input ids. A token that is read but not predicted has a negative code, its mark (moe/recipe/shapes.py): it becomes the token's
-    id. PADDING stays."""
+    """Return input ids. A token that is read but not predicted is stored as a negative code, its mark (moe/recipe/shapes.py). Marks become
+    the tokens' ids. PADDING stays."""
     return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 

@@ -1,7 +1,7 @@
 """Conditions of the doctor's rules (moe/records/rules.py): what windows of a run show.
 
-A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` makes of it a condition of the
-run, which must hold in the last LASTING windows, so that chance is no alarm. Loads count only after the warm-up and the run's first
+A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` turns it into a condition of the
+run: it must hold in the last LASTING windows, so that chance is no alarm. Loads count only after the warm-up and the run's first
 quarter, because a new router is uneven. A balance loss needs time to work: with it, loads count after half of the run, and once the sum of
 the learning rates allows a large change of the logits.
 """

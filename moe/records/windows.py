@@ -124,8 +124,8 @@ def window_length(steps: int) -> int:
 
 
 def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
-    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. Steps at the end that do not fill a
-    window become one if they are at least half of it."""
+    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. The last steps, if they do not fill a
+    window, form a shorter one if they are at least half as many; else they are left out."""
     size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
     found, filling = list[Window](), Filling()
     for number, step in enumerate(sorted(by_step), start=1):

@@ -64,8 +64,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the divisor of the sum of losses: the number of predicted tokens in the global batch; with a user's train.loss, the number of
-    sequences in it."""
+    """Return the divisor of the sum of losses: the number of predicted tokens or, with a user's train.loss, of sequences in the global
+    batch."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 

@@ -153,7 +153,7 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
     """Exchange tensors of experts between ranks. stack: [E / P, ...], one tensor for each expert that this rank holds in placement `now`,
-    in its order. Return the stack for the experts that this rank holds in placement `then`. Collective."""
+    in the placement's order. Return the stack of the experts that this rank holds in placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}

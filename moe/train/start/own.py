@@ -83,7 +83,7 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Call `read` and return the data set. Collective. Raises BadInput on all ranks if it fails on one, or if ranks have different
+    """Call `read` and return the data set. Collective. Raises BadInput on all ranks if `read` fails on one rank, or if ranks have different
     samples."""
 
     def opened() -> tuple[Dataset, bytes]:
