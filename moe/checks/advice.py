@@ -4,9 +4,8 @@ recipe is still refused.
     Set("degrees.tp", 1, 2, 4) | Set("model.num_heads", 8)      fix of a refusal on 2 processes: four changes, each tried alone
     tp 1 and tp 2 are accepted, tp 4 and num_heads 8 refused    ->  Set("degrees.tp", 1, 2)
 
-If no single change is enough, the recipe with the change is checked again, and a change that this next error proposes is added:
-Set("degrees.tp", 2) & Nproc(2). So a check proposes fixes without knowing the other checks. Advice in words ("check the spelling") cannot
-be tested, and is kept.
+If no single change is enough, a change is combined with one that the fix of the remaining error proposes: Set("degrees.tp", 2) & Nproc(2).
+So a check proposes fixes without knowing the other checks. Advice in words ("check the spelling") cannot be tested, and is kept.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
 Each event `resumed` in metrics.jsonl has the number of repeated steps, and `so_far`: totals since the run's first start. The summary has
-the last totals.
-Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
+the last totals. Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Capacity: an expert takes at most C tokens of a group, one in each of its C slots. Computes C, and the choices that get a slot.
 
-    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 has the C of top-1 with factor 2)
 
 The recipe defines groups of tokens (GShard, arXiv 2006.16668), so drops do not depend on the layout. A choice is kept if its position
 in its expert's queue is below C. `router.queue` and `router.drop` set the order: docs/moe/routing.md. Functions import torch themselves,

@@ -73,8 +73,8 @@ def parts(
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """Yield (kind, piece) for all tensors that this rank writes to a checkpoint. If the model has adapters, frozen weights are left out,
-    because the base's checkpoint has them. Collective: an engine may gather shards."""
+    """Yield (kind, Piece) for all tensors that this rank writes to a checkpoint: shards, each with its position in the whole tensor. If the
+    model has adapters, frozen weights are left out, because the base's checkpoint has them. Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
@@ -90,8 +90,8 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that owns a layer's ffn_norm writes the
-    bias of the layer's router."""
+    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that writes a layer's ffn_norm also
+    writes the bias of the layer's router."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()

@@ -1,7 +1,7 @@
 """Continues texts token by token: the context that the model reads for each new token, and the choice of that token.
 
-    tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
-    context          all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
+    newest token     0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
+    tokens read      all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
 
 `Cached` computes each token once, with a key-value cache, and the entire context only after a cut. `Recomputed`, its reference, computes
 the entire context for every token. Sampling: top-k, arXiv 1805.04833; nucleus sampling (top_p), arXiv 1904.09751.
