@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
 
 class StageLayers(NamedTuple):
-    """Consecutive layers that form a pipeline stage. `begins`: it has the embedding. `ends`: it has the last norm and the head."""
+    """Consecutive layers that form a pipeline stage. `begins`: the stage has the embedding. `ends`: it has the last norm and the head."""
 
     layers: range
     begins: bool
@@ -78,7 +78,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.columns: Callable[[int], slice] | None = None  # length of sequences -> positions that this rank holds between layers
+        self.columns: Callable[[int], slice] | None = None  # sequence length -> positions held by this rank between layers; None: all
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins

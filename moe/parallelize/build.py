@@ -127,7 +127,7 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
 
 
 def save_memory(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
-    """Set recomputation and tiles in place, and return the same model."""
+    """Apply the recipe's recomputation and tiling to the model in place, and return it."""
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
     for block in model.modules():
