@@ -4,9 +4,8 @@ recipe is still refused.
     Set("degrees.tp", 1, 2, 4) | Set("model.num_heads", 8)      fix of a refusal on 2 processes: four changes, each tried alone
     tp 1 and tp 2 are accepted, tp 4 and num_heads 8 refused    ->  Set("degrees.tp", 1, 2)
 
-If no single change is enough, the recipe with the change is checked again, and a change that this next error proposes is added:
-Set("degrees.tp", 2) & Nproc(2). So a check proposes fixes without knowing the other checks. Advice in words ("check the spelling") cannot
-be tested, and is kept.
+If no single change is enough, a change is combined with one that the fix of the remaining error proposes: Set("degrees.tp", 2) & Nproc(2).
+So a check proposes fixes without knowing the other checks. Advice in words ("check the spelling") cannot be tested, and is kept.
 """
 
 from __future__ import annotations
@@ -67,16 +66,16 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
         if found is not None:
             kept.insert(0, found)
         else:
-            # the remaining error is about another key
+            # changes that mend this key: the error that remains is about another key
             half = [change for change, refused in failed if refused.what not in (bad.what, *_keys(change))]
             kept += half[:1] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=any_of(kept))
 
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
-    """Return the smallest set of changes after which the recipe is accepted; None if none is found with at most _FURTHER added
-    changes before process time `until`. tries: changes that were not enough, each with the error that remained. Changes in that error's fix
-    are added to them."""
+    """Return the smallest set of changes after which the recipe is accepted, or None. tries: changes that were not enough, each with the
+    error that remained. Each change is combined with a change from the fix of its remaining error, up to _FURTHER times. The search ends at
+    process time `until`."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:

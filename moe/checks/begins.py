@@ -14,8 +14,8 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """For a new run in folder `out`: raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set aside that
-    checkpoint. Without a source, raise BadInput if the run trains adapters, or reads chats that need a template and has none."""
+    """Check a new run in folder `out`. Raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set that checkpoint
+    aside. Without a source, raise it if the run trains adapters, or reads chats that need a template and has none."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return

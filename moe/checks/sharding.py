@@ -29,7 +29,7 @@ def _check_not_zero(run: Run) -> None:
     for key, place in _places(run.sharding.offload).items():
         if place != "none" and (key, place) not in run.sharding.named.offloads:
             got = f"{place} with sharding.kind={run.sharding.kind}"
-            needed = "sharding.kind zero, or fsdp for the optimizer on cpu: other states stay on the device"
+            needed = "sharding.kind zero, or fsdp, which offloads only the optimizer and only to cpu"
             fix = Set("sharding.kind", "zero") & Set("sharding.stage", offloading(key, place).stage)
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
 

@@ -271,7 +271,7 @@ def _check_audit(run: Run) -> None:
         raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)
     offload = run.sharding.offload
     reasons = {
-        "pipeline.schedule": (continuous(run), "a step that ends before its update, to be computed twice"),
+        "pipeline.schedule": (continuous(run), "all gradients of a step before its update, so that they can be computed twice"),
         "sharding.kind": (run.sharding.named.threads, f"{threads} (sharding.kind ddp has one)"),
         "optimizer.kind": (run.optimizer.kind == "kfac", "passes that leave only gradients: K-FAC's factors would count a batch twice"),
         "states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),

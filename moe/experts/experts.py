@@ -55,7 +55,7 @@ class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; or `tiles`, whose outputs are
     summed. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`:
     bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py. `blocks`: name of a frozen matrix that
-    is kept in blocks, not as a parameter -> (its blocks, its layout).
+    is quantised in blocks (moe/nn/blocks.py) and no parameter -> (its blocks, its layout).
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the matrices by blocks without values yet (`Blocks.put`). layouts: name of a matrix -> its layout."""
+        """Replace the matrices by quantised blocks, to be filled by `Blocks.put`. `layouts`: name of a matrix -> its layout."""
         for name, layout in layouts.items():
             self.blocks[name] = Blocks.empty(form, tuple(getattr(self, name).shape), device), layout
             setattr(self, name, None)

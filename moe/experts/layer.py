@@ -153,8 +153,8 @@ class MoELayer(nn.Module):
         return _weighted(losses, self.router.spec) if self.training else None, _report(self.layer, routing, losses)
 
     def _unrouted(self, x_TD: Tensor) -> Callable[[Tensor], Tensor]:
-        """Compute the residual or shared network. Return a function that adds it to the routed output. Gates and coefficients are computed
-        in fp32.
+        """Compute the output of the residual or shared network. Return a function that adds this output to the routed output. Gates and
+        coefficients are computed in fp32.
         """
         if self.residual is not None and self.coefficient is not None:
             assert self.shared is None, "one network that every token passes"

@@ -10,7 +10,7 @@
     routed_ffn    permute, grouped_ffn and combine fused              for a rank that holds all experts
 
 A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `auto` takes `triton` for tensors on
-a GPU that it supports, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
+a GPU that Triton supports, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
 """
 
 from __future__ import annotations

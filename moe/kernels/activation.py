@@ -1,9 +1,8 @@
 """The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
 
-swiglu is silu(h) * g. A recipe may instead bound h and g and change the slope (model.swiglu), as GPT-OSS does. The result is then the last
-term:
+swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
 
-    h' = min(h, limit)    g' = clamp(g, -limit, limit)    h' sigmoid(alpha h') * (g' + offset)
+    swiglu = h' sigmoid(alpha h') * (g' + offset)    with h' = min(h, limit), g' = clamp(g, -limit, limit)
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """Return alpha min(h, limit) and clamp(g, -limit, limit), in fp32 or wider: in 16 bits, the sigmoid of the first would be inexact."""
+    """Return alpha min(h, limit) and clamp(g, -limit, limit), in fp32 or wider, because a sigmoid of 16-bit numbers would be inexact."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 

@@ -1,4 +1,4 @@
-"""Kernels chosen for each call by the device of its first tensor: `triton` on a GPU that it supports, else `cpu`."""
+"""Kernels chosen for each call by the device of the call's first tensor: `triton` on a GPU that Triton supports, else `cpu`."""
 
 from __future__ import annotations
 

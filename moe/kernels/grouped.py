@@ -66,9 +66,9 @@ class Block:
 
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
-    """Cut the experts into blocks.
+    """Cut the experts into blocks, given each expert's number of rows. `row_bytes`: scratch memory of a row.
     Experts without rows at the edge of a block belong to no block. For 16-bit products on the CPU, blocks are larger and padded to
-    multiples of 32 rows. So fewer shapes occur: the first product of a new shape takes 15 times as long as later ones (measured by
+    multiples of 32 rows, so that fewer shapes occur. The first product of a new shape takes 15 times as long as later ones (measured by
     python -m tests.measured small-costs).
     """
     half = dtype in _HALF and device.type == "cpu"
@@ -112,18 +112,19 @@ class Rows:
 
 
 def one_block(counts: list[int]) -> list[Block]:
-    """Return one block with all experts that have rows, for few rows (text generation); [] if it would have too much padding."""
+    """Return one block with all experts that have rows, for few rows (text generation). Return [] if the block would include many experts
+    without rows, or much padding."""
     hit = [expert for expert, count in enumerate(counts) if count]
     if not hit or sum(counts) > _FEW_ROWS:
         return []
     first, last, each = hit[0], hit[-1] + 1, max(counts)
     if 4 * len(hit) < 3 * (last - first) or (last - first) * each > 3 * sum(counts):
-        return []  # one block would read the weights of many experts without rows
+        return []
     return [Block(first, last, each, 0, 0, sum(counts))]
 
 
 def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.dtype, *, keep: bool = True) -> Rows:
-    """Arrange routed rows, sorted by expert, in blocks. Row r copies source row source_R[r]. `keep`: a backward pass can follow."""
+    """Arrange routed rows, sorted by expert, in blocks. Row r copies source row source_R[r]. `keep`: True if a backward pass can follow."""
     width, hidden = network.w1.shape[1:]
     row_bytes = (hidden + 4 * width) * dtype.itemsize  # scratch memory of a row: its hidden units, and about four rows of width D
     cut = [] if keep or dtype in _HALF else one_block(counts)
@@ -220,7 +221,7 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # = <dY, Y>, because f(c x) = c f(x) for relu, c > 0 (Euler's theorem)
+                grad_gate_Q[b.padded] = _dot(back, x)  # <dX, X> = <dY, Y>: f(c x) = c f(x) for relu without biases, c > 0 (Euler)
             if pending is None:
                 _weight_gradients(grads, a, grad_h, grad_g, grad_y, x, gate, b)
             else:
@@ -235,8 +236,8 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Return the gradients of w1, w2 and w3 (if any). Called after the backward pass, for zero-bubble schedules; the rows are gathered
-    again."""
+    """Return the gradients of w1, w2 and w3 (if any). Zero-bubble schedules call this after the backward pass. The rows are gathered again,
+    so they need no memory until then."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -245,8 +246,8 @@ def _deferred_gradients(
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Allocate the weights' gradients, with zeros for experts without rows, also if no expert has rows: autograd would run no hooks of a
-    weight with gradient None."""
+    """Allocate the weights' gradients, with zeros for experts without rows. Even if no expert has rows, the result is zeros and not None:
+    autograd runs no hooks of a weight with gradient None. For a None in `weights`, return None."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -267,7 +268,7 @@ def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor
 def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
-    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: a third of the memory traffic of fp32 rows
+    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: fp32 rows would need 3 times the memory traffic
     low_Q1 = (gate_Q.unsqueeze(1) - high_Q1).to(rows_QD.dtype)
     return (rows_QD * high_Q1).addcmul_(rows_QD, low_Q1)
 
@@ -297,8 +298,8 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """Write the block's results into `out`. With gates, add each result times its gate to its source row. Without, copy the results to the
-    block's rows."""
+    """Write the block's results into `out`. With gates, add each result times its gate to its source row. Without gates, copy the results
+    to the block's rows."""
     if gate_Q is not None:
         out.index_add_(0, rows.source_Q[b.padded], y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1)))
     elif rows.place_R is None:
@@ -324,7 +325,8 @@ def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
 def _weight_gradients(
     grads: list[Tensor | None], a: Tensor, grad_h: Tensor, grad_g: Tensor | None, grad_y: Tensor, x: Tensor, gate: Tensor | None, b: Block
 ) -> None:
-    """Write the block's gradients of w1, w2 and w3 into `grads`. Gates multiply x and grad_y, which are narrower than the hidden rows."""
+    """Write the block's gradients of w1, w2 and w3 into `grads`. Gates multiply x and grad_y, which have fewer columns than the hidden
+    rows."""
     grad_y, x = (rows if gate is None else _times_gate(rows, gate) for rows in (grad_y, x))
     for left, right, out in ((x, grad_h, grads[0]), (a, grad_y, grads[1]), (x, grad_g, grads[2])):
         _weight_gradient(left, right, out, b)

@@ -83,8 +83,8 @@ def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Te
         out: Tensor = _Product.apply(rows, weight_EIO, ends_E)
         if bias_EO is None:
             return out
-        expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)  # index E for rows beyond the counts
-        return out + F.pad(bias_EO, (0, 0, 0, 1)).to(out.dtype)[expert_R]
+        expert_R = torch.searchsorted(ends_E, torch.arange(len(rows), device=rows.device), right=True)
+        return out + F.pad(bias_EO, (0, 0, 0, 1)).to(out.dtype)[expert_R]  # rows beyond the counts have index E: a bias of zeros
 
     return network.compute(aligned_start(rows_RD.contiguous()), multiply, dropped_RF=dropped_RF)
 

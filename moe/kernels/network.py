@@ -2,8 +2,8 @@
 
     h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
 
-`ByProduct` does not fuse them: it calls a function for each matrix product. Ways to multiply that kernels do not fuse need this
-(moe/kernels/products.py), and K-FAC, which reads each product's input.
+`ByProduct` does not fuse them: it calls a function for each matrix product. It serves the policies of moe/kernels/products.py that kernels
+cannot fuse, LoRA adapters, and K-FAC, which reads each product's input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe.kernels.rows import Plan
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
-Counts = list[int] | Tensor  # rows of each expert; a tensor int64 [E] on the rows' device, which the host need not read
+Counts = list[int] | Tensor  # number of rows of each expert; a tensor, int64 [E] on the rows' device, if the host need not know it
 Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I], matrices [E, I, O], rows of each expert) -> [R, O]
 
 

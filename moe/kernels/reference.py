@@ -19,8 +19,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_experts: int, slots_each: int) -> Tensor:
-    """Return the active choices that get one of the `slots_each` slots of their expert and group: bool [T, K]. active_TK None: all.
-    The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
+    """Return whether each choice gets one of the `slots_each` slots that its expert has in its group of tokens: bool [T, K]. Only choices
+    with `active_TK` True need a slot (None: all). All first choices queue before any second one (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape
     kept_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
@@ -61,8 +61,8 @@ def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
-    `counts`: rows of each expert; results of further rows are undefined. `dropped_RF`: factors of dropout for the hidden rows.
-    """
+    `counts`: number of rows of each expert; results of rows beyond their sum are undefined. `dropped_RF`: dropout's factors of the hidden
+    rows."""
     outs, start = [], 0
     for expert, count in enumerate(numbers(counts)):
 

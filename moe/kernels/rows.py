@@ -1,4 +1,5 @@
-"""Moves rows as a plan says. Forward and backward gather rows and never add at an index, so sums have a fixed order.
+"""Copies tokens to rows and sums rows back into tokens, as a `Plan` says. Neither pass adds at an index (index_add), so sums have a fixed
+order.
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
@@ -30,7 +31,7 @@ class Plan:
 
         experts 1 0 1 1        choice_R 1 0 3        row_TK 1 0 -1 2        counts_E 1 2
 
-    On a GPU, zeros may follow in `choice_R`, up to length T K, so that the host need not know the number of rows. Rows may also be slots,
+    On a GPU, `choice_R` may be padded with zeros to length T K, so that the host need not know the number of rows. Rows may also be slots,
     some of them empty (moe/experts/dispatch/padded.py). A row whose index is not in `row_TK` copies any token, and no result depends on it.
     """
 
@@ -61,7 +62,7 @@ def scatter(source: Tensor, index_R: Tensor) -> Tensor:
 
 
 def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    """Sum each token's rows, times their gates if given, in fp32 or wider: [T, D] in the rows' dtype. Row -1 adds nothing."""
+    """Sum each token's rows, times their gates if given, in fp32 or wider: [T, D] in the rows' dtype. A -1 in `row_TK` adds nothing."""
     sum_TD = _gather_or_zero(rows_RD, row_TK[:, 0])
     if gate_TK is None and row_TK.shape[1] == 1:
         return sum_TD

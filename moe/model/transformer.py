@@ -49,10 +49,10 @@ Reports = tuple[LayerReport, ...]  # one for each MoE layer, in order
 
 
 class Output(NamedTuple):
-    """Result of a forward pass: `logits_BLV` fp32; or with targets, `loss`, the cross-entropy summed over tokens, fp32 []. Of logits and
-    loss, the one that is not computed has no elements. `layers`: reports of the MoE layers. A pipeline stage before the last returns only
-    `hidden_BLD` and reports. `kept`: values that `keep` names. Output is a tuple, because engines that hook the backward pass find tensors
-    only in tuples."""
+    """Result of a forward pass: `logits_BLV` fp32 or, with targets, `loss`, the cross-entropy summed over tokens, fp32 []. The one that is
+    not computed is an empty tensor. `layers`: reports of the MoE layers. A pipeline stage before the last returns only `hidden_BLD` and
+    reports. `kept`: values that the argument `keep` names. Output is a tuple, because engines that hook the backward pass find tensors only
+    in tuples."""
 
     logits_BLV: Tensor
     loss: Tensor
@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
 
 class StageLayers(NamedTuple):
-    """Consecutive layers that form a pipeline stage. `begins`: it has the embedding. `ends`: it has the last norm and the head."""
+    """Consecutive layers that form a pipeline stage. `begins`: the stage has the embedding. `ends`: it has the last norm and the head."""
 
     layers: range
     begins: bool
@@ -78,7 +78,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.columns: Callable[[int], slice] | None = None  # length of sequences -> positions that this rank holds between layers
+        self.columns: Callable[[int], slice] | None = None  # sequence length -> positions held by this rank between layers; None: all
         self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
@@ -134,8 +134,8 @@ class Block(nn.Module):
 
 
 class SharedBias(nn.Module):
-    """Stands in for the first block of the encoder or decoder on a pipeline stage that has only later blocks, and holds the position bias
-    that all of them share."""
+    """The position bias that all blocks of the encoder, or of the decoder, share. On a pipeline stage that has only later blocks, it takes
+    the place of the first block, which owns the bias."""
 
     def __init__(self, first: Block) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def divided_over(model: nn.Module) -> Axis:
-    """Return the axis whose ranks divide the tokens of MoE layers among them, but have the same tokens elsewhere."""
+    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all the same tokens in other layers."""
     spreads = (layer.spread for layer in moe_layers(model) if layer.spread is not None)
     return next((replace(spread.axis, label="numbers of MoE layers") for spread in spreads), Axis("tp"))
 

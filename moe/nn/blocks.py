@@ -1,13 +1,13 @@
-"""Frozen matrices in blocks of few bits with a scale each, which are decoded to bf16 for the product at work.
+"""Frozen matrices quantised to 4 or 8 bits, in blocks of elements with one scale each. They are decoded to bf16 for each product.
 
     MXFP4   packed uint8 [..., G, 16]: 2 elements of 4 bits a byte, the low bits first; scales uint8 [..., G]: an exponent for 32 elements
             element = FP4[4 bits] * 2 ** (scale - 127)
     FP8     values fp8 e4m3 [M, N]; factors fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
             element = fp8 * factor, rounded to bf16
 
-`Blocks` holds a stack of experts' matrices in such blocks, or a linear layer's matrix as a stack of one. `put` finds blocks that decode to
-a given matrix to the bit. They exist for each matrix that a file had in this format, because a decoded matrix has no other values. Source
-of MXFP4: OCP Microscaling, version 1.0.
+`Blocks` holds a stack of experts' matrices in such blocks, or a linear layer's matrix as a stack of one. `put` encodes a matrix so that
+decoding returns the same bits. This works for each matrix that was itself decoded from this format, as the matrices of published files
+are. Source of MXFP4: OCP Microscaling, version 1.0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-_LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # each significand of fp8 with its largest exponent
+_LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 
 def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
@@ -37,7 +37,8 @@ def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
-    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: index of the first value in the first block."""
+    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: row and column of the first value within the first block, for
+    a shard that begins inside a block."""
     rows, columns = values.shape
     factors, wide = factors.repeat_interleave(size[1], 1).narrow(1, skip[1], columns), values.to(torch.float32)
     before = min(rows, -skip[0] % size[0])  # rows of the first block, if it is not whole
@@ -52,8 +53,8 @@ def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[i
 
 @dataclass(frozen=True)
 class Blocks:
-    """A stack of frozen matrices [E, I, O] in blocks. values, scales: tensors of the format, whose matrices are [O, I] as in published
-    files. `blocks[e]` decodes the matrix of expert e to bf16 [I, O]. turned: whether it returns [O, I] instead."""
+    """A stack of frozen matrices [E, I, O] in blocks. `values`, `scales`: tensors of the format, with matrices stored as [O, I], as in
+    published files. `blocks[e]` decodes the matrix of expert e to bf16 [I, O] or, if `turned`, [O, I]."""
 
     form: Form
     values: Tensor
@@ -74,7 +75,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, I, O), or (E, O, I) if it is turned."""
+        """The shape (E, I, O), or (E, O, I) if `turned`."""
         count, size_out, last = self.values.shape[:3]
         size_in = last * MXFP4_BLOCK if self.form == "mxfp4" else last
         return (count, size_out, size_in) if self.turned else (count, size_in, size_out)
@@ -87,11 +88,11 @@ class Blocks:
         return len(self.values)
 
     def __getitem__(self, expert: int) -> Tensor:
-        matrix_IO = self._decoded(expert).t().contiguous()  # products of other strides may round in another way
+        matrix_IO = self._decoded(expert).t().contiguous()  # because products of operands with other strides may round differently
         return matrix_IO.t() if self.turned else matrix_IO
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Decode the only matrix, as [O, I] in this dtype."""
+        """Decode the matrix of a stack of one: [O, I] in this dtype."""
         return self._decoded(0).to(dtype)
 
     def _decoded(self, expert: int) -> Tensor:
@@ -100,12 +101,12 @@ class Blocks:
         return of_mxfp4(values, scales) if self.form == "mxfp4" else of_fp8(values, scales, (FP8_BLOCK, FP8_BLOCK))
 
     def split(self, each: int) -> Iterator[Blocks]:
-        """Yield the blocks of `each` experts after another, as views."""
+        """Yield the stack in chunks of `each` experts, as views."""
         parts = zip(self.values.split(each), self.scales.split(each), strict=True)
         return (replace(self, values=values, scales=scales) for values, scales in parts)
 
     def put(self, expert: int, matrix_IO: Tensor) -> bool:
-        """Encode the matrix of an expert. Return False if no blocks of this format decode to it to the bit."""
+        """Encode the matrix of an expert. Return False if the encoded blocks do not decode to exactly this matrix."""
         matrix_OI = matrix_IO.t().to(self.values.device, torch.float32)
         values, scales = (_to_mxfp4 if self.form == "mxfp4" else _to_fp8)(matrix_OI)
         self.values[expert], self.scales[expert] = values, scales
@@ -113,9 +114,9 @@ class Blocks:
 
 
 def _to_mxfp4(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode with the smallest exponent of each block for which its largest element is at most 6 units."""
+    """Encode each block with the smallest exponent e for which its largest element is at most 6 * 2^e: 6 is the largest FP4 number."""
     groups = matrix_OI.unflatten(-1, (-1, MXFP4_BLOCK))
-    significand, exponent = torch.frexp(groups.abs().amax(-1))  # largest element = significand * 2 ** exponent, from 1/2 to 1
+    significand, exponent = torch.frexp(groups.abs().amax(-1))  # largest element = significand * 2 ** exponent; significand: 1/2 to 1
     scales = (exponent - torch.where(significand <= 0.75, 3, 2) + 127).clamp(0, 254)
     units = torch.ldexp(groups, (127 - scales)[..., None])
     bits = torch.bucketize(units.abs().contiguous(), torch.tensor(FP4, device=units.device)).clamp(max=len(FP4) - 1) + 8 * units.signbit()

@@ -1,7 +1,7 @@
 """Key-value cache for text generation: for each new token, only this token is computed, not the whole context again.
 
-    read(4 tokens)   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
-    read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
+    prompt, 4 tokens   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
+    next token         core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
 attention's `core`, cross attention's `products`, and the function that returns the document starts of whole sequences.
@@ -74,7 +74,7 @@ class KeyValueCache:
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Replace the `products` of cross attention: keys and values are computed for the first token only, and reused."""
+        """Replace the `products` of cross attention: keys and values are computed in the first call, and reused for all later tokens."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:

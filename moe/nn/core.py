@@ -130,7 +130,7 @@ def masked(
 def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, scale: float | None, sink_H: Tensor | None) -> Tensor:
     """Compute sliding-window attention in chunks of `window` queries. No token sees the padding of the last chunk."""
     length, heads = q_BHLC.shape[2], q_BHLC.shape[1]
-    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BKLC, v_BKLC))  # copies, because views would keep all of q, k and v
+    first = (x[:, :, :window].contiguous() for x in (q_BHLC, k_BKLC, v_BKLC))  # copies: views would keep q, k and v whole in memory
     first_BHWC = attend(*first, scale=scale, sink_H=sink_H)
     q, k, v = (F.pad(x, (0, 0, 0, -length % window)) for x in (q_BHLC, k_BKLC, v_BKLC))
     queries = rearrange(q[:, :, window:], "b h (n w) c -> (b n) h w c", w=window)

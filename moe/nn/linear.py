@@ -34,8 +34,8 @@ WIDEST = 8192  # largest number of channels for Triton's norm: more do not fit i
 class Linear(nn.Module):
     """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
     `recast`: the backward pass casts the weight again, instead of keeping the cast one, and can defer the weight's gradient. `product(x,
-    weights, narrow matrices)`: computes x W^T, and x A^T of adapters, if ranks hold blocks of x and W; None: local products. `blocks`: the
-    frozen weight in blocks, not as a parameter, and its layout."""
+    [W], [A])`: computes x W^T, and x A^T with LoRA, if ranks hold submatrices of x, W and A (parallel/tensor/); None: local products.
+    `blocks`: {"weight": (a frozen weight quantised in blocks, which replaces the parameter; its layout)}, or empty."""
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Linear(nn.Module):
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the weight by blocks without values yet (`Blocks.put`). layouts: {"weight": its layout}."""
+        """Replace the weight by quantised blocks, to be filled by `Blocks.put`. `layouts`: {"weight": its layout}."""
         out_size, in_size = self.weight.shape
         self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]
         self.weight = None  # type: ignore[assignment]
 
     @property
     def held(self) -> Tensor | Blocks:
-        """The weight as it is kept, without adapters."""
+        """The weight, a parameter or quantised blocks, without adapters."""
         return self.blocks["weight"][0] if self.blocks else self.weight
 
     def read(self, dtype: torch.dtype) -> Tensor | Blocks:

@@ -69,7 +69,7 @@ class Turns(NamedTuple):
 
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
     """Rotate the channel pairs of every head by the angles of the positions int64 [L]. Keep x's shape and dtype. `dynamic` scaling takes L
-    as the length of the sequence, so x must have all of its tokens then."""
+    as the length of the sequence, so x must then have all tokens of the sequence."""
     rope = rope.at(len(position_L))
     return turned(x_BHLC, turns_of(position_L, rope.turning(x_BHLC.shape[-1]), rope, dtype=x_BHLC.dtype))
 
@@ -80,7 +80,7 @@ def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:
-    """Return the rotation at these positions of heads with `channels` rotary channels. Layers share it by `Context.for_all_layers`."""
+    """Return the rotation at these positions for heads with `channels` rotary channels. `Context.for_all_layers` shares the result."""
     angle_LC = position_L.float().unsqueeze(1) * rates(rope, channels, device=position_L.device)
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:
@@ -124,7 +124,7 @@ def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
 
 
 def _size(rope: sections.Rope) -> float:
-    """Return YaRN's factor on cos and sin. The logits of rotary channels are multiplied by its square."""
+    """Return YaRN's factor on cos and sin. It multiplies queries and keys, so the logits of rotary channels by its square."""
     return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all)
 
 

@@ -28,8 +28,8 @@ from parallel.numerics.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """Return input ids: a mark (the negative code of a token that is read but not predicted, moe/recipe/shapes.py) becomes its id; PADDING
-    stays."""
+    """Return input ids. A token that is read but not predicted is stored as a negative code, its mark (moe/recipe/shapes.py). Marks become
+    the tokens' ids. PADDING stays."""
     return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 
@@ -43,8 +43,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 class Others(Protocol):
     """The exchange with ranks that hold other rows (vocabulary parallelism). Each method except `columns` is called once for all tiles of
-    this rank. `product(x, rows)`: replaces the product with a tile's rows if ranks also hold shards of the columns; None: columns are
-    whole."""
+    this rank. `product(x, rows)`: computes x rows^T for a tile's rows if ranks also hold shards of the columns; None: rows have all
+    columns."""
 
     product: Product | None
 

@@ -92,7 +92,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
 
 
 def _in_blocks(model: Transformer, layouts: dict[str, Layout], lora: Lora, form: Form, device: torch.device) -> dict[str, Layout]:
-    """Keep matrices of the kinds `lora.blocks_of` in blocks. Return the layouts of all other parameters: engines know no others."""
+    """Replace frozen matrices of the kinds `lora.blocks_of` by quantised blocks (moe/nn/blocks.py). Return the layouts of the remaining
+    parameters, which engines manage."""
     left, patterns = dict(layouts), [TARGETS[kind] for kind in lora.blocks_of]
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -126,7 +127,7 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
 
 
 def save_memory(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
-    """Set recomputation and tiles in place, and return the same model."""
+    """Apply the recipe's recomputation and tiling to the model in place, and return it."""
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
     for block in model.modules():

@@ -48,7 +48,7 @@ class Compiled:
     @cached_property
     def _fast(self) -> Callable[..., Tensor]:
         torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
-        # in this process: for these few kernels, a pool of compiler processes would take more memory and time
+        # compile in this process: for these few kernels, a pool of compiler processes would take more memory and time
         return torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
 
 

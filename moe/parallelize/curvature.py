@@ -1,7 +1,7 @@
 """Finds the matrices of a model that K-FAC updates, and sets the hooks that give K-FAC their input rows and output gradients.
 
     plain linears   q, k, v, out of attention and cross attention; feed-forward, shared and residual networks: a hook on each module
-    experts         each expert's matrices, with the rows routed to it; products are not fused in steps that update K-FAC's factors
+    experts         each expert's matrices, with the rows routed to that expert; steps that update K-FAC's factors do not fuse products
 
 AdamW updates embedding, vocabulary projection, router, gates and norms.
 """

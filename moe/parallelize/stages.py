@@ -102,8 +102,8 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
 
 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape [B, L, D] of the activations that a rank sends to the next stage. `tokens_BL`: shape of its tokens in a micro-batch.
-    L is divided by tp with tensor.sequence_parallel, and D by the columns of a tp grid.
+    """Return the shape [B, L, D] of the activations that a rank sends to the next stage. `tokens_BL`: shape of the rank's tokens in a
+    micro-batch. L is divided by tp with tensor.sequence_parallel, and D by the columns of a tp grid.
     """
     batch, length = tokens_BL
     columns = run.tp_grid().columns

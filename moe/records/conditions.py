@@ -1,9 +1,9 @@
 """Conditions of the doctor's rules (moe/records/rules.py): what windows of a run show.
 
-A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` makes of it a condition of the
-run, which must hold in the last LASTING windows, so that chance is no alarm. Loads count from the end of the warm-up and of the run's first
-quarter, because a new router is uneven; with a balance loss, which needs time to work, from the half of the run, and once the rates add up
-to enough for a large change of the logits.
+A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` turns it into a condition of the
+run: it must hold in the last LASTING windows, so that chance is no alarm. Loads count only after the warm-up and the run's first
+quarter, because a new router is uneven. A balance loss needs time to work: with it, loads count after half of the run, and once the sum of
+the learning rates allows a large change of the logits.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from moe.records.windows import Window
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
 
-LASTING = 3  # windows in a row
+LASTING = 3  # number of consecutive windows, the last of the run so far, that must show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # AdamW moves a weight by about the rate: until the rates' sum is this share of the first weights' size, nothing is learned
+MOVED = 0.25  # share of the initial weights' size: while the learning rates add up to less, AdamW has moved the weights too little
 CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
-DEAD, MANY_DEAD = 0.02, 0.5  # load / fair share of an expert that learns next to nothing; share of such experts: half of them are wasted
+DEAD, MANY_DEAD = 0.02, 0.5  # an expert with less load / fair share is dead: it learns next to nothing; share of dead experts for an alarm
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
 ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
-NEAR_CHANCE = 0.9  # from this first loss / ln(vocabulary), the loss of guessing, weights are untrained; a model that is tuned begins lower
-BEYOND = 10.0  # a learning rate of this many first weights' sizes: every step replaces the weights, so no warm-up helps
+NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
+BEYOND = 10.0  # a learning rate above this many times the initial weights' size replaces the weights in every step: no warm-up helps
 NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
 
 After = Literal["start", "warm-up", "training"]
@@ -44,9 +44,9 @@ Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows
 def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
-    """Return the `find` of a rule whose condition must hold in the last LASTING windows. when: recipes for which it can hold. after: the
-    part of the run from which windows count. mends: a balance loss or bias may mend it: no finding if the value falls, nor before a logit
-    could have moved from 0 to saturation: AdamW moves it by at most about the rate times d_model in a step."""
+    """Return the `find` of a rule whose condition `shown` must hold in the last LASTING windows. when: whether it can hold for a recipe.
+    after: the part of the run after which windows count. mends: True if a balance loss or bias may mend the fault. There is then no finding
+    while the value falls, nor before a logit could have moved from 0 to saturation (per step, AdamW moves it by about lr * d_model)."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
@@ -118,7 +118,8 @@ def dropped(window: Window, run: Run) -> Shown:
 
 
 def few_slots(window: Window, run: Run) -> Shown:
-    """Dropped choices with fewer slots than choices: at least half of the arithmetic share, because router.min_capacity adds slots."""
+    """Choices are dropped because there are fewer slots than choices. Half of the arithmetic share, 1 - slots per choice, is enough for an
+    alarm, because router.min_capacity adds slots."""
     share = _dropped_share(window)
     said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
     return (share, said) if share > (1 - slots_each(run)) / 2 else None
@@ -188,14 +189,14 @@ def leaks(window: Window, run: Run) -> Shown:
 
 
 def enough_warmup(run: Run) -> int:
-    """Return the warm-up after which AdamW's second moment is an average of enough gradients: 2 / (1 - beta2) steps (arXiv 1910.04209).
-    0 for optimizers without one."""
+    """Return the number of warm-up steps after which AdamW's second moment is an average of enough gradients: 2 / (1 - beta2) (arXiv
+    1910.04209). 0 for optimizers without a second moment."""
     o = run.optimizer
     return round(2 / (1 - o.beta2)) if o.kind in ("adamw", "kfac", "muon") else 0
 
 
 def is_beyond(run: Run) -> bool:
-    """Return whether AdamW's steps, which are about as long as the learning rate, leave nothing of the first weights."""
+    """Return whether the learning rate is so far above the initial weights' size that each step of AdamW replaces the weights."""
     return bool(enough_warmup(run)) and run.optimizer.lr > BEYOND * first_size(run)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from moe.records.windows import Window
 
 PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
-LEAST_STEPS = 20  # a run with fewer steps gets no line
+LEAST_STEPS = 20  # a run with fewer steps is not judged
 LEAST_OF_PART = 8  # least number of steps in a part for which the noise of its mean can be estimated
 LONG = 0.05  # the loss is above its first value in at least this share of the steps, and once by 10 %
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
@@ -26,8 +26,8 @@ class Found(NamedTuple):
 
 
 def course(windows: Sequence[Window]) -> Found | None:
-    """Return how the loss did not fall as it should: it ended above its first value, was above that value for long, or fell and then rose
-    by more than noise explains. Steps without a finite loss are left out, because they are reported as skipped."""
+    """Return the fault in the course of the loss: it ended above its first value, was above that value for long, or fell and then rose by
+    more than noise explains. None: no fault. Steps without a finite loss are left out, because they are reported as skipped."""
     steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
     if len(losses) < LEAST_STEPS:
         return None

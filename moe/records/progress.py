@@ -106,7 +106,7 @@ class Progress:
 
     @_guarded
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show a training step. line: its line of metrics.jsonl."""
+        """Show a training step. line: the step's line of metrics.jsonl."""
         self._state.add(line)
         if self._kind != "plain":
             return
@@ -119,7 +119,7 @@ class Progress:
 
     @_guarded
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """Show an evaluation. line: its line of metrics.jsonl."""
+        """Show an evaluation. line: the evaluation's line of metrics.jsonl."""
         self._state.evaluation = line
         self._print(plain_evaluation(self._state))
 

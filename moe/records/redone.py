@@ -3,8 +3,7 @@
     metrics.jsonl ... step 40 (saved), 41, 42, 43 | resumed at 40: steps 41 to 43 are made again
 
 Each event `resumed` in metrics.jsonl has the number of repeated steps, and `so_far`: totals since the run's first start. The summary has
-the last totals.
-Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
+the last totals. Restarts by the user, `moe train --restarts`, torchrun or SLURM all count, even before the first save.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Restart:
         number = environment.get(_TORCHRUN, "0")
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
-    def has_records(self, out: Path) -> bool:
-        """Return whether the records in `out` can belong to the restarted run: there are none, or the first was not written before `since`.
-        Older records belong to an earlier run."""
+    def continues(self, out: Path) -> bool:
+        """Return whether the restarted run is the run in folder `out`. It is not if the first record there was written before `since`: then
+        an earlier run wrote it. In a folder without records it is: its previous attempt ended before it wrote any."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 

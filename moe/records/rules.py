@@ -48,7 +48,8 @@ from parallel.fixes import Fix, Set, Words
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule has found. fix: a change of the recipe, as data."""
+    """A fault that a rule found. since: the fault's first step. value: the measured number. said: a sentence about it. fix: a change of the
+    recipe, as data."""
 
     rule: str
     since: int
@@ -82,7 +83,7 @@ class Rule:
 
 
 def slower(run: Run) -> Fix:
-    """A tenth of the learning rate; the size of the first weights if the rate is far above that."""
+    """Set a tenth of the learning rate or, if the rate is far above the initial weights' size, that size."""
     return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 
@@ -199,7 +200,7 @@ RULES = (
     Rule(
         "dropped choices",
         ("moe.kept", "moe.dropped"),
-        # second choices that router.second random leaves out are counted as dropped
+        # not with router.second random, for which dropped choices include the second choices that the router leaves out by chance
         lasting(dropped, when=lambda run: 1 <= slots_each(run) < math.inf and not run.router.random_second, mends=True),
         _slots,
     ),
@@ -231,7 +232,8 @@ def _found(windows: Sequence[Window], run: Run) -> list[Finding]:
 
 
 class Live:
-    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; what was said then is not repeated."""
+    """Diagnosis of a running job. before: lines of metrics.jsonl of a resumed run's earlier steps; findings in these steps are not
+    repeated."""
 
     def __init__(self, run: Run, before: Sequence[Mapping[str, Any]] = ()) -> None:
         self._run, self._windows, self._filling, self._said = run, list[Window](), Filling(), set[str]()

@@ -53,7 +53,7 @@ class Window:
 
 
 class Filling:
-    """A window that is being filled, step by step. It keeps sums, and no loads of single steps but the last."""
+    """A window that is being filled, step by step. It keeps sums of loads over steps, and single loads only of the last step."""
 
     def __init__(self) -> None:
         self.count, self._first, self._last = 0, 0, 0
@@ -75,7 +75,7 @@ class Filling:
                 self._layers.setdefault(layer["layer"], _Sums(len(load))).add(layer)
 
     def window(self) -> Window:
-        """Return the window of the steps so far, at least one."""
+        """Return the Window of the steps added so far. At least one step must have been added."""
         steps, losses, lrs = np.array(self._rows, dtype=float).reshape(-1, 3).T
         layers = tuple(sums.layer(number) for number, sums in self._layers.items())
         return Window(self._first, self._last, steps, losses, lrs, _mean(self._shares), layers)
@@ -106,7 +106,7 @@ class _Sums:
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
 
     def layer(self, number: int) -> Layer:
-        echoed = self._squares - self._last  # of all steps but the last, each of which is compared with the next step
+        echoed = self._squares - self._last  # without the last step, because each step is compared with its next one
         return Layer(
             number,
             self._load_E / max(1, self._steps),
@@ -124,8 +124,8 @@ def window_length(steps: int) -> int:
 
 
 def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
-    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. Steps at the end that do not fill a
-    window become one if they are at least half of it."""
+    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. The last steps, if they do not fill a
+    window, form a shorter one if they are at least half as many; else they are left out."""
     size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
     found, filling = list[Window](), Filling()
     for number, step in enumerate(sorted(by_step), start=1):

@@ -60,7 +60,8 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Walked:
-    """Memory and messages of one rank, from `walk`. Bytes are of this rank's device; seconds are of the rehearsal itself."""
+    """Memory and messages of one rank, from `walk`. Bytes are of this rank's device; seconds are of the rehearsal itself.
+    work: (module's name or, outside of the layers' parts, ""; "forward" or "backward") -> kernels, moved bytes and waits for the GPU."""
 
     build_s: float
     step_s: float  # of the last step
@@ -68,9 +69,9 @@ class Walked:
     built_bytes: int  # after the build
     peak_bytes: int  # at the peak of a step
     held: dict[str, int]  # "parameters", "gradients", "optimizer" or "activations" -> bytes at that peak
-    counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> its calls and bytes in the last step
+    counts: dict[tuple[str, str], Count]  # (axis, name of the collective) -> calls and bytes in the last step
     saved_bytes: int  # bytes of the tensors that this rank writes to a checkpoint
-    work: dict[tuple[str, str], Work]  # (module, "" for all others; "forward" or "backward") -> GPU's work in the last step; {} for a CPU
+    work: dict[tuple[str, str], Work]  # in the last step; {} for a CPU
     parameters: dict[str, tuple[int, ...]]  # name -> shape on this rank
     calls: list[Call]  # collectives and messages in order
 
@@ -192,8 +193,8 @@ def carried(run: Run) -> tuple[Run, str]:
 
 
 def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
-    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained between steps, each of them is a few steps
-    together. Raises BadInput as the run itself would, and RehearsalError for any other error of the run."""
+    """Rehearse build, `steps` steps and a save of a checked run. If the pipeline is not drained after each step, `steps` counts groups of
+    steps, from drain to drain. Raises BadInput as the run itself would, and RehearsalError for any other error of the run."""
     # tensors have no values, so a user's loss could not read them, and compiling would only cost time
     run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False, "loss": "cross_entropy"})})
     if continuous(run):

@@ -42,7 +42,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
 
 
 def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
-    """Return (steps [S], validation losses [seeds, S]) at the S steps that all seeds evaluated. Raises BadInput if S is 0."""
+    """Return (steps [S], validation losses [seeds, S]) for the S steps at which all seeds were evaluated. Raises BadInput if S is 0."""
     import numpy as np
 
     from moe.report.history import History
@@ -106,8 +106,9 @@ def _range(curves: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
 
 
 def beside(first: Path, second: Path) -> Path:
-    """Print how two runs' recipes differ, and their results; draw both validation losses. Return the picture, in the first run's folder.
-    Unfinished runs are compared too. Raises BadInput for a folder without a run, and for runs that evaluated at no step."""
+    """Print the differences of two runs' recipes, and both runs' results. Draw both validation losses, and return the path of the picture,
+    in the first run's folder. Unfinished runs are compared too. Raises BadInput for a folder without a run, and for a run without an
+    evaluation."""
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
     differences, results = recipe_rows(first, second), result_rows(first, second)
     _print("recipe", names, differences or [("no difference", "", "")])
@@ -126,7 +127,7 @@ def recipe_rows(first: Path, second: Path) -> list[Row]:
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:
-    """Return the rows of both summaries. A run without a summary has its number of steps and its last evaluation instead."""
+    """Return a row for each entry of the two summaries. A run without a summary has its number of steps and its last evaluation instead."""
     a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
     return [(label, a.get(label, MISSING), b.get(label, MISSING)) for label in {**a, **b}]
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def scaling(runs: Mapping[int, Sequence[Lines]], out_png: Path) -> Path:
-    """Draw the last validation loss over the number of experts, as the mean over seeds with the range, and below it how many times fewer
-    steps reach the loss of the fewest experts. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
+    """Draw two panels over the number of experts: the last validation loss (mean and range over seeds), and how many times fewer steps
+    reach the last loss of the fewest experts. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
     from moe.report import style
 
     curves = {experts: evaluations(str(experts), seeds) for experts, seeds in sorted(runs.items())}

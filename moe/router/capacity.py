@@ -1,6 +1,6 @@
 """Capacity: an expert takes at most C tokens of a group, one in each of its C slots. Computes C, and the choices that get a slot.
 
-    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 has the C of top-1 with factor 2)
 
 The recipe defines groups of tokens (GShard, arXiv 2006.16668), so drops do not depend on the layout. A choice is kept if its position
 in its expert's queue is below C. `router.queue` and `router.drop` set the order: docs/moe/routing.md. Functions import torch themselves,
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """Return the slots per expert and group that `spec` sets for training or evaluation, at most the group's tokens; None if dropless."""
+    """Return an expert's number of slots in a group of `group_tokens` tokens, in training or evaluation: at most one for each token. None:
+    the spec sets no capacity."""
     factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
     if factor is None:
         return None
@@ -47,8 +48,9 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Return the choices that get a slot: bool [T, K]. `active_TK`: True for choices that need a slot; None: all do.
-    Raise BadInput if the tokens do not divide into groups. `priority_TK` fp32: higher values are served first, equal ones in queue order.
+    """Return whether each choice gets a slot: bool [T, K]. `active_TK`: True for choices that need a slot; None: all do. `slots_each`:
+    slots of an expert in a group; None: no limit. `priority_TK` fp32: choices with higher values get slots first, equal ones in queue
+    order. Raise BadInput if the tokens do not divide into groups.
     """
     import torch
 

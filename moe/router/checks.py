@@ -1,7 +1,7 @@
 """Combinations of router settings that are refused before a run begins, each with its reason. This file does not import torch.
 
-Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
-loss for a selection that is not learned; a value that nothing reads.
+Some of them would run and be silently wrong. Examples: a top-1 gate normalised to sum to 1 (it is always 1, so the router has no
+gradient), a balance loss for a selection that is not learned, a value that nothing reads.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
 
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
-    """Refuse a value that has no effect because of the spec's other values. Raises BadInput for the first. own: key -> value of the keys
-    that the recipe itself sets. A preset's values are not refused, so that a recipe can replace only some of them; nor are RouterSpec's
-    defaults.
+    """Refuse a value that has no effect because of the spec's other values. Raises BadInput for the first one. `own`: the keys that the
+    recipe itself sets, with their values. Values of a preset or equal to RouterSpec's defaults are not refused: a recipe may replace only
+    some values of its preset.
     """
     from moe.recipe.router_spec import (
         RouterSpec,
@@ -102,7 +102,7 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """Refuse a capacity factor that rounding turns into 0 slots (or that is below _LEAST_FACTOR) if min_capacity is 0: the run would route
+    """If min_capacity is 0, refuse a capacity factor that is rounded to 0 slots, or that is below _LEAST_FACTOR: the run would route
     nothing. Raises BadInput."""
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
@@ -178,7 +178,7 @@ def decides_together(spec: RouterSpec) -> bool:
 
 
 def fuses(spec: RouterSpec, *, training: bool) -> bool:
-    """Return whether the spec allows one kernel to compute a GPU's gates, losses and report (moe/kernels/triton/router.py)."""
+    """Return whether one kernel on a GPU can compute gates, losses and report of this spec (moe/kernels/triton/router.py)."""
     dropless = (spec.capacity_factor if training else spec.eval_capacity_factor) is None
     return (
         method_of(spec).fuses

@@ -40,7 +40,7 @@ def balance_loss(
     """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
 
     `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
-    loss is then the mean of the ranks' results, weighted by their valid tokens.
+    result is then this rank's part: the loss is the mean of the parts, weighted by the ranks' numbers of valid tokens.
     """
     num_experts = probs_TE.shape[1]
     if step is not None:

@@ -118,9 +118,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. It also chooses the experts, except in three cases: a record gives them, an earlier pass gives them, or
-        there is a capacity and router.drop is not position, or ranks share queues that are not choices_first. Collective if ranks share
-        groups of tokens (`shards`)."""
+        """Route by one kernel. The kernel also chooses the experts, except if a record or an earlier pass gives them, or if there is a
+        capacity and its slots must be given out by other code: for a router.drop other than position, and if ranks share queues that are
+        not choices_first. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -173,8 +173,8 @@ class Router(nn.Module):
     def _kept_together(
         self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (the choices of this rank that get a slot, counted_GE of Together; None: the balance loss counts other choices).
-        Collective."""
+        """Return (whether each of this rank's choices gets a slot, Together's counted_GE). The second is None if the balance loss counts
+        other experts than the chosen ones. Collective."""
         from moe.kernels.triton import queues
 
         if context.valid_T is not None:
@@ -222,7 +222,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if a token's experts depend on other tokens of the group. If only its slots do, the chosen experts are gathered."""
+        gathered if a token's experts depend on other tokens of the group, and the chosen experts if only the token's slots do."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)
@@ -345,7 +345,7 @@ class Router(nn.Module):
 
 
 def _kernel(kernels: ModuleType, name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return the function `name` of the kernels for x's device; None if they lack it, or if x is float64."""
+    """Return the function `name` of the kernels for x's device; None if these kernels have no such function, or if x is float64."""
     of = getattr(kernels, "kernels_of", None)  # exists if the kernels differ by device
     return None if x.dtype == torch.float64 else getattr(of(x) if of else kernels, name, None)
 

@@ -62,7 +62,7 @@ def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spe
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK
     else:
-        own = is_plugin(spec.score)  # a user's score may depend on all logits of a token
+        own = is_plugin(spec.score)  # a user's score may depend on all logits of a token, so it is not computed from the chosen ones
         log_TK = scores_TE.gather(1, expert_TK).clamp(min=_TINY).log() if own else _log_scores(logits_TE.gather(1, expert_TK), spec)
         gate_TK = _sum_to_one(log_TK, of_TK)
     return gate_TK if spec.gate_scale == 1 else gate_TK * spec.gate_scale

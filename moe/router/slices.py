@@ -86,7 +86,7 @@ class Shards:
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=self.whole(context.tokens_T))
 
     def of_mine(self, made: Made) -> Made:
-        """Return the dataclass with this rank's rows of every tensor, as `mine`."""
+        """Return a copy of the dataclass in which each tensor [G, ...] is replaced by this rank's tokens [T, ...] (`mine`)."""
         changed: dict[str, Any] = {}
         for f in fields(made):
             value = getattr(made, f.name)
@@ -102,7 +102,7 @@ class Shards:
         return sum(map(len, self.held))
 
     def _on(self, device: torch.device, name: str, made: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `made` on the device. All passes get the same copy."""
+        """Return the result of `made` on the device. It is cached under `name` and the device, so all passes get the same tensor."""
         if (name, device) not in self._copies:
             self._copies[name, device] = on_device(made(), device)
         return self._copies[name, device]

@@ -93,7 +93,7 @@ WHY: dict[str, str] = {
     "K-FAC's factors belong to the weights of one step": _STALE,
     "different versions of": _STALE,
     "steps overlap": _STALE,
-    "a step that ends before its update": _STALE,
+    "all gradients of a step before its update": _STALE,
     "stages keep older versions": _STALE,
     "no gradient norm of the whole model": _STALE,
     "the other engines step once for all": _STALE,

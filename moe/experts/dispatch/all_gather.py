@@ -2,7 +2,7 @@
 
     x_TD, experts, gates --all-gather over ep--> tokens of all ranks --held experts--> partial sums, fp32 --reduce-scatter--> y_TD
 
-Each token is sent ep - 1 times. With k choices, an all-to-all sends it k (ep - 1) / ep times. So this suits ep up to about k.
+Each token is sent ep - 1 times. An all-to-all sends a token with k choices k (ep - 1) / ep times. So gathering suits an ep of at most k.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AllGather(Dispatcher):
 
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
         decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, place (placement.py) of the expert in int64
-        of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)  # gradients; inputs are tokens and gates
+        of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)  # gradients; inputs: tokens, gates
         tokens = gather(load.row_bytes)
         return Traffic((longest, decisions), (tokens, sums(load.width)), (of_results, of_inputs), meanwhile=(tokens,))
 
@@ -68,8 +68,8 @@ class Gathered(Exchange):
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def _agree(self, place_TK: Tensor, held: int) -> tuple[int, int, list[int]]:
-        """Return the largest T and K of all ranks, and the number of rows that each rank of etp will compute. With expert-choice routing,
-        ranks have different K. `held`: number of experts on a rank. The host waits once for the GPU.
+        """Return the largest T and K of all ranks, and the number of rows that each rank of etp will compute. K differs between ranks with
+        expert-choice routing. `held`: number of experts on a rank. The host waits once for the GPU.
         """
         import torch
 

@@ -74,9 +74,9 @@ class Hierarchical(Dispatcher):
 
 
 class Tokens(NamedTuple):
-    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py). Place 0 is the first of all
-    ranks before the exchange between nodes, the first of this node after it, and the first of this rank after the exchange within the node.
-    -1: a choice that is dropped, or whose expert is elsewhere. `position_T`: each token's index in the step, for dropout.
+    """Tokens on a rank, with their choices. `place_TK` int64: the place of each choice's expert (placement.py); -1 for a choice that is
+    dropped, or for an expert elsewhere. Places are counted over all ranks before the exchange between nodes, within this node after it, and
+    within this rank after the exchange within the node. `position_T`: each token's index in the step, for dropout.
     """
 
     x_TD: Tensor

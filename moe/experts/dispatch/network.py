@@ -62,8 +62,8 @@ def compute(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Apply the experts to rows [R, D], sorted by expert. Return the results in the same order and dtype. `counts_E`: number of rows of
-    each expert; with several etp ranks, the host waits for it unless it is `Arrived`. `weights`: the chunk of experts to apply; None: all
-    experts of this rank. `position_R`: for dropout, the index of each row's token among the step's tokens.
+    each expert; with several etp ranks, the host waits for these numbers, unless they are an `Arrived`. `weights`: the chunk of experts to
+    apply; None: all experts of this rank. `position_R`: for dropout, the index of each row's token among the step's tokens.
     """
     arrived = counts_E if isinstance(counts_E, Arrived) else Arrived.of(counts_E, etp)
     if etp.size == 1:
@@ -86,8 +86,8 @@ def compute(
 
 
 def _plan(arrived: Arrived, longest: int, kernels: Any) -> Plan:
-    """Return the plan that sorts the rows in P blocks of `longest` slots by expert. Each slot counts as a token with one choice, the expert
-    of its row. Slots at a block's end may be empty; they have no choice.
+    """Return the plan that sorts the gathered rows by expert. The rows of each of the P etp ranks fill a block of `longest` slots, at its
+    end perhaps with empty slots. In the plan, each slot is a token with one choice, the expert of its row; an empty slot has no choice.
     """
     end_PE = arrived.counts_PE.cumsum(1)
     slot_PS = torch.arange(longest, device=end_PE.device).expand(len(end_PE), -1).contiguous()

@@ -43,8 +43,8 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
 
 @lru_cache
 def place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
-    """Return the place of each expert. Place p is for expert `placement[p]` (None: expert p). `order`: renumbers places: place order[i]
-    becomes i."""
+    """Return the place of each expert. Place p is for expert `placement[p]` (None: expert p). `order`: a new numbering of the places, in
+    which place order[i] has number i; None: the numbers stay."""
     expert_at, ordered = placement or range(num_experts), order or range(num_experts)
     place_E = [0] * num_experts
     for number, place in enumerate(ordered):

@@ -68,7 +68,7 @@ class Steps(Exchange):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, plan, steps = self._permuted(x_TD, routing)
         rows, positions = [*self._cut(rows_RD, steps)], list[Tensor | None]([None] * self.chunks)
-        del rows_RD  # at each `del`: without this reference, rows are freed as soon as they are sent
+        del rows_RD  # here and below: without this reference, the rows' memory is freed as soon as they are sent
         if dropout is not None:
             cut = self._cut(dropout.position_T[plan.token_R], steps)
             positions = [step.follow(position_R) for step, position_R in zip(steps, cut, strict=True)]

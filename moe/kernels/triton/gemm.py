@@ -324,7 +324,7 @@ def weights(
 
 @triton.jit
 def _expert_rows(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
-    """Load [K, N]: columns n_N of rows source_K. Rows of other experts become zero in both operands: zero times infinity is not zero."""
+    """Load [K, N]: columns n_N of rows source_K. Rows of other experts become zero, in both operands: with one alone, 0 * inf is NaN."""
     at_KN = at + source_K[:, None] * width + n_N[None, :]
     if EVEN:
         return tl.load(at_KN, mask=real_K[:, None], other=0.0)

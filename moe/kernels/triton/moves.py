@@ -54,7 +54,7 @@ def best(score_TE, open_TE, expert_E):
 
 @triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write each token's `choices` best experts to out, one after another."""
+    """Write each token's `choices` experts with the highest scores to out [T, choices], best first."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     real_TE = (token_T < T)[:, None] & (expert_E < E)[None, :]
@@ -89,8 +89,8 @@ def _stored(choice_N, real_N, row, choices):
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E], but not of expert -1.
-    Also fill `zeros`, [T, K] or None, with 0: `rank` writes only some elements of this tensor.
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E]. Choices of expert -1 are
+    not counted. Also fill `zeros`, [T, K] or None, with 0: `rank` writes only some elements of this tensor.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

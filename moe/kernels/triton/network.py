@@ -39,8 +39,8 @@ InOrder = Callable[..., Tensor] | None  # function with the parameters of `produ
 @dataclass(frozen=True)
 class Rows:
     """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
-    expert, its first row, and the end of the expert's rows. `plan`: given if input and output are tokens, which are then gathered and
-    summed; None: they are rows. `used_tiles` int32 [1]: number of tiles that have rows.
+    expert, its first row, and the end of the expert's rows. `plan`: given if the network's input and output are tokens, which are gathered
+    to rows and summed from rows; None: both are rows. `used_tiles` int32 [1]: number of tiles that have rows.
     """
 
     number: int
@@ -251,8 +251,8 @@ def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Ten
 
 
 def _aligned(tensor: Tensor, dims: int) -> Tensor:
-    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED; without a copy if none is missing and its
-    start is aligned."""
+    """Return the tensor with zeros appended to its last `dims` dims up to a multiple of ALIGNED. If no zeros are needed and its start is
+    aligned, return the tensor itself."""
     missing = [n for size in reversed(tensor.shape[-dims:]) for n in (0, -size % ALIGNED)]
     return F.pad(tensor, missing) if any(missing) else aligned_start(tensor)
 

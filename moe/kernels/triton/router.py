@@ -71,8 +71,9 @@ class Given(NamedTuple):
 
 
 class Together(NamedTuple):
-    """What ranks exchange about groups whose tokens they share. `counted_GE` fp32 or int32: each expert's count for the balance loss, over
-    all ranks' tokens; None: over this rank's. `kept_TK` bool: this rank's choices that got a slot; None: without a capacity."""
+    """Results of an exchange between ranks that share groups of tokens. `counted_GE` fp32 or int32: each expert's count for the balance
+    loss, over all ranks' tokens; None: the kernel counts this rank's tokens. `kept_TK` bool: whether each of this rank's choices got a
+    slot; None: without a capacity."""
 
     counted_GE: Tensor | None = None
     kept_TK: Tensor | None = None
@@ -147,10 +148,10 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route a block of `each` tokens of one of G token groups, of `tokens` tokens each. `bias` [E] is added to the compared scores.
-    `given` [T, K]: experts to use instead. `load` [T, K] or None: experts with the highest scores without bias, for the balance loss; read
-    if `given` is not None, else written. Experts are chosen from the OPEN best of GROUPS expert groups. CHOSEN: compare logits, not scores.
-    NORMED: gates sum to SCALE. Write the sums of each of B blocks to parts [G, B, 4, W]: probabilities, all choices, the first `counted`
+    """Route one block of `each` tokens. The tokens form G groups of `tokens` tokens. `bias` [E] is added to the compared scores. `given`
+    [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K] or None: experts with the
+    highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN: compare logits, not scores.
+    NORMED: gates sum to SCALE. Write four sums over each of B blocks to parts [G, B, 4, W]: probabilities, all choices, the first `counted`
     choices of each token, and (z loss, entropy, tokens).
     """
     block, group = tl.program_id(0), tl.program_id(1)
@@ -218,9 +219,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots", "stride", "N"])
 def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, stride, N, BALANCE: tl.constexpr, Z: tl.constexpr,
            BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Add up `parts`, the sums that `choose` wrote. `counted`, `kept`: counted_GE and kept_TK of Together. A group's counts begin `stride`
-    numbers after those of the group before; `kept` has N elements. Write E times each expert's share of its group's counted choices into
-    share [G, E]. Also write Fused's loss, counts and means; after the means, the number of tokens (at least 1).
+    """Add up `parts`, the sums that `choose` wrote. `counted`, `kept`: counted_GE and kept_TK of Together. Rows of `counted` are `stride`
+    elements apart, and `kept` has N elements. Write E times each expert's share of its group's counted choices into share [G, E]. Also
+    write Fused's loss, counts and means; after the means, the number of tokens (at least 1).
     BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)

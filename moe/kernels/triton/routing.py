@@ -1,4 +1,4 @@
-"""Computes top_k, kept, queues and plan by the counting sort of moves.py, in integers, so results are exact."""
+"""Launches the kernels of moves.py for top_k, kept, queues, plan and by_bin. Counts and positions are integers, so results are exact."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _sort(
     row_T: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Sort the choices by expert, and fill `out`: a Plan, or a tensor bool [T, K] of whether a choice gets one of its expert's slots in its
-    group. With `row_T`, token t is row row_T[t] of expert_TK, and `out` has the rows from `first` on. Return the number of choices of each
-    expert in earlier blocks of the group: int32 [G, B + 1, E]."""
+    """Sort the choices by expert, and fill `out`: a Plan, or a bool tensor [T, K] that says whether a choice gets one of the `slots` slots
+    of its expert and group. With `row_T`, token t is row row_T[t] of expert_TK, and `out` has the rows from `first` on. Return, for each
+    block, the number of choices of each expert in earlier blocks of the group: int32 [G, B + 1, E]."""
     expert_TK, active_TK = expert_TK.contiguous(), None if active_TK is None else active_TK.contiguous()
     out_TK, choice_N, totals_E = (out.row_TK, out.choice_R, out.counts_E) if isinstance(out, Plan) else (out, None, None)
     tokens, choices = len(expert_TK if row_T is None else row_T) // num_groups, expert_TK.shape[1]
@@ -70,9 +70,10 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 def queues(
     expert_PK: Tensor, row_G: Tensor, *, mine: range, num_groups: int, num_experts: int, slots_each: int, counted: int
 ) -> tuple[Tensor, Tensor]:
-    """Give slots to the choices of all ranks that have tokens of the same groups. `expert_PK` int64: their choices, -1 for a choice that
-    needs no slot. `row_G` int64: the row of each token. `mine`: the rows of this rank. Return (which of this rank's choices get a slot,
-    bool [T, K]; how often the first `counted` choices of a group's tokens are each expert, int32 [groups, E])."""
+    """Give slots to the choices of all ranks that share groups of tokens. `expert_PK` int64: the choices gathered from these ranks, -1 for
+    a choice that needs no slot. `row_G` int64: the row of expert_PK with each token, in the order of sequences. `mine`: this rank's rows.
+    Return (whether each of this rank's choices gets a slot, bool [T, K]; number of times that each expert is among the first `counted`
+    choices of a group's tokens, int32 [groups, E])."""
     kept_TK = expert_PK.new_empty(len(mine), expert_PK.shape[1], dtype=torch.bool)
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots": slots_each}
     counts_GBE = _sort(expert_PK, None, kept_TK, **sizes, row_T=row_G, first=mine.start)
@@ -81,15 +82,15 @@ def queues(
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Make the plan by counting sort. The host does not wait for the number of rows: zeros follow in choice_R, up to length T K."""
+    """Make the plan by counting sort. The host does not wait for the number of rows: `choice_R` is padded with zeros to length T K."""
     made = Plan(expert_TK.new_empty(expert_TK.numel()), expert_TK.new_empty(expert_TK.shape), expert_TK.new_empty(num_experts))
     _sort(expert_TK, kept_TK, made, num_groups=1, num_experts=num_experts)
     return made
 
 
 def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
-    """Return indices, int64 [total], that bring rows received from P ranks into the order of B bins: as `by_bin` of
-    parallel/mesh/exchange.py, but as one kernel. counts_PB[p, b]: number of rows from rank p for bin b."""
+    """Return indices, int64 [total], that bring rows received from P ranks into the order of B bins. counts_PB[p, b]: number of rows from
+    rank p for bin b. One kernel with the result of `by_bin` in parallel/mesh/exchange.py."""
     counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
     with on(counts_PB):
         moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)

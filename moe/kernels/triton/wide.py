@@ -1,11 +1,11 @@
 """Products of bf16 tokens with an fp32 matrix on tensor cores, as exact as in fp32, for the router and other narrow fp32 outputs.
 
-An fp32 number is the sum of three bf16 numbers, w = w0 + w1 + w2, each the nearest to what the ones before leave (8 bits each of 24). A
-product of two bf16 numbers is exact in fp32, and tensor cores sum in fp32:
+An fp32 number is the sum of three bf16 numbers, w = w0 + w1 + w2, which have 8 of its 24 bits each: w0 is nearest to w, w1 to w - w0, and
+w2 to w - w0 - w1. A product of two bf16 numbers is exact in fp32, and tensor cores sum in fp32:
 
     y  = x W^T    x w0 + x w1 + x w2                        exact products
-    dW = dy^T x   the same with three parts of dy           exact products; sums of chunks of tokens, then of chunks, in a fixed order
-    dx = dy W     the six products of parts i + j <= 2      the others are below 2^-23 of |dy| |W|
+    dW = dy^T x   likewise with three parts of dy           exact products; sums of chunks of tokens, then of chunks, in a fixed order
+    dx = dy W     products dy_i w_j with i + j <= 2 (six)   the other three are below 2^-23 of |dy| |W|
 
 So y and dW differ from products in fp32 by the order of sums alone. Kernels read x once and make no fp32 copy of it.
 """

@@ -77,7 +77,7 @@ class Method:
     """A method of selecting experts. Its attributes are facts that checks and planner read; a method overrides some of them."""
 
     name: ClassVar[str]
-    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` with which `moe verify` tests it, if moe/verify/cases.py has no case of it
+    example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` for a test by `moe verify`, unless moe/verify/cases.py has the method
     reads: ClassVar[Mapping[str, str]] = {}  # keys of `router` that only this method reads -> why other methods do not
     tokens_choose: ClassVar[bool] = True  # False: experts choose tokens, so choices wait in no queue and none is dropped
     reads_scores: ClassVar[bool] = True  # False: the choice does not depend on the router's weight

@@ -1,7 +1,8 @@
 """Sinkhorn: in training, top-k of a balanced plan (BASE layers, arXiv 2103.16716). The plan is the matrix of a group's token-expert
 probabilities, rescaled so that all experts have about equal sums.
 
-BASE layers find the assignment by an auction; here it is 20 rounds of Sinkhorn scaling, as in Megatron-LM. Evaluation is plain top-k.
+BASE layers assign tokens to experts by an auction. Here 20 rounds of Sinkhorn scaling make a plan, as in Megatron-LM. Evaluation is plain
+top-k.
 """
 
 from __future__ import annotations

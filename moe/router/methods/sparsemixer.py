@@ -1,9 +1,9 @@
 """SparseMixer: experts are drawn one after another, and the router gets the gradient of their probabilities.
 
-    choice k    open_k    experts not yet chosen with a logit l_e near their best one: (best - l_e) / max(|l_e|, best) <= 2 margin
+    choice k    open_k    candidates: experts not yet chosen whose logit l_e is near the best: (best - l_e) / max(|l_e|, best) <= 2 margin
                 p_k       softmax of the logits of open_k
-                e_k       drawn by p_k in training; the best one in evaluation
-                gate_k    p_k(e_k), in training times s_k. s_k is 1 for the best one; for others it is 1 with probability 1/4, else 1/3
+                e_k       drawn by p_k in training; the best expert of open_k in evaluation
+                gate_k    p_k(e_k), in training times s_k. s_k is 1 for the best expert; else 1 with probability 1/4, and 1/3 otherwise
 
 The gradient is taken of p_k(e_k), without s_k (Heun's third-order method). Gates of a token do not sum to 1. Sources: arXiv 2310.00811;
 for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
@@ -31,7 +31,7 @@ HALFWAY, LEAST = 0.25, 1 / 3  # if e_k is not the best expert: s_k is 1 with pro
 
 @dataclass(frozen=True)
 class Mixed(Chosen):
-    """The drawn experts. `open_TKE` bool: experts among which choice k was drawn. `share_TK` fp32: factor s_k on each gate; None: 1."""
+    """The drawn experts. `open_TKE` bool: the candidates of each choice k (open_k). `share_TK` fp32: factor s_k on each gate; None: 1."""
 
     open_TKE: Tensor | None = None
     share_TK: Tensor | None = None
@@ -81,9 +81,9 @@ class SparseMixer(Method):
 def one_by_one(
     logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return experts [T, K] int64, whether each is the best one not yet chosen [T, K] bool, and the open experts of each choice [T, K, E].
-    `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken (ties: the first). `given_TK`: experts
-    that are taken instead, and count as open whatever their logit; -1: draw one.
+    """Return experts [T, K] int64, whether each is the best one not yet chosen [T, K] bool, and the candidates of each choice [T, K, E]
+    bool (open_k above). `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken (ties: the first).
+    `given_TK`: experts that are taken instead, as candidates whatever their logit; -1: draw one.
     """
     import torch
 
@@ -115,7 +115,8 @@ def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
 
 
 def mixed_gates(logits_TE: Tensor, expert_TK: Tensor, open_TKE: Tensor, share_TK: Tensor | None) -> Tensor:
-    """Return the gates [T, K]: probabilities of the choices among open experts, times `share_TK` (None: 1), which the gradient ignores."""
+    """Return the gates [T, K]: each chosen expert's probability among the candidates of its choice (`open_TKE` bool), times `share_TK`
+    (None: 1). The gradient is computed without the factor `share_TK`."""
     import torch
 
     near_TKE = logits_TE.unsqueeze(1).masked_fill(~open_TKE, -torch.inf)

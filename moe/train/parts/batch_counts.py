@@ -25,9 +25,9 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, its counts and scores in this 
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes. If router.balance_scope is global_batch and a balancing loss has a weight above 0, their contexts give each layer
-    the sums over the step. Otherwise the passes are unchanged; with global_batch and weights 0, the balance loss is only reported: the
-    mean over micro-batches. Collective."""
+    """Return the passes with `Context.whole_step`, by which a MoE layer gets its router statistics summed over the whole step. Passes are
+    returned unchanged if router.balance_scope is not global_batch, or if all balancing losses have weight 0: the reported balance loss is
+    then a mean over micro-batches. Collective."""
     spec = executor.model.router_spec
     if not (executor.model.expert_counts and spec.balance_scope == "global_batch" and spec.asks_balance):
         return list(passes)

@@ -92,8 +92,8 @@ class Numbers:
 
 class Sums:
     """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts.
-    tokens: number of tokens that all ranks read, without padding. divided: ranks that divide the tokens of MoE layers only, so they have
-    equal losses but other layers' numbers."""
+    tokens: number of tokens that all ranks read, without padding. divided: axis whose ranks compute different tokens in MoE layers and the
+    same tokens elsewhere, so they have equal losses but different numbers of a MoE layer."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int, *, divided: Axis = ALONE) -> None:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
@@ -101,8 +101,8 @@ class Sums:
         self.rows: dict[tuple[int, ...], Tensor] = {}  # MoE layers of a forward pass -> their packed numbers, concatenated
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add the results of a forward pass. loss: its part of the global mean loss; None before the last stage. share: its tokens divided
-        by the global batch's."""
+        """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. share: number of
+        the pass's tokens, divided by the global batch's."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:
@@ -123,7 +123,7 @@ class Sums:
 
     def packed(self, flag: Tensor | None = None) -> Tensor:
         """Return one float64 tensor: flag [1] (None: 0), loss [1], then the numbers of each MoE layer (zeros for layers of other
-        stages). Of the ranks in `divided`, only the first has flag and loss."""
+        stages). Flag and loss are 0 on all ranks of `divided` but the first, because these ranks have equal ones."""
         mine, none = self._by_layer(), self.loss.new_zeros(1)
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         of_pass = (none if flag is None else flag, self.loss.reshape(1)) if self.divided.index == 0 else (none, none)

@@ -64,16 +64,16 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the divisor of the sum of losses: the number of predicted tokens in the global batch; with a user's train.loss, the number of
-    sequences in it."""
+    """Return the divisor of the sum of losses: the number of predicted tokens or, with a user's train.loss, of sequences in the global
+    batch."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """Return one Pass for each micro-batch: what its forward and backward pass needs. parts: the micro-batches' tokens, each int64
-    [B, shard.shape[1]]. tokens: from `count_tokens`."""
+    """Return one Pass for each micro-batch, in order. parts: the micro-batches' tokens, each int64 [B, shard.shape[1]]. tokens: from
+    `count_tokens`."""
     passes, first = [], 0
     for part in parts:
         read_BL, targets_BL, valid_BL = shard.inputs(part), shard.targets(part), None

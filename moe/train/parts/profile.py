@@ -101,7 +101,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
     time per step is used, because other work on the machine disturbed it least."""
-    number, end = -1, 0.0  # of the `step` event that is being read: how many came before it, and the time at which it ends
+    number, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # number -> (region, phase) -> host ms
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # number -> region -> ms of GPU kernels
     place: dict[int, tuple[str, Phase]] = {}  # id of an event inside a `step` event -> its region and phase
@@ -110,7 +110,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
             where, number, end = BETWEEN, number + 1, event.time_range.end
-        elif event.name.startswith(_NODE) and event.time_range.start < end:  # backward, in autograd's thread on a GPU: found by its time
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # backward: on a GPU in another thread, so found by time
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue

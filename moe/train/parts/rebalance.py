@@ -46,8 +46,8 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
-    same methods in the same order. load: layer -> number of choices of each expert since experts could last move. placements: layer -> ids
-    of its experts, ep rank 0's experts first."""
+    same methods in the same order. load: layer -> how often each expert was chosen since the last decision to move. placements: layer ->
+    ids of the layer's experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -152,8 +152,8 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
 
 @torch.no_grad()
 def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
-    """Exchange tensors of experts between ranks. stack: [E / P, ...], a tensor of this rank's experts, stacked in the order of placement
-    `now`. Return the stack of its experts in placement `then`. Collective."""
+    """Exchange tensors of experts between ranks. stack: [E / P, ...], one tensor for each expert that this rank holds in placement `now`,
+    in the placement's order. Return the stack of the experts that this rank holds in placement `then`. Collective."""
     places = len(now) // ep.size
     mine = range(ep.index * places, (ep.index + 1) * places)
     goal = {expert: place for place, expert in enumerate(then)}

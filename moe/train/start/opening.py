@@ -93,7 +93,7 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoints that a run starts from. resumed: values other than tensors that it takes from them."""
+    """Checkpoints that a run starts from. resumed: values other than tensors that the run takes from these checkpoints."""
 
     found: Reader | None  # the run's own checkpoint, which it resumes; None for a new run
     source: Reader | None  # the checkpoint of --init_from; None without --init_from
@@ -228,7 +228,7 @@ def _write_folder(run: Run, arguments: RunArguments, data: Dataset, start: Start
 def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> tuple[Records, Progress]:
     """Open metrics.jsonl, trackers and the display. Write an event if the run resumes at `step` or starts from another run's weights."""
     out, world, first, resumed = arguments.out, arguments.world, arguments.world.rank == 0, start.resumed
-    goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.has_records(out))
+    goes_on = start.found is not None or (arguments.restart is not None and not arguments.fresh and arguments.restart.continues(out))
     again = going_on(out, step, arguments.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
     trackers = {
@@ -295,8 +295,8 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes it as the new folder of their base
-    model."""
+    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes this folder as the new place of its
+    base model."""
     given = arguments.init_from
     return given if given is not None and (given / "manifest.json").is_file() else None
 

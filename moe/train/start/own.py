@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Own:
-    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: a function that makes it
+    """Objects that a user's program gives. data: samples (moe/data/given.py). optimizer: a function that makes the optimizer
     (parallel/optim/given.py)."""
 
     callbacks: Sequence[Callback] = ()
@@ -83,12 +83,12 @@ class Own:
 
 
 def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
-    """Call `read` and return the data set. Collective. Raises BadInput on all ranks if it fails on one, or if ranks have different
+    """Call `read` and return the data set. Collective. Raises BadInput on all ranks if `read` fails on one rank, or if ranks have different
     samples."""
 
     def opened() -> tuple[Dataset, bytes]:
         data = read()
-        # data.key is a hash of the samples only if they are in memory. Of a stream, the first sample is compared too
+        # data.key is a hash of the samples only if they are in memory, so for a stream the first sample is compared too
         first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""
         return data, data.key.encode() + first
 

@@ -149,7 +149,7 @@ class Measured:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return a dict: address -> bytes of each storage of these tensors. Of a DTensor, only this rank's shard counts."""
+    """Return a dict: address -> bytes of each storage of these tensors. For a DTensor, only this rank's shard counts."""
     found: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError):  # a sparse tensor has no storage

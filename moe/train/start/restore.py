@@ -45,8 +45,8 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 
 
 def restore(path: Path, run: Run | None = None) -> Transformer:
-    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. run: its recipe, if the caller has built it.
-    Raises BadInput."""
+    """Return the model of a checkpoint, with adapters merged into it, in evaluation mode. run: the checkpoint's recipe, if the caller has
+    built it already. Raises BadInput."""
     mesh, reader = Mesh.of(Degrees()), whole(path)
     alone = {"degrees": sections.Parallel(dp=1, ep=1), "tiling": sections.Tiling(), "lora": sections.Lora()}
     run = (run or build_run(reader.state["recipe"])).model_copy(update=alone)

@@ -73,8 +73,8 @@ def parts(
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """Yield (kind, piece) for all tensors that this rank writes to a checkpoint. If the model has adapters, frozen weights are left out,
-    because the base's checkpoint has them. Collective: an engine may gather shards."""
+    """Yield (kind, Piece) for all tensors that this rank writes to a checkpoint: shards, each with its position in the whole tensor. If the
+    model has adapters, frozen weights are left out, because the base's checkpoint has them. Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
@@ -90,8 +90,8 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that owns a layer's ffn_norm writes the
-    bias of the layer's router."""
+    """Yield (name, tensor) of the routers' biases that this rank writes to a checkpoint. The rank that writes a layer's ffn_norm also
+    writes the bias of the layer's router."""
     for layer in moe_layers(model):
         if Layout((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
@@ -202,8 +202,8 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if experts are
-    kept in blocks. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
+    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if matrices are
+    quantised, so that the engine lacks them. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
     mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
@@ -216,7 +216,8 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
 
 
 def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
-    """Encode the matrices that the model keeps in blocks, one after another. Raises BadInput for a matrix with other values."""
+    """Encode the checkpoint's matrices into the model's quantised blocks (moe/nn/blocks.py), one matrix at a time. Raises BadInput for a
+    matrix that the blocks cannot hold exactly."""
     less = "fp8" if any(isinstance(module, Experts) for module in model.modules()) else "whole"
     for path, module in model.named_modules():
         for name, (blocks, layout) in module.blocks.items() if isinstance(module, Experts | Linear) else ():
@@ -231,11 +232,12 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Put a matrix into blocks. Raises BadInput with the fix lora.base=less if it has other values."""
+    """Encode a matrix into quantised blocks. Raises BadInput if they cannot hold its values exactly. less: the value of lora.base, with
+    fewer quantised matrices or none, that the error's fix names."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
-        raise BadInput("lora.base", got=f"{blocks.form}, but other values in {where}", needed=needed, fix=Set("it", less))
+        raise BadInput("lora.base", got=f"{blocks.form}, which cannot hold {where} exactly", needed=needed, fix=Set("it", less))
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}

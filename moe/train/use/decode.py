@@ -1,7 +1,7 @@
 """Continues texts token by token: the context that the model reads for each new token, and the choice of that token.
 
-    tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
-    context          all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
+    newest token     0 1 2 3 4 5 6 7     8      9      10     11     12       (a model that reads at most 8 tokens)
+    tokens read      all                 4..8   4..9   4..10  4..11  8..12    a full context is cut to its newer half
 
 `Cached` computes each token once, with a key-value cache, and the entire context only after a cut. `Recomputed`, its reference, computes
 the entire context for every token. Sampling: top-k, arXiv 1805.04833; nucleus sampling (top_p), arXiv 1904.09751.
@@ -30,13 +30,13 @@ from parallel.errors import BadInput
 # B texts, S tokens of a context, V vocabulary
 
 
-# (context_BS, int64; start: the index in each text of the context's first token) -> logits of the next token, fp32 [B, V]
+# (context_BS int64: the tokens that the model reads; start: number of each text's tokens before these) -> next token's logits, fp32 [B, V]
 Reads = Callable[[Tensor, int], Tensor]
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return the index of the first token in the context of a text with `length` tokens. It moves by half a context at a time, so that a
-    cache is rarely filled anew."""
+    """Return `start` (see `Reads`) for a text of `length` tokens: how many of its first tokens the model no longer reads. `start` grows by
+    half a context at a time, so that a cache is rarely filled anew."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 
@@ -174,9 +174,9 @@ def continued(
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws the next token from softmax(logits / temperature). Only the `top_k` likeliest tokens are kept (None: all), then the smallest
-    set of the likeliest of these with total probability `top_p` (None: all). temperature 0: takes the likeliest token. Raises BadInput for
-    impossible values."""
+    """Draws the next token from softmax(logits / temperature). Only the `top_k` likeliest tokens are kept (None: all). Of these, the
+    likeliest are kept until their total probability reaches `top_p` (None: all). temperature 0: takes the likeliest token. Raises BadInput
+    for impossible values."""
 
     temperature: float = 0.8
     top_k: int | None = None

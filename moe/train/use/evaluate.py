@@ -29,7 +29,7 @@ from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
 
 TOKENS_AT_ONCE = 8192
-_OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of data with which the model was trained
+_OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of data that the trained model fixes
 Text = ValidationSet | CorruptedValidation
 
 

@@ -73,7 +73,7 @@ def _check_tokens(model: Transformer, words: tuple[Tensor, ...], named: Mapping[
     if not tokens_BL.numel():
         needed, fix = "[B, L] with a token or more", "begin with run.tokenizer.beginning(text)"
         raise BadInput("tokens_BL", got=f"shape {list(tokens_BL.shape)}", needed=needed, fix=fix)
-    if tokens_BL.is_floating_point():  # hidden states, the input of later layers alone
+    if tokens_BL.is_floating_point():  # hidden states: the input if only later layers are run (`part` in Transformer)
         return
     least, most = (int(bound) for bound in tokens_BL.aminmax())
     if least < 0 or most >= vocab_size:
