@@ -186,7 +186,7 @@ class Standard:
         for want in lines(self.tape):
             first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
             pairs = [(want, held.get(want.key))]
-            # the twin recomputes nothing, so recomputed outputs are compared with the same case's outputs of the forward pass
+            # the twin recomputes nothing, so a recomputed output is compared with the output of this layout's own forward pass
             pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
             for right, line in pairs:
                 found = self._judged(right, line, case)

@@ -37,8 +37,8 @@ class Rule(ABC):
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the optimizer states that checkpoints store for parameter `name`: state -> the dim over which it is a mean; None: the
-        state has the parameter's shape."""
+        """Return the optimizer states that checkpoints store for parameter `name`, which has num_dims dims: state's name -> the parameter's
+        dim that is averaged away in the state, as in Adafactor; None: the state has the parameter's shape."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod

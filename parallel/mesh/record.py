@@ -1,4 +1,4 @@
-"""Records this rank's progress in memory: its phase, and every collective and message before it starts. Nothing is sent.
+"""Records this rank's progress in memory: its phase, and every collective and message before it starts. It sends no message of its own.
 
     main thread      announce(all_reduce over dp, number 340, layers.3) ... enter(the backward pass) ...     a few microseconds each
     watchdog         reads the record if the rank makes no progress for too long (parallel/watch/watchdog.py)
@@ -11,9 +11,9 @@ splits differ). This token is a hash and has nothing to do with the model's toke
     token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
     splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
 
-In the sum over a group, equal chains cancel to 0, because w is 0 before the first and after the last rank. Splits cancel if each receiver
-expects what its sender sends. Numbers are modulo 2**40, so that sums of 8,192 ranks are exact in float64. A difference between ranks goes
-unnoticed with probability 2**-40.
+In the sum over a group, each w_i appears once with a plus and once with a minus (w is 0 before the first and after the last rank), so equal
+chains cancel to 0. Splits cancel if each receiver expects what its sender sends. Numbers are modulo 2**40, so that sums of 8,192 ranks are
+exact in float64. A difference between ranks goes unnoticed with probability 2**-40.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ class _Products(torch.autograd.Function):
 
 
 def _matrix(ctx: Any, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return all weights gathered over depth, with the narrow matrices below them, in `dtype`."""
+    """Return one matrix in `dtype`: first the rows of the wide weights, gathered over depth, then the rows of the narrow ones (LoRA's A),
+    which depth does not split."""
     wide, narrow = weights_OI[: ctx.wide], weights_OI[ctx.wide :]
     return together([gathered(together(wide, dtype=dtype), ctx.axes[2], dim=ctx.deep), *narrow], dtype=dtype)

@@ -65,8 +65,9 @@ class Seen:
 
 
 def joined(pieces: list[Piece], kind: str = "", whole: list[Piece] | None = None) -> Piece | None:
-    """Join the tensors of a module's calls, for example of micro-batches, along dim 0. Return None if their shapes do not allow it. kind,
-    whole: only for the calls of a rank: the kind of value (Key.kind), and the single process's calls of this module."""
+    """Join the tensors of a module's calls, for example of micro-batches, along dim 0. Return None if their shapes do not allow it. For the
+    calls of a rank, also give `kind`, the kind of value (Key.kind), and `whole`, the single process's calls of the same module, with which
+    the rank's calls are matched."""
     pieces = pieces if not whole else _calls(pieces, kind, whole)
     first = pieces[0]
     if len(pieces) == 1:

@@ -97,8 +97,8 @@ class Choices(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen), chosen)) if name == "topk" else chosen
 
     def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
-        """Return the choices to use instead of the rank's own. Calls of topk or argmax that choose nothing for the rank's tokens get their
-        own result."""
+        """Return the choices to use in place of `own`: those that one process recorded for the rank's tokens. On that one process, record
+        `own` and return it. A call whose scores do not have one row for each of the rank's tokens is not a router's, and gets `own`."""
         if self.tokens is None:
             fix = "record without pin"
             raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)
