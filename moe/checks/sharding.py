@@ -48,7 +48,7 @@ def _check_zero(run: Run) -> None:
         if place == "none":
             continue
         if run.degrees.pp == 1 and run.carrier is not s.named and (key, place) not in run.carrier.offloads:
-            got, needed = f"{place} with sharding.engine={run.carrier.name}", "DeepSpeed: FSDP offloads the optimizer to cpu alone"
+            got, needed = f"{place} with sharding.engine={run.carrier.name}", "DeepSpeed: FSDP offloads only the optimizer, and only to cpu"
             fix = Set("sharding.engine", "auto") | Set("precision.master", "fp32") | Set(f"sharding.offload.{key}", "none")
             raise BadInput(f"sharding.offload.{key}", got=got, needed=needed, fix=fix)
         if (key, place) not in s.named.offloads:

@@ -121,7 +121,7 @@ class Context:
 
     def _whole_source(self, columns: int) -> int:
         """Return the number of tokens that the encoder reads of a whole sequence, of which this rank has `columns` tokens."""
-        return self.source * self.length // columns  # a rank has equal shares of the encoder's and of the decoder's tokens
+        return self.source * self.length // columns  # a rank holds the same fraction of both
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor

@@ -224,8 +224,8 @@ def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: To
 
 
 def _by_runs(queries: Tokens, keys: Tokens) -> Iterator[tuple[slice, slice, range, range]]:
-    """Yield (slice of the queries, slice of the keys, positions of these queries, positions of these keys) for each run of queries with each
-    run of keys. A run: tokens with consecutive positions."""
+    """Yield (slice of the queries, slice of the keys, positions of these queries, positions of these keys) for each run of queries with
+    each run of keys. A run: tokens with consecutive positions."""
     return ((rows, columns, query, key) for rows, query in queries.by_run() for columns, key in keys.by_run())
 
 

@@ -106,7 +106,7 @@ WHY: dict[str, str] = {
     "the only optimizer with a step on the host": _HOST,
     "has no backward pass": _FROZEN,
     "it offloads nothing else": _FETCHED,
-    "FSDP offloads the optimizer to cpu alone": "FSDP's weights are at most 4 bytes a parameter over all ranks",
+    "FSDP offloads only the optimizer, and only to cpu": "FSDP's weights are at most 4 bytes a parameter over all ranks",
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have no": _T5,
     "latent attention has n": "DeepSeek's latents are normed, and have no biases or bounds",

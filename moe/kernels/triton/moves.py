@@ -81,7 +81,8 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _stored(choice_N, real_N, row, choices):
-    """Return the places of these choices in the tensor that holds them: t * K + k, or row[t] * K + k."""
+    """Return the index of each choice in a flattened tensor [tokens, K]: t * K + k; with `row`, which maps token t to a row of another
+    tensor, row[t] * K + k."""
     if row is not None:
         choice_N = tl.load(row + choice_N // choices, mask=real_N, other=0) * choices + choice_N % choices
     return choice_N

@@ -52,7 +52,8 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        def settle() -> None:  # waits only for the stream of computation: on other streams, a receive may wait for a later action
+        # waits only for the stream of computation: a receive on another stream may need a later action of the schedule, a deadlock
+        def settle() -> None:
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
 

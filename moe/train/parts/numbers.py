@@ -123,7 +123,7 @@ class Sums:
 
     def packed(self, flag: Tensor | None = None) -> Tensor:
         """Return one float64 tensor: flag [1] (None: 0), loss [1], then the numbers of each MoE layer (zeros for layers of other
-        stages). Flag and loss are 0 on all ranks of `divided` but the first, because these ranks have equal ones."""
+        stages). All ranks of `divided` have the same flag and loss: all but the first put 0, so that a sum over ranks counts them once."""
         mine, none = self._by_layer(), self.loss.new_zeros(1)
         parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         of_pass = (none if flag is None else flag, self.loss.reshape(1)) if self.divided.index == 0 else (none, none)
