@@ -55,8 +55,8 @@ RECENT = 100  # number of training steps, the last before the checkpoint, over w
 
 
 def find(source: Path) -> Path:
-    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput
-    if there is none."""
+    """Return the folder of a checkpoint: `source` itself if it is a checkpoint, or the newest undamaged checkpoint of the run `source`.
+    Raises BadInput if there is none."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -253,7 +253,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def expected_output(conversion: Conversion) -> str:
-    """Return words on when the new model's output equals the source's."""
+    """Return a text for the report that says whether, and for which tokens, the new model's output equals the source's."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"

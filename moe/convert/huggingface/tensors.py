@@ -40,7 +40,8 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 @dataclass(frozen=True)
 class Location:
     """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the expert, if
-    that tensor is a stack of experts. `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
+    that tensor is a stack of experts. `row`: says whether the parameter is transposed in the file, and whether it is one half of the file's
+    tensor."""
 
     row: Row
     key: str
