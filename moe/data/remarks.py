@@ -5,7 +5,8 @@
 
 A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
 all files. A folder is refused if more of its bytes are skipped than read: its texts are likely in a format that is not read, and training
-would use only a README. If the recipe sets data.source, it is refused only if skipped files are of a kind in _ADVICE.
+would use only, for example, a README. If the recipe sets data.source, such a folder is refused only if a skipped file is of a kind in
+_ADVICE.
 """
 
 from __future__ import annotations
