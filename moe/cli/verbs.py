@@ -1,8 +1,7 @@
 """The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a last field made by
-`_further_words` takes all further ones, a field made by `_flag` a
-flag.
+Fields made by `_word` are positional words after the verb; fields made by `_word_or_none` are optional words. A last field made by
+`_further_words` takes all remaining words. Fields made by `_flag` are flags.
 """
 
 from __future__ import annotations
