@@ -1,6 +1,8 @@
-"""Signals before training: nothing is lost yet, so SIGTERM, SIGUSR1 and SIGHUP end a run with STOPPED, and one line that says so.
+"""Handles signals before training: nothing can be lost yet, so SIGTERM, SIGUSR1 and SIGHUP print one line and end a run with exit code
+STOPPED.
 
-The command and every rank catch them first, before they import the rest of the program, which takes a second. This file imports little.
+The command and every rank install these handlers before they import the rest of the program, which takes a second. So this file imports
+little.
 """
 
 from __future__ import annotations

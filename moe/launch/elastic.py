@@ -20,7 +20,7 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # what the run's recipe.yaml names as the origin of the values that elastic.py changes
+ORIGIN = "--elastic"  # origin, in the comments of a run's recipe.yaml, of the values that this file changes
 _TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 

@@ -17,7 +17,7 @@ from parallel.errors import BadInput, counted
 from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables of an outer launcher, in whose job `moe train` runs. They are removed, so that a rank gets its number from its own launcher.
+# Variables of an outer launcher, if one has started `moe train`. They are removed, so that a rank gets its number from its own launcher.
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 

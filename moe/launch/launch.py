@@ -79,7 +79,7 @@ def run_as_rank(work: Callable[[RankRun], int]) -> int:
 
 
 def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
-    from moe.launch.arguments import parse  # here and below: after early signals are caught
+    from moe.launch.arguments import parse  # here and below: imported only after early signals are handled
     from moe.recipe.load import load, run_name
 
     given = parse(list(sys.argv[1:] if argv is None else argv))

@@ -69,8 +69,8 @@ class Restarts:
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt gets --fresh. After an attempt that has set the earlier checkpoints aside, none gets it: the run
-        then continues from its own checkpoints."""
+        """Return whether the next attempt gets --fresh. Once an attempt has set the earlier checkpoints aside, later attempts do not get
+        it, and the run continues from its own checkpoints."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
