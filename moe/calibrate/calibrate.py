@@ -93,7 +93,7 @@ def host(ranks: int) -> Cluster:
 
 def _gpus(count: int, ranks: int) -> Cluster:
     """Measure `count` GPUs of one kind: kernels on the first, and NCCL collectives on up to `ranks` of them."""
-    times = _times(min(ranks, count), "cuda")  # first, because processes forked after CUDA's start cannot use it
+    times = _times(min(ranks, count), "cuda")  # measured first: processes that are forked after CUDA has started cannot use CUDA
     (found,) = run_on_ranks(_measured, 1, "cuda:0", timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)

@@ -111,7 +111,7 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
     """Return the sequences for training and for validation. The last `validation_share` of the chats is held out for validation. Raises
-    BadInput for a single chat or pair, and for packed pairs."""
+    BadInput if there is only one chat or pair, and for pairs with `packing`."""
     pairs = chats.encoded.pairs
     if pairs and packing:
         raise BadInput("data.packing", got="true with pairs of chats", needed="false: each pair is a sequence", fix=Set("it", False))

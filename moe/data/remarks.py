@@ -53,7 +53,7 @@ class Remark(NamedTuple):
 
 
 def raw(name: str) -> str | None:
-    """Return words on the markup that becomes text if a file of this name is read as text; None for plain text. Only the name is
+    """Return a remark on the markup that becomes text if a file of this name is read as text; None if it has no markup. Only the name is
     checked."""
     return _RAW.get(PurePosixPath(name).suffix.lower())
 

@@ -60,7 +60,7 @@ def _advice(works: list[int], world: int, least: int) -> str:
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return the numbers of processes from `least` to `below` - 1 on which `run`, a larger run, can continue; largest first."""
+    """Return the numbers of processes from `least` to `below` - 1 on which the planned `run` can continue; largest first."""
     each = _ranks_each(run)
     worlds = range((below - 1) // each * each, max(least, each) - 1, -each)
     return [world for world in worlds if world == size(run) or _fitted(run, world) is not None]

@@ -61,7 +61,7 @@ class Forked:
 
 
 class Ready:
-    """The warm process, as `moe train` controls it: starts it once `wanted()` returns True, and sends it requests until `close`. words,
+    """Controls the warm process from `moe train`: starts it once `wanted()` returns True, and sends it requests until `close`. words,
     environment, nproc: arguments, variables and number of the ranks."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:

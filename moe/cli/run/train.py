@@ -144,7 +144,7 @@ def _check_restarts(flags: Train) -> None:
     if flags.restarts < 0:
         raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
     if is_rank():
-        got = "it on a rank of another launcher; only that launcher can restart its ranks"
+        got = "--restarts on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
         raise BadInput("--restarts", got=got, needed="moe train to start the ranks itself", fix=fix)
     if flags.hostfile is not None:

@@ -131,7 +131,7 @@ class Lora(Section, alters="shape"):
 
     @property
     def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
-        """The format in which frozen matrices of `blocks_of` are kept; None if all are kept as matrices."""
+        """Format of the frozen matrices that are kept in blocks (`blocks_of`); None if there are none."""
         return None if not self.blocks_of else "mxfp4" if self.base == "mxfp4" else "fp8"
 
     @property
