@@ -119,7 +119,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
             got = f"{counted(side.experts.free, 'expert')} without parameters in {which}"
-            needed = "0: they cannot be converted to or from networks"
+            needed = "0: such experts cannot be converted to or from networks"
             raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="do not convert this model")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"

@@ -260,7 +260,7 @@ def expected_output(conversion: Conversion) -> str:
         return "near the source's: the experts differ from its network on purpose"
     if s.method in ("copy", "granular"):
         if gate_sum(run.router) is None:
-            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right if all logits are equal"
+            return f"not the source's: {run.router.preset}'s gates do not sum to a constant; equal only if all logits are equal"
         return "the source's, up to rounding, wherever no choice is dropped or declined"
     if run.model.layers_with_experts() and any(getattr(before.router, key) != getattr(run.router, key) for key in RouterSpec.model_fields):
         return "not the source's: the recipe has another router"

@@ -124,7 +124,7 @@ class Lora(Section, alters="shape"):
 
     base: Literal["whole", "mxfp4", "fp8", "fp8_all"] = key(
         "whole",
-        "frozen experts: matrices in the master dtype, or the blocks in which they were published; fp8_all: also attention and networks",
+        "frozen experts; whole: in the master dtype; mxfp4, fp8: in blocks, as published; fp8_all: also attention and dense networks",
         alters="cost",
         of="lora.rank",
     )
