@@ -8,8 +8,8 @@
     prune     only the most used experts are kept
 
 Let f be the dense network, and let the gates of every token sum to s. Copies give sum_i g_i f(x) = s f(x), so w2 / s in place of w2 gives
-f(x). The outputs of shards add up to f: f = sum_j f_j. The G shards of a copy share one router row, so a token that chooses a copy chooses
-all its shards, each with 1 / G of the copy's gate, and w2 * G / s gives f(x).
+f(x). The outputs of shards add up to f: f = sum_j f_j. The G shards of a copy share one router row. So a token that chooses a copy chooses
+all its shards, each with 1 / G of the copy's gate. Then w2 * G / s gives f(x).
 """
 
 from __future__ import annotations

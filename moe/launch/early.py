@@ -30,8 +30,8 @@ def number_of_rank() -> int:
 class _TooEarly:
     """Signal handler before training begins: prints that nothing is lost (if `prints`), and ends the process with exit code STOPPED. Ctrl-C
     has its default effect, and so has each signal in a forked child, which inherits the handler. leave: called first, to write the rank's
-    status file. process: id of the process that installed the handler. before_training: lets other handlers recognise this one, which they
-    must not restore after training."""
+    status file. process: id of the process that installed the handler. before_training: marks this handler, so that code which restores
+    earlier handlers after training does not restore this one."""
 
     before_training = True
 

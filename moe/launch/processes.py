@@ -37,8 +37,9 @@ def own_launch() -> str:
 
 
 def die_with_parent() -> None:
-    """On Linux, arrange that this rank is killed when its launcher or the `moe train` above it dies. Also make Ctrl-C end it without a
-    traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it (nohup)."""
+    """On Linux, arrange that this rank is killed when its launcher dies, or the `moe train` that started the launcher. Also make Ctrl-C end
+    it without a traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it
+    (nohup)."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -83,9 +83,10 @@ class Log:
 
 @contextlib.contextmanager
 def logged(path: Path) -> Iterator[Log]:
-    """Within the context, append to the file `path` a line that names this process, its output, an exception that ends it, and Python's
-    stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be opened, nothing is
-    logged. After BadInput, and if `Log.kept` is False at the end, the appended text is removed, because nothing was trained."""
+    """Within the context, append to the file `path`: a line that names this process, the process's output, an exception that ends the
+    process, and Python's stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be
+    opened, nothing is logged. After BadInput, and if `Log.kept` is False at the end, the appended text is removed, because nothing was
+    trained."""
     outlive_readers()
     log = Log()
     try:

@@ -125,8 +125,8 @@ def _train_one(model: Model, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]], steps: Mapping[str, float | None], baseline: str) -> bool:
-    """Print each model's losses, their differences from the first model's, and the step at which its validation loss reaches the first
-    model's last one. Return whether every other model's mean is lower."""
+    """Print each model's losses, their differences from the first model's, and the step at which the model's validation loss reaches the
+    first model's last validation loss. Return whether every other model's mean loss is lower than the first model's."""
     base = {r["seed"]: r["validation_loss"] for r in rows if r["model"] == baseline}
     print(
         f"{'model':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} "

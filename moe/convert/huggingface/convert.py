@@ -306,7 +306,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes the run's model: `kept`, the imported one, if it still does; otherwise a new one of the first
+    """Return `kept`, the imported config.json, if it still describes the run's model. Otherwise return a new config.json of the first
     family that can describe the model. Raises BadInput if no family can. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
