@@ -93,7 +93,7 @@ def bandwidth(device: torch.device) -> float:
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
     """Measure the device. Return "rates" (name in `dtypes` -> result of `products`), "attention" (name -> result of `attention`),
-    "memory_gb_s" and "launch_us"."""
+    "memory_gb_s" and "launch_us" (microseconds of the shortest kernel)."""
     tiny = torch.zeros(16, device=device)
 
     def hundred() -> None:

@@ -49,7 +49,7 @@ class Training:
 
     @staticmethod
     def start(values: dict[str, Any], world: process.World, *, peer: Peer | None = None) -> Training:
-        """Start the run of a recipe (section -> key -> value). peer: makes another system's engine. Collective."""
+        """Start the run of a recipe (section -> key -> value). peer: makes another system's engine; None: this project's. Collective."""
         run = check_run(build_run(values), world.size)
         mesh = process.connect(run.mesh_degrees(), world)
         prepare(run, print)

@@ -78,7 +78,8 @@ class Restarts:
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return variables for the next attempt's ranks with the number, reason and start time of the restart; {} for the first attempt."""
+        """Return environment variables that give the next attempt's ranks the number, reason and start time of the restart; {} for the
+        first."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:
