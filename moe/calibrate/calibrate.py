@@ -3,7 +3,7 @@
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
     collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
                     cores, times include waiting for a core, as in training
-    own_step.py     whole training steps of small models, each rank by itself; they give the time without products and attention
+    own_step.py     whole training steps of small models, each rank by itself: for the time that is not in products and attention
 
 Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
 + step_ms. The constants launch_us, pointwise and step_ms are fitted to the measured steps: least squares of relative errors, no constant
@@ -53,7 +53,7 @@ MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same ti
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
 # (layers, width, hidden, heads, positions, sequences) of each timed model; in later ones, matrix products take more of a step's time
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
-SHARDED = (6, 64, 256, 2, 64, 16)  # the same sizes of the model that is timed with FSDP and DDP for gather_us: it has many small gathers
+SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the order of STEPS, of the model that FSDP and DDP train for gather_us: many small gathers
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
@@ -93,7 +93,7 @@ def host(ranks: int) -> Cluster:
 
 def _gpus(count: int, ranks: int) -> Cluster:
     """Measure `count` GPUs of one kind: kernels on the first, and NCCL collectives on up to `ranks` of them."""
-    times = _times(min(ranks, count), "cuda")  # first, because processes forked after CUDA's start cannot use it
+    times = _times(min(ranks, count), "cuda")  # measured first: processes that are forked after CUDA has started cannot use CUDA
     (found,) = run_on_ranks(_measured, 1, "cuda:0", timeout_s=TIMEOUT_S)
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
@@ -127,7 +127,7 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
             seconds = torch.tensor(_collective_seconds(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
             found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
-        for smaller, larger in reversed(list(pairwise(SIZES))):  # fewer bytes took longer only because another program was running
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # if fewer bytes took longer, another program disturbed that measurement
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found
 

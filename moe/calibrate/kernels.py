@@ -20,7 +20,7 @@ PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), 
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # for accelerators
 ATTENTION = (4, 4, 256)  # sequences, heads, positions
 HEADS = (32, 128)  # channels of a head
-STREAM_BYTES = 64 * 2**20  # of each tensor for the memory bandwidth: more than the caches
+STREAM_BYTES = 64 * 2**20  # size of each tensor with which memory bandwidth is measured: larger than the caches
 SECONDS = 0.15  # wall-clock seconds for which a call is repeated
 
 
@@ -57,8 +57,8 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
 
 def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
     """Measure causal attention and fit time = a * floating-point operations + b * (query, key) pairs, in picoseconds. Return a and b of the
-    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured, because only the first term depends on the
-    size.
+    forward pass, then a and b of the backward pass, as one list. Two head sizes are measured: only the first term grows with the head size,
+    so a and b can be told apart.
     """
     sequences, heads, length = ATTENTION
     pairs = sequences * heads * length**2 / 2  # the causal mask leaves half of all pairs
@@ -93,7 +93,7 @@ def bandwidth(device: torch.device) -> float:
 
 def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
     """Measure the device. Return "rates" (name in `dtypes` -> result of `products`), "attention" (name -> result of `attention`),
-    "memory_gb_s" and "launch_us"."""
+    "memory_gb_s" and "launch_us" (microseconds of the shortest kernel)."""
     tiny = torch.zeros(16, device=device)
 
     def hundred() -> None:

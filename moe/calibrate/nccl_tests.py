@@ -33,7 +33,7 @@ KINDS = {
     "alltoall_perf": "all_to_all",
     "sendrecv_perf": "send",
 }
-COLUMNS = 13  # of a line of a table
+COLUMNS = 13  # number of columns of a table
 LEAST_SIZES = 3  # fewest sizes in a table to which a latency and a bandwidth are fitted
 AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
 RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
@@ -128,7 +128,8 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return (`between` with share and latency_us of a ring of `here` ranks on each node, beginning of the note for `sources`)."""
+    """Fit share and latency_us to a ring all-gather with `here` ranks on each node. Return (`between` with these values, beginning of the
+    note for the cluster file's `sources`)."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
@@ -143,7 +144,8 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return (`between` with exchange_share, beginning of the note for `sources`). Only bytes that a rank sends to other nodes count."""
+    """Fit exchange_share to an all-to-all with `here` ranks on each node; only bytes that a rank sends to other nodes count. Return
+    (`between` with this value, beginning of the note for the cluster file's `sources`)."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
@@ -152,8 +154,9 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Return (`between` with tree_us from an all-reduce's latency, beginning of the note for `sources`). A cluster has one bandwidth for
-    all-reduces and gathers. `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
+    """Compute tree_us from the latency of an all-reduce with `here` ranks on each node. Return (`between` with this value, beginning of the
+    note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces and gathers. `_gathers` sets it, so the
+    all-reduce's bandwidth is only written into the note."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))

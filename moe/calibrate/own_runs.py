@@ -290,8 +290,8 @@ def _is_device(name: str, hardware: str) -> bool:
 
 
 def _busiest(path: Path, run: Run) -> float:
-    """Return the rows of the busiest ep rank / mean over ep ranks, as the median over all layers and steps; 1 if ep is 1 or no loads
-    were recorded."""
+    """Return the imbalance of a run's ep ranks: rows of the busiest rank / mean rows of a rank, as the median over all layers and steps. It
+    is 1 if ep is 1 or no loads were recorded."""
     ep = run.mesh_degrees().ep
     loads = [layer.get("load") or [] for line in read(path) for layer in line.get("moe") or ()]
     found = [max(shares(load, ep)) for load in loads if sum(load) > 0 and ep > 1]

@@ -49,7 +49,7 @@ class Training:
 
     @staticmethod
     def start(values: dict[str, Any], world: process.World, *, peer: Peer | None = None) -> Training:
-        """Start the run of a recipe (section -> key -> value). peer: makes another system's engine. Collective."""
+        """Start the run of a recipe (section -> key -> value). peer: makes another system's engine; None: this project's. Collective."""
         run = check_run(build_run(values), world.size)
         mesh = process.connect(run.mesh_degrees(), world)
         prepare(run, print)
@@ -67,8 +67,8 @@ class Training:
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], this rank's part of the batch. shard: which part of
-        the batch; None: all ranks have tensors of this shape, and those of sp have consecutive positions. Collective."""
+        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], this rank's part of the batch. shard: the part of
+        the batch that `tokens` is; None: all ranks have tensors of this shape, and sp ranks have consecutive positions. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 

@@ -70,7 +70,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
         missing = needed[len(given)]
         needed_words = " ".join(["moe", verb, *(word.upper() if word in needed else f"[{word.upper()}]" for word in wanted)])
         raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=needed_words, fix=_hint(missing, verb))
-    several = [name for name in wanted if hints[name] == tuple[str, ...]]  # at most one, the last word
+    several = [name for name in wanted if hints[name] == tuple[str, ...]]  # the last positional field may take several words
     if len(given) > len(wanted) and not several:
         extra, needed_words = given[len(wanted)], " ".join(map(str.upper, wanted)) or "flags only"
         fix = f"remove it; a value needs its flag before it, see: moe {verb} --help"

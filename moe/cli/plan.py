@@ -135,7 +135,8 @@ def _lines_as_is(made: Planned) -> list[str]:
 
 
 def _range(made: Planned, one: Ranked) -> str:
-    """Return the text of a plan's range of seconds, which follows from errors on published runs; "" if the cluster has no such runs."""
+    """Return a plan's likely range of seconds as text. It follows from the planner's errors on published runs; "" if the cluster has no
+    such runs."""
     known = range_of(made.cluster, one.plan)
     return f" ({known.said(one.seconds)})" if known else ""
 

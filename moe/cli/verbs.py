@@ -1,8 +1,7 @@
 """The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-A field made by `_word` is a positional word after the verb, a field made by `_word_or_none` an optional one, a last field made by
-`_further_words` takes all further ones, a field made by `_flag` a
-flag.
+Fields made by `_word` are positional words after the verb; fields made by `_word_or_none` are optional words. A last field made by
+`_further_words` takes all remaining words. Fields made by `_flag` are flags.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Verify:
     many: str | None = _word_or_none("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks")
     compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
     peer: str | None = _flag("compare a project's parallelism with one process: transformers, deepspeed, torch, torchtitan, megatron_core")
-    model: str | None = _flag("with --peer: comma-separated names of its models; others: the other families of transformers")
+    model: str | None = _flag("with --peer: comma-separated names of its models; the name others: transformers' other families")
     ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
     fsdp: int | None = _flag("with --peer: ranks of FSDP, each with its own samples")
@@ -91,7 +90,7 @@ class Verify:
         "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
     )
     types: bool = _flag(
-        "check instead, without a twin, what is replicated, varying or partial over which ranks in a forward and a backward pass",
+        "check instead, without a reference run, which values in forward and backward pass are replicated, varying or partial over ranks",
         False,
     )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")

@@ -24,7 +24,7 @@ SHRINKING: tuple[Method, ...] = ("merge", "prune")
 # keys in section `model` that a conversion may change; all other keys there must have the source's values
 _FREE = ("vocab_size", "d_ff", "ffn", "max_length", "moe_every", "moe_layers", "document_mask", "document_separator", "ahead_weight",
          "dropout", "init_scale")  # fmt: skip
-# router keys that decide which tensors a router has; they must be equal if a layer has experts before and after
+# router keys that decide which tensors a router has; both recipes need equal values if a layer has experts before and after
 ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
 
@@ -85,7 +85,7 @@ def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
 
 
 def parts(before: Run, run: Run) -> int:
-    """Return the number of shards into which the method granular cuts one dense network."""
+    """Return the number of shards into which the method granular cuts a dense network: its d_ff / an expert's d_ff."""
     return max(1, before.model.d_ff // _units(run))
 
 
@@ -119,7 +119,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
             got = f"{counted(side.experts.free, 'expert')} without parameters in {which}"
-            needed = "0: they cannot be converted to or from networks"
+            needed = "0: such experts cannot be converted to or from networks"
             raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="do not convert this model")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"

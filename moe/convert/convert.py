@@ -55,8 +55,8 @@ RECENT = 100  # number of training steps, the last before the checkpoint, over w
 
 
 def find(source: Path) -> Path:
-    """Return the folder of a checkpoint: `source` itself, or if it is a run's folder, its newest undamaged checkpoint. Raises BadInput
-    if there is none."""
+    """Return the folder of a checkpoint: `source` itself if it is a checkpoint, or the newest undamaged checkpoint of the run `source`.
+    Raises BadInput if there is none."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -67,9 +67,9 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a
-    run. A run's loads are means over the last RECENT training lines in its metrics up to `step`. Raises BadInput if a MoE layer is
-    missing."""
+    """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
+    A run's loads are means over the last RECENT training lines in its metrics up to `step`. Raises BadInput if a MoE layer is missing or
+    has another number of loads than experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -215,7 +215,8 @@ def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:
 
 
 def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
-    """Return pairs (part of the model, how it was converted). Further pairs are for the recipe, the moments and the order of samples."""
+    """Return the report's rows: pairs (part of the model, how it was converted), then pairs about changed recipe values, optimizer moments
+    and the order of samples."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -253,13 +254,13 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def expected_output(conversion: Conversion) -> str:
-    """Return words on when the new model's output equals the source's."""
+    """Return a text for the report that says whether, and for which tokens, the new model's output equals the source's."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"
     if s.method in ("copy", "granular"):
         if gate_sum(run.router) is None:
-            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right if all logits are equal"
+            return f"not the source's: {run.router.preset}'s gates do not sum to a constant; equal only if all logits are equal"
         return "the source's, up to rounding, wherever no choice is dropped or declined"
     if run.model.layers_with_experts() and any(getattr(before.router, key) != getattr(run.router, key) for key in RouterSpec.model_fields):
         return "not the source's: the recipe has another router"
@@ -271,7 +272,8 @@ def expected_output(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest magnitude of the difference between two models' logits on `tokens` random tokens, and of the first model's logits."""
+    """Result of `compared` on `tokens` random tokens: largest absolute difference between the two models' logits, and largest absolute
+    logit of the source."""
 
     tokens: int
     largest_difference: float

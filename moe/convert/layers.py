@@ -131,8 +131,8 @@ class Conversion:
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """Return the router's selection bias `name`. If the source has it, its values are merged as the experts are; for a new router it is
-        zeros, with the shape of `new_E`."""
+        """Return the values of the router's selection bias `name`, one for each expert. If the source has this bias, its values are copied,
+        or merged as the experts are. Otherwise return zeros, with the shape of `new_E`."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)

@@ -8,8 +8,8 @@
     prune     only the most used experts are kept
 
 Let f be the dense network, and let the gates of every token sum to s. Copies give sum_i g_i f(x) = s f(x), so w2 / s in place of w2 gives
-f(x). The outputs of shards add up to f: f = sum_j f_j. The G shards of a copy share one router row, so a token that chooses a copy chooses
-all its shards, each with 1 / G of the copy's gate, and w2 * G / s gives f(x).
+f(x). The outputs of shards add up to f: f = sum_j f_j. The G shards of a copy share one router row. So a token that chooses a copy chooses
+all its shards, each with 1 / G of the copy's gate. Then w2 * G / s gives f(x).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def joined(networks: Sequence[Network]) -> Network:
 
 
 def shards(network: Network, count: int, *, parts: int) -> list[Network]:
-    """Return `count` experts. Expert e has the hidden units of shard e % parts, and returns `parts` times the shard's output, because the
-    gate of a shard is 1 / parts of the gate of an uncut network: a token chooses all shards together, with equal gates."""
+    """Return `count` experts. Expert e has the hidden units of shard e % parts of `network`. A token chooses all `parts` shards of a copy
+    together, so each shard gets only 1 / parts of the copy's gate. To make up for that, w2 of each shard is multiplied by `parts`."""
     size = network["w1"].shape[1] // parts
 
     def shard(number: int) -> Network:

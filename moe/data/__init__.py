@@ -3,7 +3,7 @@
 text            corpus.py: documents, each for train or validation -> tokenizer.py: ids -> tokens.py: memory-mapped files, built once
 chats           chat.py: ids, and whether each is predicted -> chats.py: files; several chats packed into a sequence
 token ids       ids.py: files of other programs, read in place; given.py: samples from a user's program
-every step      order.py: its sequences; mixture.py: from several sources with weights; span_corruption.py: with spans hidden
+every step      order.py: the sequences that it reads; mixture.py: several sources with weights; span_corruption.py: hidden spans
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def open_data(
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
         if len({bool(one.index.get("pairs")) for one in each}) > 1:
             of_pairs = ", ".join(s.path for s, one in zip(data_config.sources, each, strict=True) if one.index.get("pairs"))
-            one_kind = "one of the two: a loss reads pairs or single chats"
+            one_kind = "either pairs or single chats: a loss reads only one of the two"
             raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="one run after the other")
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.source == "chat":

@@ -89,12 +89,12 @@ def file_of(path: str) -> Path:
 def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
     """Read and encode a file of chats. A line has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat
     of a pair half of them. `field`: the field of a line that has the messages; None: any form that the top of this file lists. Templates
-    get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of another form, which it names, for chats
-    among pairs, and for a file without chats."""
+    get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of another form (the message names the
+    line), for a file with both pairs and single chats, and for a file without chats."""
     file = file_of(path)
     template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
-    least = math.inf  # model.max_length with which a chat that is left out keeps a predicted token
+    least = math.inf  # smallest model.max_length with which a left-out chat would keep a predicted token
     for number, line in enumerate(formats.lines(file), 1):
         if not line.strip():
             continue
@@ -140,7 +140,8 @@ def check_readable(path: str, given: str | None, *, text_key: str) -> None:
 
 
 def messages_field(text_key: str) -> str | None:
-    """Return the name of the field with the messages: data.text_key; None for its default, with which every known form is read."""
+    """Return the name of the field that has the messages: data.text_key. Return None if data.text_key has its default: then a line may have
+    any known form."""
     return None if text_key == Data.model_fields["text_key"].default else text_key
 
 
@@ -170,7 +171,7 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]
-    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the messages with which both begin
+    if not isinstance(row.get("prompt"), type(row["chosen"])):  # no separate prompt: it is the messages at the start of both chats
         given = [_messages(messages, where) for messages in both]
         same = next((n for n, (one, other) in enumerate(zip(*given, strict=False)) if one != other), min(map(len, given)))
         row, both = row | {"prompt": given[0][:same]}, [messages[same:] for messages in given]

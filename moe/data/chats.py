@@ -1,6 +1,6 @@
 """Chats as sequences. They are rendered and encoded once, stored in the user's cache folder, and memory-mapped by every process.
 
-    <cache>/chats-<key>.bin     a line of JSON with their SHA-256, then starts int64, ids uint32, predicted bool
+    <cache>/chats-<key>.bin     a line of JSON with the SHA-256 of the rest: starts int64, ids uint32, predicted bool
     chats of 5, 7, 3, 4 ids     packed into sequences of 12:   |0 0 0 0 0 1 1 1 1 1 1 1|2 2 2 3 3 3 3 . . . . .|
 
 The key is a hash of everything that the file depends on: the chats, the tokenizer with its template, the length, and the date if the
@@ -111,7 +111,7 @@ def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str |
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
     """Return the sequences for training and for validation. The last `validation_share` of the chats is held out for validation. Raises
-    BadInput for a single chat or pair, and for packed pairs."""
+    BadInput if there is only one chat or pair, and for pairs with `packing`."""
     pairs = chats.encoded.pairs
     if pairs and packing:
         raise BadInput("data.packing", got="true with pairs of chats", needed="false: each pair is a sequence", fix=Set("it", False))

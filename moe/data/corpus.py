@@ -269,7 +269,8 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Return the index of the first held-out character of a text: the start of a line if one is near, else the exact share."""
+    """Return the index of the first held-out character of a text. The last `validation_share` of the text is held out; the index is moved
+    to the nearest start of a line if one is near."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))

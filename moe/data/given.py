@@ -65,7 +65,7 @@ class Samples:
 
 @dataclass
 class Stream:
-    """Endless samples of an iterable, in the order in which it yields them: after the last sample, it is iterated again."""
+    """Endless samples of an iterable, in the iterable's order. After the last sample, iteration starts again."""
 
     source: Any
     max_length: int

@@ -5,7 +5,8 @@
 
 A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
 all files. A folder is refused if more of its bytes are skipped than read: its texts are likely in a format that is not read, and training
-would use only a README. If the recipe sets data.source, it is refused only if skipped files are of a kind in _ADVICE.
+would use only, for example, a README. If the recipe sets data.source, such a folder is refused only if a skipped file is of a kind in
+_ADVICE.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Remark(NamedTuple):
 
 
 def raw(name: str) -> str | None:
-    """Return words on the markup that becomes text if a file of this name is read as text; None for plain text. Only the name is
+    """Return a remark on the markup that becomes text if a file of this name is read as text; None if it has no markup. Only the name is
     checked."""
     return _RAW.get(PurePosixPath(name).suffix.lower())
 

@@ -261,7 +261,8 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 @final
 class Ids(Tokenizer):
-    """Tokenizer for ids of unknown texts, from another program: text is the ids as numbers. No id separates documents."""
+    """Tokenizer for token ids that another program wrote. Their texts are unknown, so ids are shown as numbers: 17 92 3. No id separates
+    documents."""
 
     name = "ids"
     separator, example = -1, "0"

@@ -74,8 +74,8 @@ def open_or_build(
     corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
-    cache. `given`: description of the tokenizer to use; None: the recipe's. If the recipe's tokenizer has built files and equals `given`,
-    these files are used."""
+    cache. `given`: description of the tokenizer to use; None: the recipe's. If the cache has files that the recipe's own tokenizer encoded,
+    and this tokenizer equals `given`, these files are used."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -101,7 +101,8 @@ def _open_or_build(
 
 def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
     """Return what `opened` reads at `named` in the cache. If it is missing or damaged, one process makes it with `build`, and others wait.
-    opened: gets True after a wait; raises FileNotFoundError or Damaged. build: gets False if the file system has no locks."""
+    opened: gets False in the first attempt, True in the second, with the lock; raises FileNotFoundError or Damaged. build: gets False if
+    the file system has no locks."""
     with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return opened(False)

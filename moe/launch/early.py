@@ -1,6 +1,8 @@
-"""Signals before training: nothing is lost yet, so SIGTERM, SIGUSR1 and SIGHUP end a run with STOPPED, and one line that says so.
+"""Handles signals before training: nothing can be lost yet, so SIGTERM, SIGUSR1 and SIGHUP print one line and end a run with exit code
+STOPPED.
 
-The command and every rank catch them first, before they import the rest of the program, which takes a second. This file imports little.
+The command and every rank install these handlers before they import the rest of the program, which takes a second. So this file imports
+little.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ def number_of_rank() -> int:
 
 
 class _TooEarly:
-    """Signal handler before training begins: reports that nothing is lost, and ends the process with STOPPED. Ctrl-C has its default
-    effect, and so has each signal in a forked child, which inherits the handler. prints: whether the line is printed. leave: called first,
-    to write the rank's status file. process: id of the process that installed the handler. before_training: lets other handlers recognise
-    this one, which they must not restore after training."""
+    """Signal handler before training begins: prints that nothing is lost (if `prints`), and ends the process with exit code STOPPED. Ctrl-C
+    has its default effect, and so has each signal in a forked child, which inherits the handler. leave: called first, to write the rank's
+    status file. process: id of the process that installed the handler. before_training: marks this handler, so that code which restores
+    earlier handlers after training does not restore this one."""
 
     before_training = True
 
@@ -41,7 +43,7 @@ class _TooEarly:
         if number == signal.SIGINT or os.getpid() != self.process:
             ctypes.CDLL(None).signal(number, 0)  # 0: SIG_DFL. C's signal(), because Python's works only in the main thread
             os.kill(os.getpid(), number)
-        if not self.once.acquire(blocking=False):  # the main thread or the one of `_called_immediately` is ending the process
+        if not self.once.acquire(blocking=False):  # another thread (main, or that of `_called_immediately`) is ending the process
             time.sleep(1)
             os._exit(STOPPED)
         self.leave()

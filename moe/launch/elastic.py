@@ -20,7 +20,7 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # what the run's recipe.yaml names as the origin of the values that elastic.py changes
+ORIGIN = "--elastic"  # origin, in the comments of a run's recipe.yaml, of the values that this file changes
 _TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 
@@ -60,7 +60,7 @@ def _advice(works: list[int], world: int, least: int) -> str:
 
 
 def smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return the numbers of processes from `least` to `below` - 1 on which `run`, a larger run, can continue; largest first."""
+    """Return the numbers of processes from `least` to `below` - 1 on which the planned `run` can continue; largest first."""
     each = _ranks_each(run)
     worlds = range((below - 1) // each * each, max(least, each) - 1, -each)
     return [world for world in worlds if world == size(run) or _fitted(run, world) is not None]

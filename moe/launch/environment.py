@@ -17,7 +17,7 @@ from parallel.errors import BadInput, counted
 from parallel.machine import usable_cores
 from parallel.process.extensions import extensions_dir, remove_stale_locks, version_of
 
-# Variables of an outer launcher, in whose job `moe train` runs. They are removed, so that a rank gets its number from its own launcher.
+# Variables of an outer launcher, if one has started `moe train`. They are removed, so that a rank gets its number from its own launcher.
 _RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_A_LAUNCHER = (*_RANK_NAMES, "CROSS_RANK", "CROSS_SIZE", STDIN)
 
@@ -44,9 +44,9 @@ _OPEN_FILES, _OPEN_FILES_EACH = 128, 4
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return `environment` for a launcher of `nproc` ranks: without the variables of an outer launcher, with PARENT, the import path, the
-    number of a rank's threads, DeepSpeed's accelerator and the folder of compiled extensions. nproc None: ranks start on other machines, so
-    nothing may depend on this machine's cores and devices."""
+    """Return `environment` for a launcher of `nproc` ranks. The variables of an outer launcher are removed. PARENT, the import path, the
+    number of a rank's threads, DeepSpeed's accelerator and the folder of compiled extensions are added. nproc None: ranks start on other
+    machines, so nothing may depend on this machine's cores and devices."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)

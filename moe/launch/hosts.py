@@ -104,7 +104,8 @@ class Hosts:
         return got, [name for name in self.names if name not in answers]
 
     def end(self) -> list[str]:
-        """Kill all processes of the launch on all machines. Return a line of text for each machine that did not confirm it."""
+        """Kill all processes of the launch on all machines. Return a line of text for each machine that did not confirm that none is
+        left."""
         answers, errors = self._all("end", self.token)
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]

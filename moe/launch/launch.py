@@ -79,7 +79,7 @@ def run_as_rank(work: Callable[[RankRun], int]) -> int:
 
 
 def _from_words(argv: Sequence[str] | None, rank_run: RankRun) -> int:
-    from moe.launch.arguments import parse  # here and below: after early signals are caught
+    from moe.launch.arguments import parse  # here and below: imported only after early signals are handled
     from moe.recipe.load import load, run_name
 
     given = parse(list(sys.argv[1:] if argv is None else argv))
@@ -201,7 +201,7 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path], log: Log) -> int:
-    """Train, and return the exit code. `log` is not kept if the run was finished before, so that nothing was trained."""
+    """Train, and return the exit code. If the run had already finished, so that nothing was trained, `log` is not kept."""
     from moe.checks.advice import check_for_user
     from moe.checks.sharding import check_installed
     from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds
@@ -260,7 +260,8 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return a function of (message, whether this rank prints it), which the watchdog calls before it kills this process in a hang."""
+    """Return the function that the watchdog calls before it kills this process in a hang. Arguments: error message, whether this rank
+    prints it."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:

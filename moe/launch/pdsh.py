@@ -98,7 +98,7 @@ def main() -> int:
             return command, kill, environment
 
     runner.PDSHRunner = Hosts
-    if STDIN in os.environ:  # stdin ends when `moe train` dies; pdsh does not read it, so this process group is killed then
+    if STDIN in os.environ:  # stdin ends when `moe train` dies; pdsh does not read it, so kill this process group then
         die_with_input(lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     runner.main(given)
     return DONE

@@ -37,8 +37,9 @@ def own_launch() -> str:
 
 
 def die_with_parent() -> None:
-    """On Linux, arrange that this rank is killed when its launcher or the `moe train` above it dies. Also make Ctrl-C end it without a
-    traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it (nohup)."""
+    """On Linux, arrange that this rank is killed when its launcher dies, or the `moe train` that started the launcher. Also make Ctrl-C end
+    it without a traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it
+    (nohup)."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -54,7 +55,8 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait until process `pid` ends, then kill this process. Used for `moe train`, because its death does not end the launchers."""
+    """Wait until process `pid`, the `moe train` of this launch, ends; then kill this process, a rank. Launchers would outlive `moe train`,
+    and their ranks with them."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -129,8 +131,8 @@ def ranks_of(token: str) -> list[Rank]:
 
 
 def name_rank(rank: int) -> None:
-    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Its environment variable RANK cannot be
-    read there, because /proc/PID/environ of a fork shows its parent's."""
+    """Write a forked rank's number into the name of its process, where `find_ranks` reads it. Other processes cannot read its variable
+    RANK, because /proc/PID/environ of a fork shows the parent's environment."""
     with contextlib.suppress(OSError):  # not Linux
         Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
 

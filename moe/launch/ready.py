@@ -61,7 +61,7 @@ class Forked:
 
 
 class Ready:
-    """The warm process, as `moe train` controls it: starts it once `wanted()` returns True, and sends it requests until `close`. words,
+    """Controls the warm process from `moe train`: starts it once `wanted()` returns True, and sends it requests until `close`. words,
     environment, nproc: arguments, variables and number of the ranks."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
@@ -82,7 +82,8 @@ class Ready:
 
     def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
         """Make the warm process fork `world` ranks with these arguments and variables. Return None if the launcher must start them instead.
-        If the warm process still imports, wait for it, because the launcher would take longer, but only until no_more() returns True."""
+        If the warm process is still importing modules, wait for it (the launcher would take longer), at most until no_more() returns
+        True."""
         while self._channel is not None and not self._loaded and not no_more():
             self._loaded = self._receive(_LOOK_S) == {"loaded": True}
             if not self._loaded and self._process is not None and self._process.poll() is not None:
@@ -174,7 +175,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a zombie until all have ended: `moe train` reads its exit code
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # stays a zombie until all have ended, so that `moe train` can read its exit code
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)

@@ -69,8 +69,8 @@ class Restarts:
         self.gone: int | None = None
 
     def fresh(self) -> bool:
-        """Return whether the next attempt gets --fresh. After an attempt that has set the earlier checkpoints aside, none gets it: the run
-        then continues from its own checkpoints."""
+        """Return whether the next attempt gets --fresh. Once an attempt has set the earlier checkpoints aside, later attempts do not get
+        it, and the run continues from its own checkpoints."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
@@ -78,7 +78,8 @@ class Restarts:
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return variables for the next attempt's ranks with the number, reason and start time of the restart; {} for the first attempt."""
+        """Return environment variables that give the next attempt's ranks the number, reason and start time of the restart; {} for the
+        first."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:

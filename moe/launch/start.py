@@ -347,5 +347,5 @@ def _caught_signals() -> Iterator[list[tuple[int, float]]]:
     try:
         yield caught
     finally:
-        for number, handler in before.items():  # the handler of moe/launch/early.py would say that nothing was trained yet
+        for number, handler in before.items():  # early.py's handler is not restored: it would say that nothing was trained
             signal.signal(number, signal.SIG_IGN if getattr(handler, "before_training", False) else handler)

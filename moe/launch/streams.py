@@ -1,5 +1,5 @@
-"""A rank's output: it is copied to the rank's log, and discarded where it cannot be written, so that the run continues, for example after
-Ctrl-C has ended tee in `moe train ... | tee log`, or a terminal was closed.
+"""Copies a rank's output to the rank's log. Output that cannot be written is discarded, so that the run continues, for example after a
+terminal was closed, or after Ctrl-C has ended tee in `moe train ... | tee log`.
 
     <run folder>/logs/rank-<n>.log     what rank n printed, attempts one after another, and the stack of a crash (faulthandler)
 """
@@ -83,9 +83,10 @@ class Log:
 
 @contextlib.contextmanager
 def logged(path: Path) -> Iterator[Log]:
-    """Within the context, append to the file `path` a line that names this process, its output, an exception that ends it, and Python's
-    stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be opened, nothing is
-    logged. After BadInput, and if `kept` is false at the end, what was appended is removed, because nothing was trained."""
+    """Within the context, append to the file `path`: a line that names this process, the process's output, an exception that ends the
+    process, and Python's stack at a crash. A terminal's stdout is left out, because the live display repaints it. If the file cannot be
+    opened, nothing is logged. After BadInput, and if `Log.kept` is False at the end, the appended text is removed, because nothing was
+    trained."""
     outlive_readers()
     log = Log()
     try:
@@ -126,8 +127,8 @@ def logged(path: Path) -> Iterator[Log]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not empty, at most _END_LETTERS letters of it, without control characters; "" if the last
-    attempt has none."""
+    """Return the last non-empty line of a log: at most _END_LETTERS letters of it, without control characters; "" if the last attempt wrote
+    none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _END_BYTES))

@@ -30,9 +30,10 @@ def verdict(
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
     """Return (exit code, lines to print). If ranks failed, there is a line for each, in the order in which they died; ranks that one error
-    ended together share a line, and for bad input there is at most its message. statuses: status files; a rank without one did not finish.
-    asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself; "killed" if this process had to
-    kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this process killed."""
+    ended together share a line. For bad input, the only line is its message, and none if rank 0 has printed it. statuses: status files; a
+    rank without one did not finish. asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself;
+    "killed" if this process had to kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this
+    process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
@@ -58,7 +59,7 @@ def verdict(
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not write the reason: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # a rank that is not in `ranks` died last if this process killed it; otherwise it died before it could be found, so first
+    # order of failed ranks that are not in `ranks`: last (inf) if this process killed the rank, else first (0): it died before it was found
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -85,8 +86,8 @@ def verdict(
 
 
 def _was_bad_input(found: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT. found: its status file; if it is None, the rank's exit code counts, or the launcher's if
-    that is unknown."""
+    """Return whether a rank ended with BAD_INPUT. found: the rank's status file. If it is None, the rank's exit code decides; if that is
+    unknown, the launcher's."""
     if found is not None:
         return found.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT

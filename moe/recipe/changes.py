@@ -30,8 +30,8 @@ class Change:
 
 
 def changes(before: Run, after: Run) -> list[Change]:
-    """Return every key with different values in the two recipes. For a router key with the value "preset", its preset's value is
-    compared."""
+    """Return every key with different values in the two recipes. For a router key with the value "preset", the value that the preset gives
+    is compared."""
     old, new = _values(before), _values(after)
     return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
 

@@ -25,8 +25,8 @@ def known_keys() -> tuple[str, ...]:
 
 
 def keys_named(name: str, value: Any = None) -> list[str]:
-    """Return the keys whose last part is `name`. Keys that have a choice `value` are first; among equals, keys of outer
-    sections."""
+    """Return the keys whose last part is `name`. Keys that accept `value` as a choice come first; among equals, keys of outer sections come
+    first."""
     found = [key for key in known_keys() if key.rpartition(".")[2] == name]
     return sorted(found, key=lambda key: (value not in choices(key), key.count(".")))
 

@@ -57,8 +57,9 @@ def of_transformers(folder: Path) -> bool:
 
 
 def refuse_on_hub(name: str, what: str, *, needed: str = "a folder on this machine", then: str = "hf:") -> None:
-    """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine.
-    what: name of the argument. then: what to do after the download; the downloaded folder is put after its first "hf:"."""
+    """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine. what: name
+    of the argument. then: second part of the fix, after the download command; the downloaded folder's name is inserted after the first
+    "hf:" in it."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return
@@ -203,7 +204,8 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """Return a value of the command line, read as YAML. For a key that accepts text, it stays as typed (a folder may be named 2024)."""
+    """Return a value of the command line, read as YAML. For a key that accepts text, the value stays as typed (a folder may be named
+    2024)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     is_text = str in ((annotation,) if get_origin(annotation) is tuple else (annotation, *get_args(annotation)))
@@ -228,7 +230,8 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """Return the part of `loc`, the location of an error from pydantic, that is the path of a key. The rest is a location in its value."""
+    """Return the part of `loc`, the location of an error from pydantic, that is the path of a key. The rest of `loc` is a location in the
+    key's value."""
     return [name for at, name in enumerate(loc) if field_at(loc[: at + 1]) is not None]
 
 

@@ -79,7 +79,7 @@ def facts_of(field: FieldInfo) -> Key:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Return the names that a field of this type accepts, which are the strings in its Literal types."""
+    """Return the names that a field of this type accepts: the strings in the type's Literals."""
     if get_origin(annotation) is Literal:
         return [str(a) for a in get_args(annotation)]
     return [c for a in get_args(annotation) for c in choices_of(a)]

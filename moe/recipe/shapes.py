@@ -24,12 +24,12 @@ PADDING = -100  # replaces a token id; torch's default ignore_index, the target 
 _BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it from other marks; larger than any id
 MXFP4_BLOCK = 32  # number of elements that share a scale
 FP8_BLOCK = 128  # rows and columns that share a factor in published files
-BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # of an element in whole blocks
+BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # bytes of an element, with its share of a block's scale
 
 
 class Decoding(NamedTuple):
-    """Decoding of a frozen matrix by moe/nn/blocks.py. temporary: most bytes an element that exist meanwhile. moved: bytes an element that
-    its `kernels` read and write."""
+    """Cost of decoding a frozen matrix (moe/nn/blocks.py). temporary: peak bytes an element of temporary tensors. kernels: number of GPU
+    kernels. moved: bytes an element that these kernels read and write."""
 
     temporary: float
     moved: float
@@ -37,7 +37,7 @@ class Decoding(NamedTuple):
 
     @property
     def transposed(self) -> Decoding:
-        """For an expert's matrix, which one more kernel transposes."""
+        """Cost for an expert's matrix, which one more kernel transposes."""
         return self._replace(moved=self.moved + 4, kernels=self.kernels + 1)
 
 

@@ -10,7 +10,7 @@ an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's out
     back       dH, dG, gate * A from dO[token] W2^T   2 R D F     (T D + E D F + 5 R F) b
     weights    dW1, dW2, dW3                          6 R D F     (2 T D + 3 R F + 3 E D F) b
 
-`persistent product` is the product of `experts.kernels: triton_persistent`.
+`persistent product` is the kernel `product` as the recipe's setting `experts.kernels: triton_persistent` runs it.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def _networks(
 
 
 def _kernels(machine: Machine, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the values of `experts.kernels` to check. In fp32, and without TMA, `triton_persistent` has no kernel of its own. The slow
-    interpreter checks it in one dtype."""
+    """Return the values of `experts.kernels` to check. In fp32, and without TMA, `triton_persistent` has no kernel of its own. Without a
+    GPU, the slow interpreter checks `triton_persistent` only in bf16."""
     from moe.kernels.triton.device import has_tma
 
     twice = dtype in ((torch.bfloat16, torch.float16) if machine.gpu else (torch.bfloat16,))

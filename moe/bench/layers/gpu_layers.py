@@ -29,7 +29,8 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Return the reason why the layer `name` cannot run on this machine; None if it can, or if it is not one of this file's layers."""
+    """Return the reason why the layer `name` cannot run on this machine. Return None if it can, or if this file does not make that
+    layer."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:

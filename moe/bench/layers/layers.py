@@ -110,8 +110,8 @@ class Pass:
 
 
 def router_settings(k: int) -> dict[str, Any]:
-    """Return settings of a dropless top-k router, as in preset switch (k = 1), glam (k = 2) or mixtral (k > 2). Not read from the presets,
-    because a machine with a GPU may lack the packages that they need.
+    """Return settings of a dropless top-k router, as in preset switch (k = 1), glam (k = 2) or mixtral (k > 2). The presets themselves are
+    not read, because they need packages (pydantic) that a machine with a GPU may lack.
     """
     plain: dict[str, Any] = dict(
         num_choices=k, input_norm="none", logits="linear", logit_cap=None, score="softmax", softmax_over="all", jitter=0.0, noise="none",

@@ -63,7 +63,8 @@ class Shape:
         return "sparse" if self.experts else "dense"
 
     def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
-        """Return a recipe (section -> key -> value) for `ranks` data-parallel ranks, over `ep` of which the experts are split."""
+        """Return a recipe (section -> key -> value) for `ranks` data-parallel ranks. ep: number of these ranks over which experts are
+        split."""
         model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
         values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
         values |= {"train": {"global_batch": ranks, "eval_sequences": ranks}, "optimizer": {"warmup_steps": 0}}
@@ -144,7 +145,7 @@ def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
 
 class GradientPeak:
     """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak, less
-    the buffers of sums that are in flight."""
+    the buffers of gradient sums (over ranks) in flight."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.model, self.engine, self.gradients, self.resident = model, engine, 0, 0

@@ -1,7 +1,7 @@
 """Trains sparse models and a dense model of equal FLOPs per token, to test that the sparse ones learn more (Switch, arXiv 2101.03961).
 
 For each seed, all models read the same tokens in the same order, and their last validation losses are compared. The models are three
-decoders, or Switch's encoder-decoder with 1 to 32 experts, of which one expert is the dense model. Each run is one process with one thread,
+decoders, or Switch's encoder-decoder with 1 to 32 experts; with 1 expert it is the dense model. Each run is one process with one thread,
 and at most one run per core is active. Prints a table, and writes the loss curves as PNG and, with --json, the rows. A run that already
 finished with the same settings, in the same folder, is not repeated.
 """
@@ -125,8 +125,8 @@ def _train_one(model: Model, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]], steps: Mapping[str, float | None], baseline: str) -> bool:
-    """Print each model's losses, their differences from the first model's, and the step at which its validation loss reaches the first
-    model's last one. Return whether every other model's mean is lower."""
+    """Print each model's losses, their differences from the first model's, and the step at which the model's validation loss reaches the
+    first model's last validation loss. Return whether every other model's mean loss is lower than the first model's."""
     base = {r["seed"]: r["validation_loss"] for r in rows if r["model"] == baseline}
     print(
         f"{'model':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} "

@@ -20,8 +20,8 @@ def call(module: str, *words: Any, **flags: Any) -> int:
 
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput if
-    it cannot be written."""
+    """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. Raises BadInput if the file
+    cannot be written."""
     if path is not None:
         from moe.records.results import write_json
 
@@ -53,8 +53,8 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    """Return `name` if this folder contains `holds` or `also`. Otherwise raise BadInput, which proposes a folder with a similar name.
-    what: name of this argument, for errors."""
+    """Return `name`, a folder, if it contains an entry with the name `holds` or `also`. Otherwise raise BadInput, which proposes a folder
+    with a similar name. what: name of this argument, for errors."""
     from moe.recipe.load import of_transformers, refuse_on_hub
 
     user_path(Path(name) / holds, what=what)

@@ -86,8 +86,8 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
 
 
 def _named(flags: Train) -> Path | None:
-    """Return the folder that --init_from names; None without this flag. Raises BadInput for a name of the Hugging Face hub, and unless
-    it is hf:PATH, for a path that is not the folder of a run or checkpoint."""
+    """Return the folder that --init_from names; None without this flag. Raises BadInput for a model's name on the Hugging Face hub, and for
+    a path without `hf:` that is not the folder of a run or checkpoint."""
     from moe.recipe.load import of_transformers, refuse_on_hub
 
     if flags.init_from is None:
@@ -144,7 +144,7 @@ def _check_restarts(flags: Train) -> None:
     if flags.restarts < 0:
         raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
     if is_rank():
-        got = "it on a rank of another launcher; only that launcher can restart its ranks"
+        got = "--restarts on a rank of another launcher; only that launcher can restart its ranks"
         fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
         raise BadInput("--restarts", got=got, needed="moe train to start the ranks itself", fix=fix)
     if flags.hostfile is not None:

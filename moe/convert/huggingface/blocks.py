@@ -4,7 +4,7 @@
                         stores it in bf16
     FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
 
-`quantization_config` in config.json names the format.
+E experts, N outputs, G groups of 32 inputs of a matrix. `quantization_config` in config.json names the format.
 """
 
 from __future__ import annotations

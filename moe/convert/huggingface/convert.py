@@ -56,7 +56,7 @@ ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors i
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
-CARD, OLD_CARD = "README.md", "README.base.md"  # a model card; its name once the model has been trained further, which it does not describe
+CARD, OLD_CARD = "README.md", "README.base.md"  # a model card; name of the imported card in an export after further training
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
@@ -100,8 +100,8 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
 
 
 def _replace(base: Path, part: Path) -> None:
-    """Replace the folder `base` by `part`, and remove the old folder. If its weights differ from those of `part` and the
-    run has checkpoints, rename it instead, because the checkpoints may be adapters that need the old weights."""
+    """Replace the folder `base` by `part`, and remove the old folder. The old folder is renamed instead if its weights differ from those of
+    `part` and the run has checkpoints, because these may be adapters that need the old weights."""
     aside, manifest = unused_name(base), "checkpoints/step-0/manifest.json"
     needed = any(base.parent.glob("checkpoints*/step-*/manifest.json")) and not (
         (base / manifest).is_file() and (base / manifest).read_bytes() == (part / manifest).read_bytes()
@@ -118,7 +118,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
-    length = overrides.get("model.max_length", values["model"]["max_length"])  # it decides how many sentinels the tokenizer needs
+    length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinel tokens
     tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     read_as = {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
     values["data"] = values.get("data", {}) | ({"tokenizer": "bytes"} if tokenizer["kind"] == Bytes.name else read_as)
@@ -166,8 +166,9 @@ def _further_layers(config: Mapping[str, Any]) -> int:
 
 
 def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
-    """Convert the folder `source` of `--init_from hf:PATH` to the run `base`; a run of `recipe` then loads its weights. Return lines to
-    print. An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe describes another model."""
+    """Convert the folder `source`, given as `--init_from hf:PATH`, to the run `base`. A run of `recipe` then starts from the weights of
+    `base`. Return lines to print. An earlier conversion in `base` is replaced. Raises BadInput, before a tensor is read, if the recipe
+    describes another model."""
     run = load(recipe, overrides)[0]
     differs = _differences(run, shapes_of(run), config_in(source))
     if differs:
@@ -292,7 +293,7 @@ def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, a
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    # for runs of earlier versions, which have no dtypes.json
+    # runs of earlier versions have no dtypes.json, so after training the dtype in config.json counts
     of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None
     most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
@@ -305,7 +306,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
-    """Return a config.json that describes the run's model: `kept`, the imported one, if it still does; otherwise a new one of the first
+    """Return `kept`, the imported config.json, if it still describes the run's model. Otherwise return a new config.json of the first
     family that can describe the model. Raises BadInput if no family can. `ends`: id of the token that ends a text."""
     nearest: list[Change | str] | None = None
     ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}

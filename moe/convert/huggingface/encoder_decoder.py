@@ -4,8 +4,9 @@
     decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: layers of the encoder
     ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           transposed
 
-Switch's `expert_capacity` is a number of slots that does not depend on the length. In a recipe it is router.min_capacity, with a
-capacity_factor below one slot. If an expert has as many slots as a sequence has tokens, nothing is dropped, and no capacity is set.
+Switch's `expert_capacity` is a number of slots that does not depend on the sequence's length. In a recipe it is router.min_capacity, with a
+capacity_factor that gives less than one slot. If an expert has at least as many slots as a sequence has tokens, no token can be dropped, so
+the recipe sets no capacity.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
         Row(f"{_LAYER}mlp.shared_expert_gate.weight", f"{_OURS}shared_gate.weight"),
     ),
-    "switch": (),  # the rows of Switch Transformers in encoder_decoder.py contain them
+    "switch": (),  # encoder_decoder.py has the rows of Switch Transformers' routers and experts
     "stacked": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w1", turned=True, half=0),
@@ -168,10 +168,10 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """A family's rule for sliding windows. `layers`, the layers with a window: "every"; "from": layer max_window_layers and later;
-    "other": every second layer (0, 2, ...), of layers below max_window_layers if `asked` is set. If config.json has layer_types, it is used
-    instead of "from" and "other". `asked`: windows apply only if config.json has use_sliding_window true. `absent`: the window if it has no
-    sliding_window."""
+    """A family's rule for sliding windows. `layers`, the layers with a window: "every" layer; "from" layer max_window_layers to the last;
+    "other": layers 0, 2, 4 and so on, with `asked` only those below max_window_layers. If config.json has layer_types, that key replaces
+    the rules "from" and "other". `asked`: windows apply only if config.json has use_sliding_window true. `absent`: the window in tokens if
+    config.json has no sliding_window."""
 
     layers: Literal["every", "from", "other"]
     absent: int | None = 4096
@@ -183,9 +183,9 @@ class Family:
     """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
-    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. With neither of the
-    two, all layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of rope_theta and
-    partial_rotary_factor; `turning` None: all channels are rotated.
+    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. Without
+    `picks_layers` and `leading`, all layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of
+    rope_theta and partial_rotary_factor; `turning` None: all channels are rotated.
     """
 
     architecture: str

@@ -40,14 +40,15 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 @dataclass(frozen=True)
 class Location:
     """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the expert, if
-    that tensor is a stack of experts. `row`: whether the parameter is transposed there, and whether it is one half of the tensor."""
+    that tensor is a stack of experts. `row`: says whether the parameter is transposed in the file, and whether it is one half of the file's
+    tensor."""
 
     row: Row
     key: str
     expert: int | None = None
 
     def whole(self, shape: Shape, experts: int) -> Shape:
-        """Return the shape of the file's tensor that contains a parameter of this shape."""
+        """Return the shape of the file's tensor that contains a parameter of this shape. `experts`: number of experts, if it is a stack."""
         there = list(shape[::-1] if self.row.turned else shape)
         if self.row.half is not None:
             there[-1 if self.row.mixed else 0] *= 2
@@ -227,7 +228,7 @@ def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], r
 
 
 def shape_of(names: Sequence[str], family: Family, shapes: Mapping[str, Shape]) -> Shape:
-    """Return the shape of the one tensor as which the parameters `names` are written to a file."""
+    """Return the shape of the written tensor that contains the parameters `names`: one parameter, or all experts' in a stack."""
     location, shape = _written(names[0], family), shapes[names[0]]
     return location.whole(shape, _experts(shapes)[names[0].partition(".experts.")[0]] if location.row.stacked else 0)
 

@@ -43,7 +43,8 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (value of `Tokenizer.chat` or None, lines to print). The value has chat templates, special tokens, and `ends` if several."""
+    """Return (value of `Tokenizer.chat` or None, lines to print). The value has the chat templates and special tokens of the folder
+    `source`. It has `ends`, the ids that end a text, only if there are several."""
     about = loaded(source / "tokenizer_config.json")
     templates: dict[str, Any] = {}
     for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):

@@ -62,8 +62,9 @@ class Sharding(Section, alters="cost"):
         return engine_named(self.kind, self.stage)
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
-        """Return the engine that runs: sharding.engine if it names one, else `named`. With pp > 1, some engines are replaced by another.
-        With sharding.engine auto, so is an engine that updates flat ranges of fp32 elements, if the optimizer cannot (`flat` False)."""
+        """Return the engine that runs: the one that sharding.engine names, else `named`. With pp > 1, an engine is replaced if it does not
+        support pipeline stages. With sharding.engine auto and `flat` False, an engine that updates flat ranges of fp32 elements is
+        replaced, because the optimizer cannot do that."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen

@@ -135,7 +135,7 @@ class Model(Section, alters="shape"):
     attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
-        None, "layers with the window, ahead's blocks last; null: all", alters="function", of="model.sliding_window"
+        None, "numbers of layers with the window, the blocks of `ahead` last; null: all", alters="function", of="model.sliding_window"
     )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()

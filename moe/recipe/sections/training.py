@@ -124,14 +124,14 @@ class Lora(Section, alters="shape"):
 
     base: Literal["whole", "mxfp4", "fp8", "fp8_all"] = key(
         "whole",
-        "frozen experts: matrices in the master dtype, or the blocks in which they were published; fp8_all: also attention and networks",
+        "frozen experts; whole: in the master dtype; mxfp4, fp8: in blocks, as published; fp8_all: also attention and dense networks",
         alters="cost",
         of="lora.rank",
     )
 
     @property
     def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
-        """The format in which frozen matrices of `blocks_of` are kept; None if all are kept as matrices."""
+        """Format of the frozen matrices that are kept in blocks (`blocks_of`); None if there are none."""
         return None if not self.blocks_of else "mxfp4" if self.base == "mxfp4" else "fp8"
 
     @property
