@@ -120,8 +120,8 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
-        needed = "all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf between nodes"
-        raise BadInput(found.what, got=f"{found.nodes} nodes", needed=needed, fix="move it to another folder")
+        needed = "one node, or all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf"
+        raise BadInput(found.what, got=f"{found.kind} on {found.nodes} nodes", needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
     source += f" by NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     return replace(cluster, between=between, sources=(*cluster.sources, source))

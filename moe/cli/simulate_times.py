@@ -105,8 +105,8 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
-    got = f"{microbatches} on {counted(stages, 'stage')}, in {counted(filled, 'batch')}, which this continuous pipeline needs to fill"
-    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} for micro-batches x stages x batches", fix=fix)
+    got = f"{microbatches} on {counted(stages, 'stage')}; this continuous pipeline needs {counted(filled, 'batch')} to fill"
+    raise BadInput("--microbatches", got=got, needed=f"micro-batches x stages x batches of at most {MOST_ACTIONS:,}", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:

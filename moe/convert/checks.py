@@ -182,7 +182,7 @@ def _check_granular(before: Run, run: Run) -> None:
     g = parts(before, run)
     for key, values in (("experts.num_experts", run.experts.counts), ("router.num_choices", (k,))):
         if any(n % g for n in values):
-            needed = f"a multiple of the {g} shards of a network (d_ff {old} / {units})"
+            needed = f"a multiple of {g}, because each network of d_ff {old} is cut into {g} experts of d_ff {units}"
             fix = Set("it", g, said=f"a multiple of {g}") | Set("experts.d_ff", old // math.gcd(g, *values))
             raise BadInput(key, got=", ".join(map(str, values)), needed=needed, fix=fix)
     for key, wanted in {"select": "top_k", "noise": "none", "second": "always"}.items():

@@ -231,7 +231,7 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages with role and content. ShareGPT's keys from and value are renamed. Raises BadInput for another form."""
+    """Return messages with role and content; ShareGPT's keys `from` and `value` are renamed to these. Raises BadInput for another form."""
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="mend this line")
     return [_message(message, where) for message in given]

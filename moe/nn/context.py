@@ -75,7 +75,7 @@ class Context:
         record_routing: RoutingRecord | None = None,
         replay_routing: RoutingRecord | None = None,
     ) -> Context:
-        """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
+        """Make the context of tokens [B, L]. Row i is sequence `first_sequence` + i of the step. `source`: number of the encoder's tokens.
         `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
         their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences."""
         (batch, columns), device = tokens_BL.shape, tokens_BL.device

@@ -108,7 +108,7 @@ def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
         if factor is None or s.min_capacity:
             continue
         if factor < _LEAST_FACTOR:
-            needed = f"{_LEAST_FACTOR} or more, or slots by router.min_capacity alone"
+            needed = f"{_LEAST_FACTOR} or more, or router.min_capacity above 0, which then gives the number of slots"
             raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=Set(f"router.{key}", 1.0))
         if slots_of(s, group_tokens, num_experts=num_experts, training=training) == 0:
             got = f"{factor:g}, which gives an expert of {num_experts} no slot for {counted(group_tokens, 'token')} ({s.capacity_rounding})"

@@ -243,7 +243,7 @@ def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
 
 
 def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:
-    """Set scores above the triangle to -inf in place, if `triangle`; return them. `first`: index in the block of the first query."""
+    """If `triangle`, set scores above the diagonal to -inf in place. Return the scores. `first`: the first query's index in the block."""
     if not triangle:
         return score_BHLS
     place_L = torch.arange(first, first + score_BHLS.shape[2], device=score_BHLS.device)

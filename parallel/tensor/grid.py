@@ -159,7 +159,8 @@ class Turn:
     other: Axis
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Gather dim 0 over `held`, and keep this rank's shard over `other`. Backward does the reverse with the gradient."""
+        """Gather x over axis `held`, then keep this rank's shard over axis `other`, both along dim 0. Backward does the reverse with the
+        gradient."""
         return paired(x, self.held, _turned, _turned_back, other=self.other)
 
     def back(self, x: Tensor) -> Tensor:

@@ -447,7 +447,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.group pair", "router.group: got 'pair', needed sequence, rank, preset or a number", "set router.group to sequence"),
     (
         T + "--router.capacity_factor 1e-9 --router.min_capacity 0",
-        "router.capacity_factor: got 1e-09 with min_capacity 0, needed 0.001 or more, or slots by router.min_capacity alone",
+        "router.capacity_factor: got 1e-09 with min_capacity 0, needed 0.001 or more, or router.min_capacity above 0",
         "set router.capacity_factor to 1.0",
     ),
     (

@@ -109,7 +109,8 @@ class Exchange(ABC):
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return the place of each choice's expert, int64 [T, K]. `order`: as in `place_of_expert` (placement.py)."""
+        """Return for each choice its expert's place, int64 [T, K]: its index if experts are counted in the order in which ranks hold them.
+        `order`: as in `place_of_expert` (placement.py)."""
         import torch
 
         from moe.experts.dispatch.placement import place_of_expert

@@ -67,7 +67,7 @@ class Ranking:
 
 
 def too_little_memory(plan: Plan, over_bytes: float) -> Refused:
-    """Return the refusal of a plan that does not fit with its kind of recompute, the last that was tried."""
+    """Return the refusal of a plan that needs too much memory even with `plan.recompute`, the last kind of recompute that was tried."""
     return Refused(f"it does not fit, even with recompute {plan.recompute}", 1, plan, over_bytes)
 
 

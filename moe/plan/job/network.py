@@ -77,7 +77,7 @@ class Experts:
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # (number of groups of experts from which a token may choose, number of all groups)
     apart: bool = False  # gates scale the experts' inputs, so a token's rows differ and each is sent separately
-    busiest: float | None = None  # rows of the busiest ep rank, as a multiple of the ranks' mean, without capacities; None: see `excess`
+    busiest: float | None = None  # rows of the busiest ep rank / mean of ep ranks, before capacity drops any; None: see `excess`
     excess: float = 0.0  # if `busiest` is None, the busiest rank has 1 + excess * (ep - 1) times the mean number of rows
 
     @property

@@ -173,7 +173,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.padded:  # a norm that copies nothing keeps the whole output of the product before it, with the rotary key
+    if stack.padded:  # a norm that saves a view of its input keeps the whole product before it, rotary key included
         whole = c * late.rotary_size if stack.norm <= c else 0
         before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + whole
     else:

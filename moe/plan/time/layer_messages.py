@@ -176,8 +176,8 @@ def over_sequence(core: Passes, network: Network, plan: Plan, cluster: Cluster, 
 
 def exchange(network: Network, plan: Plan, cluster: Cluster, program: Program, *, tokens: float, shared: Passes) -> Passes:
     """Times of the messages over ep and etp that send the rows of a rank's `tokens` tokens to experts and back. The messages of `grouping`
-    are included. shared: times of the shared experts' network, which may run while rows are sent. Of its backward pass only the gradients
-    of inputs can hide messages, because a schedule may postpone the gradients of weights."""
+    are included. shared: times of the shared experts' network, which may run while rows are sent. In the backward pass only its gradients
+    of inputs count as overlap, because a schedule may postpone its gradients of weights."""
     e, item, per_node = network.experts, max(2, plan.compute_bytes), cluster.devices_per_node
     assert e is not None
 

@@ -98,7 +98,7 @@ class Sums:
     def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int, *, divided: Axis = ALONE) -> None:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.rows: dict[tuple[int, ...], Tensor] = {}  # MoE layers of a forward pass -> their packed numbers, concatenated
+        self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their `_row`s, concatenated
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
         """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. share: number of

@@ -49,7 +49,7 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
     total = flops.size(run).total
-    needed = f"less memory at a time: weights, gradients and moments of {count(total)} parameters are {size(16 * total)} in all"
+    needed = f"a smaller peak ({size(16 * total)} are weights, gradients and moments of {count(total)} parameters, on all ranks together)"
     return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
 

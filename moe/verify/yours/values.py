@@ -5,8 +5,8 @@
     Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with sums in other orders
 
 Of a tensor with more than `most` elements, a sample is stored: along each dim, k of every 64 indices are kept, chosen by a hash. k begins
-at 64 and is halved along the longest dim until the sample is small enough. Ranks that hold parts of one tensor therefore keep the same
-elements of it, if a part begins at a multiple of 64 or its position is known. The norm of all elements is stored with a sample.
+at 64 and is halved along the longest dim until the sample is small enough. A rank's shard therefore keeps the same elements as the
+unsharded tensor does, if the shard begins at a multiple of 64 or its position is known. The norm of all elements is stored with a sample.
 """
 
 from __future__ import annotations

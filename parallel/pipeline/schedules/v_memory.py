@@ -47,7 +47,8 @@ class _Block(NamedTuple):
         return (self.forward if op is Op.F else self.input)[chunk] + EVERY * microbatch
 
     def in_flight(self, slot: int, microbatches: int) -> int:
-        """Return the number of micro-batches in flight at `slot`, over both chunks: F with earlier slots minus I with earlier slots."""
+        """Return the number of micro-batches in flight at `slot`, over both chunks: forward passes (F) that begin in earlier slots, minus
+        gradients of inputs (I) that begin in earlier slots."""
         started, ended = (sum(min(microbatches, max(0, -((first - slot) // EVERY))) for first in slots) for slots in self)
         return started - ended
 
