@@ -154,11 +154,11 @@ class Experts(nn.Module):
         return held if part is None else Network.of([None if t is None else t[part] for t in held.tensors], held.activation)
 
     def chunks(self, count: int) -> list[ExpertChunk]:
-        """Cut this rank's experts into `count` equal chunks. Chunks are views of the matrices, not copies."""
+        """Cut this rank's experts into `count` equal chunks: views of the matrices or, with tiles, ranges of experts."""
         if count == 1:
             return [None]
         each = len(self.held) // count
-        if self.num_tiles > 1:  # ranges only, because FSDP and ZeRO-3 gather a tile's weights only in the tile's forward pass
+        if self.num_tiles > 1:  # no views: under FSDP and ZeRO-3, a tile's weights exist only in the tile's forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         return [*self._read().split(each)]
 

@@ -74,9 +74,9 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: how the ranks of tp (`axis`) divide the tokens. `sp`,
-    `both` (sp * tp): axes along which a group can be divided. `positions`: for each rank of sp, the positions of its tokens in a
-    sequence; None: all.
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: how the ranks of tp (`axis`) divide the tokens. `sp`, `both` (sp *
+    tp): the axes whose ranks may each hold some tokens of a group. `positions`: for each rank of sp, the positions of its tokens in a
+    sequence; None: every rank has all positions.
     """
 
     def __init__(self, axis: Axis, exchange: Exchange, spec: RouterSpec, *, sp: Axis, both: Axis) -> None:

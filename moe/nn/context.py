@@ -121,7 +121,7 @@ class Context:
 
     def _whole_source(self, columns: int) -> int:
         """Return the number of tokens that the encoder reads of a whole sequence, of which this rank has `columns` tokens."""
-        return self.source * self.length // columns  # a rank holds the same fraction of both
+        return self.source * self.length // columns  # a rank holds the same fraction of the encoder's tokens as of all tokens
 
     def of_tokens(self, mine: Callable[[Tensor], Tensor], *, share: float | Tensor, together: Callable[[int, Tensor], Tensor]) -> Context:
         """Return the context of a rank or replica that computes only some of this pass's tokens. `mine` selects these tokens from a tensor
@@ -153,7 +153,7 @@ class Context:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
         which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
         such sentinel.
-        `sentinels`: least id of a sentinel. `whole`: as in `with_documents`, for sequences of the encoder's tokens, then the decoder's.
+        `sentinels`: least id of a sentinel. `whole(x)` gathers whole sequences of x: the encoder's tokens, then the decoder's.
         """
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)

@@ -35,7 +35,9 @@ from parallel.numerics.position_bias import Bias
 
 
 class LatentAttention(nn.Module):
-    """Latent attention. `core`, `enter`, `leave` and `window`: as in Attention. `compressed`: `core` gets latents as keys and values.
+    """Latent attention. Tensor parallelism replaces `enter` (applied to the input) and `leave` (applied to the output); sequence
+    parallelism replaces `core`. `window`: number of tokens that a query sees (None: all earlier ones). `compressed`: `core` gets latents as
+    keys and values.
 
     Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out [D, H
     V]."""
@@ -102,7 +104,7 @@ class LatentAttention(nn.Module):
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
-        latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # keys and values: the output's rotary channels are cut off
+        latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # both the keys and the values; the output's rotary channels are cut off
         mixed = self.core(self._scaled(queries), latents, latents, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
         out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
         return out

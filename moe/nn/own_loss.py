@@ -70,7 +70,7 @@ class OwnLoss:
         if not isinstance(loss_B, Tensor) or loss_B.shape != (count,) or not loss_B.is_floating_point():
             shown = f"{loss_B.dtype} of shape {list(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"a {type(loss_B).__name__}"
             needed = f"a loss for each of {counted(count, 'sequence')}: numbers of shape [{count}]"
-            raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 alone")
+            raise BadInput(_KEY, got=f"{shown} from {self.name}", needed=needed, fix="sum over dim 1 only")
         if torch.is_grad_enabled() and given.logp_BL.requires_grad and not loss_B.requires_grad:
             got, needed = f"{self.name}, whose losses have no gradient", "losses computed from logp_BL"
             raise BadInput(_KEY, got=got, needed=needed, fix="leave out detach() and no_grad()")

@@ -60,7 +60,8 @@ class _Rotate(torch.autograd.Function):
 
 
 class Turns(NamedTuple):
-    """The rotation at each position: cosines and sines [L, C/2] in the dtype of queries and keys, and `pairs`, as in sections.Rope."""
+    """The rotation at each position: cosines and sines [L, C/2] in the dtype of queries and keys. `pairs`: "halves" if channels
+    i and i + C/2 form a pair, "neighbours" if 2i and 2i + 1 do."""
 
     cos_LC: Tensor
     sin_LC: Tensor
@@ -89,7 +90,7 @@ def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *
 
 
 def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Return the rates in radians per position, fp32 [C/2], fastest first."""
+    """Return the angle in radians by which each channel pair rotates per position, fp32 [C/2], the largest first."""
     half = channels // 2
     pair_C = torch.arange(half, dtype=torch.float32, device=device)
     rate_C = rope.base_of(channels) ** (-pair_C / half)
@@ -103,15 +104,15 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
 
 
 def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
-    """Return each pair's weight of `rate` in the mixture of rate and rate / factor: 1 for pairs with at least `high` rotations in
-    trained_length, 0 for at most `low`, and between them linear in the number of rotations."""
+    """Return for each channel pair the weight w in its new rate w * rate + (1 - w) * rate / factor: 1 for pairs with at least `high`
+    rotations in trained_length, 0 for pairs with at most `low`, and between them linear in the number of rotations."""
     turns_C = rope.length * rate_C / (2 * math.pi)
     return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
 
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
-    """Return each pair's weight of `rate` in the mixture of rate and rate / factor: 1 up to the pair with `high` rotations in
-    trained_length, 0 from the pair with `low` rotations on, and between them linear in the pair's index."""
+    """Return for each channel pair the weight w in its new rate w * rate + (1 - w) * rate / factor: 1 up to the pair with `high` rotations
+    in trained_length, 0 from the pair with `low` rotations on, and between them linear in the pair's index."""
 
     def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations, not rounded
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

@@ -23,7 +23,7 @@ from parallel.errors import BadInput, counted
 # B sequences, L length, T tokens of a forward pass, K choices
 
 Experts = Mapping[int, Any]  # layer -> array or tensor of integers [B, L, K]
-_ROWS = "for each token K different experts, or -1 alone (the router chooses)"
+_ROWS = "K different experts for each token, or K times -1 (the router chooses)"
 
 
 class RoutingRecord:

@@ -212,9 +212,9 @@ def summed_loss(
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
     instead.
 
-    With one chunk and no tiles, logits are kept for the backward pass, and `recast` works as in `project`. If this rank also holds all rows
-    and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and computed again,
-    so the gradient of the matrix cannot be deferred, and `recast` has no effect."""
+    With one chunk and no tiles, logits are kept for the backward pass, in which the weight is cast again if `recast`. If this rank also
+    holds all rows and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and
+    computed again, so the gradient of the matrix cannot be deferred, and `recast` has no effect."""
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:
         return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)
@@ -244,8 +244,8 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N] as `_kept_scores`, but compute logits again in the backward pass, by chunks. `product` may contain
-    collectives."""
+    """Return scores [2, N]: log-sum-exp of each token's logits, and its target's logit. The backward pass computes the logits again, chunk
+    by chunk. `product` may contain collectives."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)

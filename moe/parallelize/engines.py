@@ -173,8 +173,8 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
     """Raise BadInput for a user's optimizer if a checkpoint cannot store its states, if updating a shard gives another result than updating
-    the whole parameter, or if an update depends on parameters that other ranks hold. `layouts`: of the entire model, so that every rank
-    finds the same mistake.
+    the whole parameter, or if an update depends on parameters that other ranks hold. `layouts`: of all parameters of the model, so that
+    every rank finds the same mistake.
     """
     kind = run.carrier
     unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or shards
@@ -188,12 +188,12 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         unlike = unlike or bool(apart)
         if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
             experts = mixed == [0] and bool(stacked)
-            what = "the experts of a layer are stacked" if experts else f"it is cut into parts along dim {mixed[-1]}"
+            what = "the experts of a layer are stacked" if experts else f"the parameter is cut along dim {mixed[-1]}"
             whole = {"sharding.kind": "ddp", "degrees.tp": 1, "degrees.etp": 1, "tiling.ffn": 1, "tiling.head": 1}
             fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer that updates a part of {name} differently from the whole parameter"
             fixes = fix | "use an elementwise optimizer for that parameter"
-            raise BadInput(rule.key, got=got, needed=f"the same update, because {what}", fix=fixes)
+            raise BadInput(rule.key, got=got, needed=f"equal updates of a part and of the whole, because {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
@@ -247,8 +247,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, parameters) of each unit. Parameters that are sharded over other ranks than the unit's first parameter form separate
-    units, one for each module."""
+    """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> the parameters that it gathers together. Parameters that are
+    sharded over other ranks than the first of these parameters form separate units, one for each module."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

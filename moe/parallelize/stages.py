@@ -97,7 +97,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # also if weights are cast to 16 bits: other products would keep a cast weight for each micro-batch in flight
+        splittable(model)  # with 16-bit compute, other products would keep a cast copy of the weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 

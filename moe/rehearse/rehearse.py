@@ -246,8 +246,8 @@ def open_job(run: Run, world: World) -> Job:
 
 
 def take_step(job: Job) -> None:
-    """Take the next step, or several if the pipeline is not drained between them. Afterwards, the communicator has the counts of the
-    collectives in this call alone. Collective."""
+    """Take the next step, or several if the pipeline is not drained between them. Afterwards, the communicator's counts of
+    collectives are those of this call. Collective."""
     job.mesh.communicator.reset_counts()
     made = advance(job, lambda: False)
     job.counters.step += len(made)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """Return an expert's number of slots in a group of `group_tokens` tokens, in training or evaluation: at most one for each token. None:
-    the spec sets no capacity."""
+    """Return an expert's number of slots in a group of tokens, at most `group_tokens`; None if the spec sets no capacity. Training and
+    evaluation have different capacity factors."""
     factor, choices = spec.capacity_factor if training else spec.eval_capacity_factor, spec.num_choices
     if factor is None:
         return None

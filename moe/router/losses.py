@@ -65,7 +65,8 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = Non
 
 
 def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
-    """Return the load loss, scalar fp32, of each expert's probability of being chosen [T, E]. `step` works as in `importance_loss`."""
+    """Return the load loss, scalar fp32, of each expert's probability of being chosen [T, E]. With `step`,
+    the value is the whole step's, and the gradient is this rank's and micro-batch's share of it."""
     if step is None or step.chance_E is None:
         return importance_loss(chance_TE, num_groups=num_groups, valid_T=valid_T)
     return importance_loss(chance_TE, valid_T=valid_T, step=replace(step, gate_E=step.chance_E))

@@ -118,9 +118,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. The kernel also chooses the experts, except if a record or an earlier pass gives them, or if there is a
-        capacity and its slots must be given out by other code: for a router.drop other than position, and if ranks share queues that are
-        not choices_first. Collective if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. The kernel also chooses the experts, unless a record or an earlier pass gives them, or other code must
+        assign slots. With a capacity, this is so if router.drop is not position, or if ranks share groups and router.queue is not
+        choices_first. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -173,8 +173,8 @@ class Router(nn.Module):
     def _kept_together(
         self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (whether each of this rank's choices gets a slot, Together's counted_GE). The second is None if the balance loss counts
-        other experts than the chosen ones. Collective."""
+        """Return (whether each of this rank's choices gets a slot; number of times that each expert is chosen in each group, over all
+        ranks, int32 [G, E]). The second is None if the balance loss counts other experts than the chosen ones. Collective."""
         from moe.kernels.triton import queues
 
         if context.valid_T is not None:
@@ -340,7 +340,7 @@ class Router(nn.Module):
             return max(1, sequences // each)
         if self.training:
             fix = Set("router.group", "sequence")
-            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the pass's {sequences}", fix=fix)
+            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the micro-batch's {sequences}", fix=fix)
         return 1  # evaluation uses one group, because it may have fewer sequences than a group in training
 
 

@@ -45,7 +45,8 @@ class Shards:
         return self.gathered(x_T)[self.row_G(x_T.device)]
 
     def gathered(self, x_T: Tensor) -> Tensor:
-        """Gather all ranks' tokens, rank after rank, each rank's followed by padding. The backward pass is that of `whole`."""
+        """Gather all ranks' tokens, rank after rank, each rank's followed by padding. The backward pass sums the gradients of this rank's
+        tokens over the ranks."""
         return all_gather(lengthened(x_T, self._longest), self.axis)
 
     def row_G(self, device: torch.device) -> Tensor:

@@ -120,7 +120,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"scales": {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}, "qk_norm": "heads"},
     },
     "mixer": {
-        "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that nothing is clipped
+        "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that gradients are never clipped
         "router": {
             "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
             "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",

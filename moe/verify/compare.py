@@ -33,8 +33,8 @@ def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return a dict: name in NUMBERS -> largest relative deviation. ten_step: of the losses of all steps. The others are of step 0. loss:
-    of loss and balance loss; gradient: of any parameter's gradient; norm: of the gradient norm; update: of any weight after the step. All
+    """Return a dict: name in NUMBERS -> largest relative deviation. In step 0: "loss" of loss and balance loss, "gradient" of any
+    parameter's gradient, "norm" of the gradient norm, "update" of any weight after the step. "ten_step": of the losses of all steps. All
     are inf if a gradient or a weight is missing."""
     if got.gradients.keys() != want.gradients.keys() or not want.weights.keys() <= got.weights.keys():
         return dict.fromkeys(NUMBERS, math.inf)

@@ -299,7 +299,7 @@ def on_forks(
 
 
 def _forked(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
-    """Yield the results of `ran_by` on one core."""
+    """Bind this process to one core, and yield the results of `ran_by`."""
     on_one_core(rank)
     yield from ran_by(rank, chosen, taped, inside)
 

@@ -71,7 +71,7 @@ def main(
     idle = [name for name in models if name not in {pair.model for pair in pairs}]
     if idle and (model is not None or not pairs):
         given = " ".join(f"--{name} {degree}" for name, degree in known.items())
-        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="degrees for which it has a test", fix=f"remove {given}")
+        raise BadInput("--model", got=f"{idle[0]} with {given}", needed="degrees with which this model is tested", fix=f"remove {given}")
     if not (chosen := [pair for pair in pairs if only is None or only in f"{pair.model} {pair.layout}"]):
         titles = cut(", ".join(f"{pair.model} {pair.layout}" for pair in pairs))
         raise BadInput("--only", got=only, needed=f"a part of a row's text: {titles}", fix=f'--only "{pairs[0].layout}"')

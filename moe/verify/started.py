@@ -40,7 +40,8 @@ _LEAVE_S, _POLL_S = 10.0, 0.05  # seconds that processes may take to end after t
 
 
 def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:
-    """Run cases of `world` ranks. Arguments and yielded values are as in `run_world` (moe/verify/layouts.py)."""
+    """Run cases of `world` ranks. Yield (case, its result, or the text of its ranks' errors) when a case has ended. taped: also record the
+    first steps. timeout_s: time limit for a case of up to four ranks; eight ranks have twice this time."""
     left = list(chosen)
     while left:
         ready, done = few_meshes(left), 0
@@ -74,7 +75,7 @@ def _started(cases: list[Case], world: int, taped: bool, limit_s: float) -> Iter
                     part.unlink()
             parent.join(_LEAVE_S)
         finally:
-            parent.kill()  # its ranks end with it (moe/launch/processes.py)
+            parent.kill()  # the ranks that this launcher started end with it (moe/launch/processes.py)
             parent.join()
 
 

@@ -48,7 +48,7 @@ class Table:
                 self._rows[place] = same.pop(0)
         if others := sum(map(len, there.values())):
             got = f"{self.file} with {others} passed rows that are not part of this run"
-            needed = "the flags with which it was begun, because those rows would be lost"
+            needed = "a run that includes these rows, because they would be lost"
             raise BadInput("--go_on", got=got, needed=needed, fix="give the same --kinds, --only and --nproc, or another --json FILE")
         self.kept, self.tolerances = len(self._rows), before["tolerances"]
         self.commits = {str(row["commit"]) for row in self._rows.values()}

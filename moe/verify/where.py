@@ -179,7 +179,7 @@ class Standard:
         """Return the first tensor (`Line`) of the case's tape `got` that deviates too far. If none does, return the first loss in `result`
         that does, or None."""
         for (step, name), parts in got.forward.items():
-            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # of equal positions, a tape keeps one
+            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape keeps one output for each position
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]

@@ -409,7 +409,7 @@ def test_every_other_changed_value_is_said_and_recorded(
     assert told == [
         "changed since the checkpoint: router.jitter: 0.05 -> 0.0, optimizer.lr: 0.01 -> 0.002",
         "changed since the checkpoint, for speed, memory or records only: train.save_every: 3 -> 4",
-        "--allow-change router.gates has no effect: it has not changed, or nothing reads it",
+        "--allow-change router.gates has no effect: the key has not changed, or nothing reads it",
     ]
     (event,) = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
     assert event["changed"] == "router.jitter: 0.05 -> 0.0, optimizer.lr: 0.01 -> 0.002, train.save_every: 3 -> 4"

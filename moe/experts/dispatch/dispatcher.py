@@ -109,8 +109,8 @@ class Exchange(ABC):
         return self.axes[0]
 
     def places(self, routing: Routing, order: tuple[int, ...] | None = None) -> Tensor:
-        """Return for each choice its expert's place, int64 [T, K]: its index if experts are counted in the order in which ranks hold them.
-        `order`: as in `place_of_expert` (placement.py)."""
+        """Return for each choice its expert's place, int64 [T, K]: the expert's index if experts are counted in the order in which ranks
+        hold them. `order`: a new numbering, in which place order[i] gets number i; None: the numbers stay."""
         import torch
 
         from moe.experts.dispatch.placement import place_of_expert
@@ -119,7 +119,7 @@ class Exchange(ABC):
         expert_TK, num_experts = routing.expert_TK, routing.probs_TE.shape[1]
         if self.placement is None and order is None:
             return expert_TK
-        if (order, expert_TK.device) not in self._places:  # all passes get the same copy
+        if (order, expert_TK.device) not in self._places:  # copied to the device once, then reused in all passes
             place_E = torch.tensor(place_of_expert(num_experts, self.placement, order))
             self._places[order, expert_TK.device] = on_device(place_E, expert_TK.device)
         return self._places[order, expert_TK.device][expert_TK]

@@ -19,9 +19,9 @@ Placement = tuple[int, ...]
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
-    """Return the expert at each place. Experts are placed in order of descending load, each on the least loaded rank that has a free place.
-    Of equal loads, the expert and the rank with the lower number come first, so all ranks compute the same placement. Raises BadInput if
-    `ranks` does not divide the number of experts.
+    """Return the placement: the experts in the order in which ranks hold them, rank 0's first, the same number for each rank. Experts are
+    assigned in order of descending load, each to the least loaded rank with room. Of equal loads, the expert and the rank with the lower
+    number come first, so all ranks compute the same placement. Raises BadInput if `ranks` does not divide the number of experts.
     """
     experts = len(load_E)
     if ranks < 1 or experts % ranks:
@@ -43,8 +43,8 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
 
 @lru_cache
 def place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
-    """Return the place of each expert. Place p is for expert `placement[p]` (None: expert p). `order`: a new numbering of the places, in
-    which place order[i] has number i; None: the numbers stay."""
+    """Return the place of each expert: its position in `placement` (None: its index). `order`: a new numbering of the places, in which
+    place order[i] gets number i; None: the numbers stay."""
     expert_at, ordered = placement or range(num_experts), order or range(num_experts)
     place_E = [0] * num_experts
     for number, place in enumerate(ordered):

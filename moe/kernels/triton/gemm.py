@@ -48,7 +48,7 @@ def placed(tile, rows, columns, group, across):
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
     """Return the index of this program's column tile and, for its row tile, the expert, the first row and the end of the expert's rows.
-    GROUP: as in `in_group`."""
+    GROUP: number of row tiles in a group (`in_group`)."""
     row, column = in_group(tl.program_id(0), num_tiles, num_columns, GROUP)
     at = tiles + 3 * row
     return column, tl.load(at), tl.load(at + 1), tl.load(at + 2)
@@ -267,7 +267,8 @@ def _back_half(
     grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return each row's dot product of a and its gradient there."""
+    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return for each row the dot product of a and
+    its gradient, over these columns."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
@@ -325,7 +326,8 @@ def weights(
 
 @triton.jit
 def _expert_rows(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
-    """Load [K, N]: columns n_N of rows source_K. Rows of other experts become zero, in both operands: with one alone, 0 * inf is NaN."""
+    """Load [K, N]: columns n_N of rows source_K, with zeros for rows of other experts (real_K False). Both operands of a product are loaded
+    so: zeros in only one would give NaN where the other is infinite."""
     at_KN = at + source_K[:, None] * width + n_N[None, :]
     if EVEN:
         return tl.load(at_KN, mask=real_K[:, None], other=0.0)

@@ -54,10 +54,10 @@ class Fused(NamedTuple):
 class Given(NamedTuple):
     """Inputs of a router in addition to its logits. `num_groups`: number of groups of tokens. `slots`: slots of an expert in a group of
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
-    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`,
-    `load_TK`: experts that were chosen before, as in Fused; None: the kernel chooses. `exchange`: given if other ranks have tokens of
-    these groups; it makes Together from this rank's choices, int64 [T, K], and their counts in blocks, fp32 [G, B, E]. The losses are then
-    this rank's part (moe/router/losses.py).
+    counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`
+    int64: experts that were chosen before; None: the kernel chooses. `load_TK` int64: experts that the balance loss counts; None: the
+    chosen ones. `exchange`: given if other ranks have tokens of these groups; it makes Together from this rank's choices, int64 [T, K],
+    and their counts in blocks, fp32 [G, B, E]. The losses are then this rank's part (moe/router/losses.py).
     """
 
     num_groups: int
@@ -269,8 +269,8 @@ def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, 
 def backward(logits, expert, valid, share, means, grad_gate, grad_loss, out, T, tokens, E, choices, SIGMOID: tl.constexpr,
              NORMED: tl.constexpr, SCALE: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, BLOCK_T: tl.constexpr,
              BLOCK_E: tl.constexpr):  # fmt: skip
-    """Write the gradient of the logits, [T, E] in their dtype. `tokens`: number of tokens of a group. `grad_gate`, `grad_loss`: None if
-    they are 0."""
+    """Write the gradient of the logits, [T, E] in their dtype, into `out`. `share`, `means`: written by `finish`. `tokens`: number of
+    tokens of a group. `grad_gate`, `grad_loss`: None if they are 0."""
     token_T, expert_E = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     here_T, real_E = token_T < T, expert_E < E
     here_TE = here_T[:, None] & real_E[None, :]

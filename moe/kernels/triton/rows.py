@@ -1,4 +1,4 @@
-"""The moves of moe/kernels/rows.py as Triton kernels: every byte is read and written once, sums are fp32."""
+"""The operations `Moves` of moe/kernels/rows.py as Triton kernels: every byte is read and written once, sums are fp32."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Hash(Method):
         if request.table_VK is not None:
             return request.table_VK[tokens_T.long()]
         if request.spec.hash_table is not None:
-            fix = "make the model by moe.parallelize.build, which reads it"
-            raise BadInput("router.hash_table", got=f"{request.spec.hash_table}, not read", needed="its table in the router", fix=fix)
+            name, fix = request.spec.hash_table, "make the model by moe.parallelize.build, which reads the table"
+            raise BadInput("router.hash_table", got=f"a router without the table of {name}", needed=f"the table that {name} has", fix=fix)
         return hashed(tokens_T, request.spec.num_choices, num_experts=request.num_experts, name=request.name, kernels=request.kernels)
 
 

@@ -52,7 +52,7 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        # waits only for the stream of computation: a receive on another stream may need a later action of the schedule, a deadlock
+        # waits only for the compute stream: another stream may hold a receive that needs a later action of this schedule, a deadlock
         def settle() -> None:
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()

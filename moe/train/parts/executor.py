@@ -135,8 +135,9 @@ class Pipelined:
 
 
 class _Stages:
-    """Actions of this rank's stages, called by parallel/pipeline/runtime.py. compute: runs a stage's forward pass. versions, update: as in
-    `Pipelined.stream`; if they are left out, the caller makes the optimizer's step after all backward passes."""
+    """Actions of this rank's stages, called by parallel/pipeline/runtime.py. compute: runs a stage's forward pass. versions: stage ->
+    versions of its weights. update(stage, version): changes the stage's weights to that version. If these two are left out, the caller
+    makes the optimizer's step after all backward passes."""
 
     def __init__(
         self,

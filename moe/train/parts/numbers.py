@@ -131,7 +131,7 @@ class Sums:
 
     def total(self, axes: Sequence[Axis], flag: Tensor | None = None) -> Numbers:
         """Return the numbers summed over all ranks: over `divided` and `axes`, the mesh axes along which tokens or stages differ.
-        flag: see `packed`. Collective."""
+        flag: float64 [1], whose sum over ranks is `Numbers.flags`. Collective."""
         return Numbers(sum_over_all(self.packed(flag), (self.divided, *axes)), self.expert_counts, self.tokens)
 
 

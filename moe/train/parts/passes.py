@@ -54,7 +54,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     sums = sum_over_all(torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps, begun)), shard.axes)
     (inputs, targets, gaps, begun), read_N = read_later(sums, reads_NL.sum(1))()
     if gaps:
-        got, needed = f"a token after padding ({PADDING}) in {counted(gaps, 'place')}", "padding at the end alone: attention would read it"
+        got = f"a token after padding ({PADDING}) in {counted(gaps, 'place')}"
+        needed = "padding only at the end of a sequence, because attention would read other padding"
         raise BadInput("sequences", got=got, needed=needed, fix="move the padding behind the tokens")
     padded = inputs < shard.num_tokens
     if padded and shard.source:

@@ -70,7 +70,7 @@ class Figures:
 class Job:
     """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
     rank reads. callbacks, auditor: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading
-    may then fail on one rank; else None. doctor: watches the records, on rank 0 alone."""
+    may then fail on one rank; else None. doctor: watches the records, only on rank 0."""
 
     run: Run
     name: str

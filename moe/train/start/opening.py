@@ -159,7 +159,7 @@ def in_steps(run: Run, data: Dataset, say: Callable[[str], None]) -> Run:
         return run
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
     if not isinstance(train, TrainSet):
-        got, needed = f"{epochs:g} with {run.data.name}", "one source, with a length: several have no common epoch, and an iterable none"
+        got, needed = f"{epochs:g} with {run.data.name}", "one source with a length: several have no common epoch, an iterable has none"
         raise BadInput("train.epochs", got=got, needed=needed, fix=Remove("it") | "give train.steps")
     steps = ceil(Fraction(str(epochs)) * train.num_windows / batch)  # exact: 1.1 * 100 is above 110 as a float
     say(f"train.epochs {epochs:g}: {counted(steps, 'step')} of {counted(batch, 'sequence')}; an epoch has {train.num_windows}")

@@ -71,7 +71,7 @@ class Resumed:
     def unused(self, allowed: Sequence[str]) -> list[str]:
         """Return a warning line for every key in `allowed` that needed no permission."""
         used = {change.key for change in self.function}
-        return [f"--allow-change {key} has no effect: it has not changed, or nothing reads it" for key in allowed if key not in used]
+        return [f"--allow-change {key} has no effect: the key has not changed, or nothing reads it" for key in allowed if key not in used]
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:

@@ -202,8 +202,9 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: as in `resume`, and also if matrices are
-    quantised, so that the engine lacks them. Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
+    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: layouts of all parameters of the
+    model, if the engine lacks some: those of other pipeline stages, or quantised matrices. Collective. Raises BadInput, which names the
+    parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
     mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters

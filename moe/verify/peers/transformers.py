@@ -178,5 +178,5 @@ def _train(net: torch.nn.Module, folder: Path, pin: bool, tokens: torch.Tensor) 
     net.train()
     for module in net.modules():
         if type(module).__name__.endswith("Router"):
-            module.eval()  # in training, Phi-MoE's router chooses at random, so that ranks with other tokens would choose otherwise
+            module.eval()  # in training, Phi-MoE's router chooses at random: its choices would depend on the layout
     train(folder, net, lambda inputs: net(inputs, use_cache=False).logits, tokens, pin=pin)

@@ -1,4 +1,5 @@
-"""Watches one rank of a layout for `moe verify --types`: what it passes to sums, which copies it holds, and the flows through its modules.
+"""Watches one rank of a layout for `moe verify --types`: the tensors that it sums with other ranks, its copies of tensors that other ranks
+also hold, and the flows through its modules.
 
 The flow of a tensor x with gradient g is the sum of x g over its elements. Only such sums and hashes are kept; moe/verify/types/laws.py
 compares those of all ranks.
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any) -> None:
         tensors, group = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)], _group_of(args)
-        given = tensors[-1] if "scatter" in func._opname else tensors[0]  # a reduce_scatter may have its output first
+        given = tensors[-1] if "scatter" in func._opname else tensors[0]  # the first tensor of a reduce_scatter may be its output
         if group.size() > 1 and given.is_floating_point():
             proper = bool((given != given.round()).any()) and bool(given.isfinite().all())
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
@@ -173,7 +174,7 @@ class Watch(TorchDispatchMode):
         if router.bias_E is not None and self.biases.setdefault((step, key), fingerprint(router.bias_E).item()) != fingerprint(
             router.bias_E
         ):
-            yield "varies, though a step has one: the selection bias"
+            yield "varies between passes of a step: the selection bias"
         if router.expert_scale is not None or type(router.method).gates is not Method.gates:
             return
         gate_TK = out.gate_TK.detach() / spec.gate_scale

@@ -281,8 +281,9 @@ def stacked(
     pieces: list[Piece | None], scales: list[float], whole: Piece | None = None, readers: list[list[int]] | None = None
 ) -> Tensor | None:
     """Return the rows of all ranks' pieces as one tensor [rows, width], each divided by its rank's scale. A vector has rows of one number.
-    Return None if there are no rows, or if the pieces are sampled, are terms of a sum over ranks, or have different widths. whole, readers:
-    if given, chunks of the width on ranks with the same samples are joined first (`_full_width`)."""
+    Return None if there are no rows, or if the pieces are sampled, are terms of a sum over ranks, or have different widths. whole: the
+    single process's tensor; readers: groups of ranks with the same samples. If both are given, ranks' chunks of the width are joined first
+    (`_full_width`)."""
     if whole is not None and readers is not None:
         pieces = _full_width(whole, pieces, readers)
     held = [

@@ -21,7 +21,7 @@ def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[f
     if key.kind in OF_PARAMETERS and any(s.part for s in seen):
         bad = [s for s in bad if s.part]
         if not bad:
-            return None, "elements that the sample leaves out: the norm of all differs"
+            return None, "in elements that the sample leaves out, because the norm of all elements differs"
     where = "" if len(bad) == len(seen) else f" on {_ranks(bad)}"
     if any(not bool(s.here.isfinite().all()) and bool(s.one.isfinite().all()) for s in bad):
         return None, f"not finite{where}"

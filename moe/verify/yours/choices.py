@@ -64,7 +64,7 @@ class Choices(TorchFunctionMode):
         found = samples(one, here, 0)
         if not found.found:
             got = "tokens that the run on one process did not read"
-            raise BadInput("pin", got=got, needed="a part of its batch", fix="record without pin")
+            raise BadInput("pin", got=got, needed="tokens of that run's batch", fix="record without pin")
         self.at = (found.rows[:, None] * found.length + found.cols).flatten()
 
     def leave(self) -> None:
@@ -81,7 +81,8 @@ class Choices(TorchFunctionMode):
         for key in self.given or ():
             if key not in self.replayed and (module := _module_of(key)) in self.entered:
                 got = f"{module or 'the model'}, which chose for other tokens than the run on one process, or not by topk or argmax"
-                raise BadInput("pin", got=got, needed="the same router on this rank's tokens", fix="record without pin")
+                needed = "routers that choose for this rank's tokens by topk or argmax"
+                raise BadInput("pin", got=got, needed=needed, fix="record without pin")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, name = kwargs or {}, getattr(func, "__name__", "")
@@ -123,10 +124,11 @@ class Choices(TorchFunctionMode):
         """Write the stored choices into the folder, and return them. Raises BadInput if no choices are stored, or if micro-batches have
         sequences of different lengths."""
         if len(self.kept) < 2:
-            raise BadInput("pin", got="a step in which no topk or argmax chooses for tokens", needed="a router", fix="record without pin")
+            got, needed = "a step in which no topk or argmax chooses for tokens", "a router that chooses by topk or argmax"
+            raise BadInput("pin", got=got, needed=needed, fix="record without pin")
         if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:
-            got, fix = f"micro-batches of {' and '.join(map(str, sorted(lengths)))} tokens", "pad them to one length"
-            raise BadInput("pin", got=got, needed="sequences of one length in the run on one process", fix=fix)
+            got = f"micro-batches with sequences of {' and '.join(map(str, sorted(lengths)))} tokens"
+            raise BadInput("pin", got=got, needed="sequences of one length on the one process", fix="pad them to one length")
         given = {key: torch.cat(parts) for key, parts in self.kept.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(given, Path(folder) / FILE)

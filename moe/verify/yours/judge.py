@@ -337,7 +337,7 @@ class Comparison:
         terms = [p[0].values.double() / self.scales[r] / reads.count(reads[r]) for r, p in enumerate(local) if p]
         if len(terms) < len(self.ranks) or any(t.shape != whole.values.shape for t in terms):
             return self._refuse(key, "no rank has such a value")
-        self._refuse(key, "only their sum before the reduction is compared: no rank shows the optimizer's gradient")
+        self._refuse(key, "only the sum of the ranks' gradients before the reduction is compared: no rank shows the reduced gradient")
         one, here = whole.values.double(), torch.stack(terms).sum(0)
         return [Seen(0, one, here, None, self.deviation(key.kind, one, here))]
 

@@ -97,8 +97,9 @@ def record(
 def _refuse_infinite(record: Recorded) -> None:
     for key, pieces in record.pieces.items():
         if key.kind in ("gradient", "norm") and not all(bool(p.values.isfinite().all()) for p in pieces):
-            fix = "give record all that the body changes, such as a GradScaler, or record a step with finite gradients"
-            raise BadInput("record", got=f"{key.kind} {key.name}, not finite with sums in another order", needed="a finite one", fix=fix)
+            got = f"a {key.kind} of {key.name} that is not finite if sums are taken in another order"
+            fix = "pass record every object that the loop's body changes, such as a GradScaler, or record a step with finite gradients"
+            raise BadInput("record", got=got, needed=f"a finite {key.kind}", fix=fix)
 
 
 class Step:
@@ -174,7 +175,7 @@ class Step:
             self._until_the_end(parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name)))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:  # called for each micro-batch: the last has the sum, which replaces the value of the first
+        if parameter.grad is not None:  # called after each micro-batch: a later value, which includes the earlier ones, replaces them
             self.record.pieces[Key("local gradient", name)] = []
             self._keep(Key("local gradient", name), parameter.grad)
 

@@ -242,4 +242,4 @@ def test_epochs_of_what_has_none_are_refused(tmp_path: Path, monkeypatch: pytest
     run = trained.recipe(trained.home(tmp_path, monkeypatch), train={"epochs": 2}, data={"source": "given", "path": None})
     samples = {"train": iter([[1, 2, 3]] * 99), "validation": [[1, 2, 3]]}
     (line,) = trained.train(run, tmp_path / "run", own=lambda rank: {"data": samples})
-    assert line.startswith("train.epochs: got 2 with given, needed one source, with a length")
+    assert line.startswith("train.epochs: got 2 with given, needed one source with a length")

@@ -215,7 +215,7 @@ def test_a_token_after_padding_is_refused_on_every_rank() -> None:
         tokens = batch(0).chunk(2)[rank].clone()
         if rank == 1:
             tokens[2, 3] = PADDING
-        with pytest.raises(BadInput, match="padding at the end") as refused:
+        with pytest.raises(BadInput, match="padding only at the end") as refused:
             accumulate(tiny.executor, tokens, shard=tiny.shard, microbatches=1, seed=7, step=0)
         return str(refused.value)
 
