@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers sequences from the ranks' shards
-        self.whole_rows = self.whole_sequences  # likewise, of the encoder's tokens followed by the decoder's
+        self.whole_rows = self.whole_sequences  # gathers rows that have the encoder's tokens, then the decoder's, from the ranks' shards
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
         self.router_spec = router
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # must be made before `hold` removes layers

@@ -193,5 +193,5 @@ class Context:
         return same
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
-        """Return dropout's factors, fp32 [T, width]: 0 with probability p, else 1 / (1 - p)."""
+        """Return dropout's factors, fp32 [T, width], from channel `first` on: 0 with probability p, else 1 / (1 - p)."""
         return (self.uniform(name, width, first=first) >= p).float() / (1 - p)

@@ -35,7 +35,7 @@ TARGETS = {
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Add B and A of rank `lora.rank` to the targets' matrices, before initial values are set. With lora.rank 0, add nothing."""
+    """Add B and A of rank `lora.rank` to the targets' matrices, before initial values are set. With lora.rank 0, add no adapter."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -43,7 +43,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Freeze all parameters except the adapters. Without adapters, freeze nothing."""
+    """Freeze all parameters except the adapters. Without adapters, freeze no parameter."""
     trainable = trained(name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)

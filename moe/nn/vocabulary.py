@@ -169,7 +169,8 @@ class _Embedded16(torch.autograd.Function):
 
 
 def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
-    """Return logits [..., V] in x's dtype. recast: cast the weight again in the backward pass instead of keeping the cast one."""
+    """Return logits [..., V] in x's dtype: x W^T, with the vocabulary's `matrix` W [V, D]. recast: cast the weight again in the backward
+    pass instead of keeping the cast one."""
     others = _others(matrix)
     x = x if others is None else others.enter(x)
     parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, others, recast=recast))
@@ -209,8 +210,8 @@ def summed_loss(
     whole: CrossEntropy = cross_entropy,
     own: OfTokens | None = None,
 ) -> Tensor:
-    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `own`: computes a user's loss
-    instead.
+    """Project x to logits by `matrix`, and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count. `cap`:
+    c in the module's docstring. `own`: computes a user's loss instead.
 
     With one chunk and no tiles, logits are kept for the backward pass, in which the weight is cast again if `recast`. If this rank also
     holds all rows and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and
@@ -244,8 +245,8 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """Return scores [2, N]: log-sum-exp of each token's logits, and its target's logit. The backward pass computes the logits again, chunk
-    by chunk. `product` may contain collectives."""
+    """Return scores [2, N] of one tile: log-sum-exp of each token's logits, and its target's logit. `first`: index of the tile's first row.
+    The backward pass computes the logits again, chunk by chunk. `product` may contain collectives."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)

@@ -42,7 +42,7 @@ def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -
 
 def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> list[int]:
     """Return the indices of the stages that read a parameter: one for most parameters; two for an embedding that the last stage also reads;
-    several for a position bias that all layers of the encoder or decoder share."""
+    several for a position bias that all layers of the encoder or decoder share. parts: layers of each stage, in the stages' order."""
     words, shared, begins = name.split("."), model.config.ends_read_embedding, model.config.decoder_begins
 
     def reads(part: StageLayers) -> bool:

@@ -235,7 +235,7 @@ class Router(nn.Module):
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None = None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
         """Select experts, and keep the choices that get a slot, by scores and logits [T, E] fp32. `shards`: the ranks that hold other
-        tokens of these groups; None: the groups are whole."""
+        tokens of these groups; None: the groups are whole. `sequence_tokens`: tokens of a sequence."""
         spec = self.spec
         num_groups, slots = self._groups(len(logits_TE) if shards is None else shards.total, sequence_tokens)
         preferred_TE, own = self._preferred(scores_TE, logits_TE, context), (self.kernels, self.name, self._given(context), self.table_VK)
@@ -315,7 +315,7 @@ class Router(nn.Module):
         return None if valid_T1 is None else valid_T1.expand_as(expert_TK).contiguous()
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
-        """Return each choice's priority for a slot [T, K], or None if queue order alone decides."""
+        """Return each choice's priority for a slot [T, K], or None if only the order in the queue decides."""
         spec = self.spec
         if spec.drop == "random" and self.training:
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
@@ -326,7 +326,8 @@ class Router(nn.Module):
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _groups(self, tokens: int, sequence_tokens: int | None) -> tuple[int, int | None]:
-        """Return (number of groups, number of slots of an expert in each group; None: no limit)."""
+        """Return (number of groups, number of slots of an expert in each group; None: no limit), for sequences of `sequence_tokens`
+        tokens."""
         num_groups = self._num_groups(tokens, sequence_tokens)
         return num_groups, slots_of(self.spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
 

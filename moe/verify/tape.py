@@ -87,8 +87,8 @@ def plain(tape: Tape) -> dict[str, Any]:
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
-    """Merge the tapes of all ranks (as `plain` returns them) into one: joins outputs by token, and sums tensors of parameters, which are
-    zero outside a rank's part."""
+    """Merge the tapes of all ranks (each as returned by `plain`) into one. Outputs are joined by token. Tensors of parameters, which are
+    zero outside a rank's part, are summed."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:

@@ -124,7 +124,7 @@ def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
 @triton.jit
 def place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
     """Return the offset of a tile's corner, each element's 32-bit offset from the corner (64 bits would cost registers), and a mask of the
-    elements inside the matrix and before `end`."""
+    elements inside the matrix and before row `end`. begin: the tile's first row. width: columns of the matrix."""
     corner = begin.to(tl.int64) * width
     mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN

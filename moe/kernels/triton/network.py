@@ -61,7 +61,8 @@ class Rows:
 
 
 def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None, in_order: InOrder = None) -> Rows:
-    """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
+    """Return Rows, with the tile map made on the GPU. rows: number of rows. The host does not wait for the counts of each expert's rows: it
+    uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
     ends, tiles = counts_E.new_empty(num_experts + 1, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
@@ -90,7 +91,8 @@ def _constants(activation: Activation) -> dict[str, Any]:
 
 
 def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return H, G and A, all [R, F]. G is None without a gate. keep: False if no backward pass follows; H and G are then None."""
+    """Return H, G and A, all [R, F]. G is None without a gate. scale_RF: dropout's factors on A. keep: False if no backward pass follows; H
+    and G are then None."""
     w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
@@ -235,12 +237,12 @@ def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor,
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """Return the weight in the rows' dtype, contiguous and aligned: cast once per product, not once per tile."""
+    """Return the weight in the dtype of the rows `like`, contiguous and aligned. So it is cast once per product, not once per tile."""
     return _aligned(weight.to(like.dtype).contiguous(), 2)
 
 
 def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return w1 and w3, both cast as by `_cast`, but by one kernel."""
+    """Return w1 and w3 with the result of `_cast`, but computed by one kernel."""
     if w3 is None or w1.dtype == like.dtype:
         return _cast(w1, like), None if w3 is None else _cast(w3, like)
     w1, w3 = w1.contiguous(), w3.contiguous()

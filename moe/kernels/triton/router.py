@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # T tokens, E experts, W = max(E, 4), K choices of a token (the argument `choices`), G groups, B blocks of a group's tokens
 
 _PROGRAMS = 256  # programs of `choose`, about two for each multiprocessor; `finish` reads the sums of each
-_TINY = 1e-20  # least sum of a token's scores, as in moe/router/scores.py
+_TINY = 1e-20  # least sum of a token's scores; moe/router/scores.py has the same value
 _LEAST = torch.finfo(torch.float32).tiny  # smaller probabilities are raised to this value before their logarithm
 _ELEMENTS = 1024  # elements of each tensor in a block: 8 for each thread
 TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)

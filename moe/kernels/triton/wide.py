@@ -7,7 +7,7 @@ w2 to w - w0 - w1. A product of two bf16 numbers is exact in fp32, and tensor co
     dW = dy^T x   likewise with three parts of dy           exact products; sums of chunks of tokens, then of chunks, in a fixed order
     dx = dy W     products dy_i w_j with i + j <= 2 (six)   the other three are below 2^-23 of |dy| |W|
 
-So y and dW differ from products in fp32 by the order of sums alone. Kernels read x once and make no fp32 copy of it.
+So y and dW differ from products in fp32 only in the order of sums. Kernels read x once and make no fp32 copy of it.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def one_by_one(
 
 
 def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
-    """Return the factor s_k on each choice's gate in training, fp32 [T, K]: 1 or LEAST, drawn with the uniform random numbers."""
+    """Return the factor s_k on each choice's gate in training, fp32 [T, K]: 1 for the best expert (best_TK), else 1 or LEAST, drawn with
+    the uniform random numbers."""
     import torch
 
     return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)

@@ -73,7 +73,8 @@ def _flag(job: Job, asked: Callable[[], bool]) -> Tensor:
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """Make all steps until the pipeline is next drained: for an evaluation, a save, a multiple of `drain_every`, or the end of training."""
+    """Make all steps until the pipeline is next drained: for an evaluation, a save, a multiple of `drain_every`, or the end of training.
+    asked: returns whether this rank is asked to stop."""
     run, counters, schedules = job.run, job.counters, job.training.schedules
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)

@@ -33,8 +33,9 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """State of a run that a callback can read. step: number of steps made, out of `steps`. record: see `Callback`. model: this rank's shard
-    or copy of the model (a change of parameters must be made on every rank that has a copy). asked: reasons given to `stop`."""
+    """State of a run that a callback can read. step: number of steps made, out of `steps`. record: values of the event; `Callback` names
+    them for each method. model: this rank's shard or copy of the model (a change of parameters must be made on every rank that has a copy).
+    asked: reasons given to `stop`."""
 
     run: Run
     step: int

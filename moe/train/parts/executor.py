@@ -1,7 +1,7 @@
 """Runs a batch's forward and backward passes, on a whole model (`Single`) or over pipeline stages (`Pipelined`), with the same calls.
 
     executor.run(passes, each)        forward and backward passes of a batch; then the engine has the gradients, summed over ranks
-    executor.forward(passes, each)    forward passes alone, without gradient
+    executor.forward(passes, each)    only forward passes, without gradient
 
 passes: this rank's micro-batches. `each(number of the micro-batch, Output)` is called after every forward pass on this rank; on the last
 stage it returns the loss, from which the backward pass starts. A stage's forward pass reads tokens, or the previous stage's output.

@@ -20,8 +20,8 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """Call the user's function `name` (module:name) and return its share of lr. Raises BadInput if the function raises an error, or if the
-    share is negative or not a finite number."""
+    """Return the share of lr that the user's function `name` (module:name) returns. update, total: the updates of the warmup are not
+    counted. Raises BadInput if the function raises an error, or if the share is negative or not a finite number."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)

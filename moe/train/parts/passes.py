@@ -74,7 +74,7 @@ def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
     """Return one Pass for each micro-batch, in order. parts: the micro-batches' tokens, each int64 [B, shard.shape[1]]. tokens: from
-    `count_tokens`."""
+    `count_tokens`. loss_scale: multiplies the auxiliary losses."""
     passes, first = [], 0
     for part in parts:
         read_BL, targets_BL, valid_BL = shard.inputs(part), shard.targets(part), None

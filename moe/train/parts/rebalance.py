@@ -135,8 +135,8 @@ def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
-    """Return (layer -> placement, layer -> load) from a checkpoint. experts: layer -> number of experts. Raises BadInput for values that
-    no run can have."""
+    """Return (layer -> placement, layer -> load) from a checkpoint's `state`. experts: layer -> number of experts. Raises BadInput, with
+    `where` as the name of the state, for values that no run can have."""
     try:
         placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
         right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())

@@ -233,8 +233,8 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Encode a matrix into quantised blocks. Raises BadInput if they cannot hold its values exactly. less: the value of lora.base, with
-    fewer quantised matrices or none, that the error's fix names."""
+    """Encode a matrix as number `number` of the quantised blocks. Raises BadInput if they cannot hold its values exactly. where: name of
+    the matrix in errors. less: the value of lora.base, with fewer quantised matrices or none, that the error's fix names."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
@@ -284,8 +284,8 @@ def check_values(tensor: Tensor, what: str, *, squares: bool = False) -> None:
 
 
 def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
-    """Load K-FAC's Kronecker factors and their inverses. If some are missing, as after training with AdamW, log that they will be
-    computed."""
+    """Load K-FAC's Kronecker factors and their inverses. updates: number of updates that the run has made. If some factors are missing, as
+    after training with AdamW, log that they will be computed."""
 
     def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
         full, kind = global_name(name), FACTOR.format(kind)

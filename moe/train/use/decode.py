@@ -35,8 +35,8 @@ Reads = Callable[[Tensor, int], Tensor]
 
 
 def start_of(length: int, max_length: int) -> int:
-    """Return `start` (see `Reads`) for a text of `length` tokens: how many of its first tokens the model no longer reads. `start` grows by
-    half a context at a time, so that a cache is rarely filled anew."""
+    """Return `start`: how many of the first tokens of a text of `length` tokens the model no longer reads. It reads at most `max_length`
+    tokens. `start` grows by half a context at a time, so that a cache is rarely filled anew."""
     half = max(1, max_length // 2)
     return max(0, -(-(length - max_length) // half) * half)
 

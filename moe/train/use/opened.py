@@ -68,7 +68,8 @@ def open(folder: str | Path, *, step: int | None = None) -> Opened:
 
 
 def _check_tokens(model: Transformer, words: tuple[Tensor, ...], named: Mapping[str, Tensor], *, vocab_size: int) -> None:
-    """Raise BadInput for a batch without tokens, and for a token id that the model does not have."""
+    """Raise BadInput for a batch without tokens, and for a token id that the model does not have. words, named: positional and keyword
+    arguments of the model's call."""
     tokens_BL = words[0] if words else named["tokens_BL"]
     if not tokens_BL.numel():
         needed, fix = "[B, L] with a token or more", "begin with run.tokenizer.beginning(text)"

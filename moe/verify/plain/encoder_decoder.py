@@ -27,7 +27,8 @@ from moe.verify.plain.router import Tokens, wide
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run the batch of a step, int64 [B, source + target + 1], through the model in training. The encoder reads the source columns."""
+    """Run the batch of a step, int64 [B, source + target + 1], through the model in training. The encoder reads the source columns.
+    note(name, output): called with each module's output, as in moe/verify/plain/model.py."""
     model = run.model
     read, total = model.max_length, model.read_length
     layers: dict[str, Layer] = {}
@@ -122,8 +123,8 @@ def attention(
     cast: Rounding,
     same: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: see `buckets`.
-    same: bool [B, L, S], whether a query may attend to a key; None: to all keys."""
+    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: added to the
+    scores of each of the 32 `buckets`. same: bool [B, L, S], whether a query may attend to a key; None: to all keys."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

@@ -99,7 +99,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, 
 
 def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, run: Run, cast: Cast) -> Tensor:
     """The layer's output [T, D]: the sum over experts of gate * expert(x), or of expert(gate * x) if gate_on is input. It is summed in fp32
-    at least."""
+    at least. kept: for each token, the experts in which it has a slot."""
     y, experts, scale = gates.new_zeros(x.shape), run.experts, None
     zeros = gates.shape[1] - experts.zero  # index of the first zero expert
     skips = zeros - experts.skip  # index of the first skip expert
@@ -186,8 +186,8 @@ def _uneven(loads: Tensor) -> Tensor:
 
 
 def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
-    """For one token, the probability [E] that it chooses each expert if only this expert's noise is drawn again. sizes [E]: std of the
-    noise."""
+    """For one token, the probability [E] that it chooses each expert if only this expert's noise is drawn again. logits [E]: without noise;
+    noisy [E]: with noise; sizes [E]: std of the noise."""
     found = []
     for expert in range(len(logits)):
         others = [noisy[e] for e in range(len(logits)) if e != expert]

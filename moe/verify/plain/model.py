@@ -77,7 +77,7 @@ class Passed:
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
-    """Run the batch of a step, int64 [B, L + 1], through the model in training. note: see `Note`."""
+    """Run the batch of a step, int64 [B, L + 1], through the model in training. note(name, output): called with each module's output."""
     model = run.model
     inputs, targets = batch[:, :-1], batch[:, 1:]
     length, ids = inputs.shape[1], ids_of(inputs).flatten()

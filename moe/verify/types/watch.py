@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):
 
     def _routed(self, key: str, router: Router, args: Any, kwargs: Any, out: Routing) -> Routing:
         """Note the choices of a pass. Return the routing with a view of the probabilities. Only the balance loss reads this view, so a hook
-        on it gets the gradient of that loss alone."""
+        on it gets only this loss's gradient."""
         context, step = kwargs["context"], len(self.seen.flows) - 1
         valid_T = torch.ones(len(out.expert_TK), dtype=torch.bool) if out.valid_T is None else out.valid_T
         of_tokens = [context.position_T, valid_T, out.expert_TK, out.kept_TK]

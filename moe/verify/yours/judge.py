@@ -57,7 +57,7 @@ class Comparison:
         return Comparison(one.ranks[0], ranks, one.rounded, shifts=all_shifts)
 
     def run(self, explain: Callable[[Comparison, Key, list[Seen], float], tuple[float | None, str]]) -> None:
-        """Compare every value. explain: as in causes.py, returns the factor and the cause of a deviation."""
+        """Compare every value. explain(comparison, key, seen, bound): returns the factor and the cause of a deviation, as in causes.py."""
         noise = 0.0
         for number, key in enumerate(self.order):
             mine, exact = self._noise(key), not self._whole(key)[0].dtype.startswith(("float", "bfloat"))
@@ -260,7 +260,7 @@ class Comparison:
         if unread and key == self._first:
             return f"samples {sorted(unread)[:8]} of the batch are read by no rank"
         if not seen:
-            return "wrong slice: no rank holds it, as ranks hold others twice"
+            return "wrong slice: no rank holds it, because ranks hold other slices twice"
         held = [s.part.maps for s in seen if s.part] if key.kind == "weight" else []
         for dim, size in enumerate(self._whole(key)[0].shape if held else ()):
             have = torch.cat([maps[dim] for maps in held]).unique()
