@@ -256,7 +256,7 @@ class Transformer(nn.Module):
         self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, part: StageLayers
     ) -> tuple[Tensor, Reports, Context]:
         """Return (hidden states, reports, context of the decoder's tokens). Hidden states are the decoder's; on a stage before the last,
-        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states."""
+        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states. `part`: this stage's layers."""
         begins, sentinels = self.config.decoder_begins, self.vocab_size - self.config.spans.num_spans
         if self.config.document_mask:
             read, written = context.halves_with_documents(self._separator, sentinels, self._whole_inner_sequences)
@@ -335,7 +335,8 @@ def _through(
 
 
 def _dropped(within: Block | Transformer, x_BLD: Tensor, place: str, context: Context) -> Tensor:
-    """Apply dropout, in training, to this rank's shard of activations between layers."""
+    """Apply the dropout of `within`, in training, to this rank's shard of activations between layers. `place`: name of the activations, on
+    which the random numbers depend."""
     if not (within.training and within.dropout):
         return x_BLD
     if within.columns is not None:

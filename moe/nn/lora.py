@@ -119,8 +119,8 @@ class _Widened(torch.autograd.Function):
 def grouped_product(
     rows_RI: Tensor, weight_EIO: Tensor | Blocks, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
 ) -> Tensor:
-    """Return rows (W + s first second) in the rows' dtype, for frozen matrices of experts. The rows are sorted by expert, counts[e] of
-    expert e."""
+    """Return rows (W + scale first second) in the rows' dtype, for frozen matrices W of experts. The rows are sorted by expert;
+    expert e has counts[e] rows."""
     out: Tensor = _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
     return out
 

@@ -112,7 +112,7 @@ def _kept_by_rotations(rope: sections.Rope, rate_C: Tensor) -> Tensor:
 
 def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
     """Return for each channel pair the weight w in its new rate w * rate + (1 - w) * rate / factor: 1 up to the pair with `high` rotations
-    in trained_length, 0 from the pair with `low` rotations on, and between them linear in the pair's index."""
+    in trained_length, 0 from the pair with `low` rotations on, and between them linear in the pair's index. half: number of pairs."""
 
     def pair_with(rotations: float) -> float:  # index of the pair with this number of rotations, not rounded
         return half * math.log(rope.length / (rotations * 2 * math.pi)) / math.log(rope.base)

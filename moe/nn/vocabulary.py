@@ -114,7 +114,7 @@ def _others(matrix: Matrix) -> Others | None:
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
-    """Return use(x, index of the first row, rows) of each tile."""
+    """Return use(x, index of the first row, rows) of each tile of the matrix."""
     if isinstance(matrix, Tensor):
         return [use(x, 0, matrix)]
     if isinstance(matrix, Rows):

@@ -92,8 +92,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
 
 
 def _in_blocks(model: Transformer, layouts: dict[str, Layout], lora: Lora, form: Form, device: torch.device) -> dict[str, Layout]:
-    """Replace frozen matrices of the kinds `lora.blocks_of` by quantised blocks (moe/nn/blocks.py). Return the layouts of the remaining
-    parameters, which engines manage."""
+    """Replace frozen matrices of the kinds `lora.blocks_of` by quantised blocks of the format `form` (moe/nn/blocks.py). Return the layouts
+    of the remaining parameters, which engines manage."""
     left, patterns = dict(layouts), [TARGETS[kind] for kind in lora.blocks_of]
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):

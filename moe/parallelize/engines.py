@@ -248,7 +248,8 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
     """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> the parameters that it gathers together. Parameters that are
-    sharded over other ranks than the first of these parameters form separate units, one for each module."""
+    sharded over other ranks than the first of these parameters form separate units, one for each module. `ranks_of(name)`: the ranks over
+    which a parameter is sharded."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

@@ -61,7 +61,7 @@ def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[st
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Return stage index -> names of this rank's parameters that only this stage reads, in the model's order."""
+    """Return stage index -> names of this rank's parameters that only this stage reads, in the model's order. parts: the stages' layers."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
