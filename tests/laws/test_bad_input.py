@@ -628,6 +628,10 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--model.document_mask true --model.document_separator 256", "model.document_separator: got 256", "255"),
     (T + "--model.document_separator 0", "model.document_separator: got 0 with model.document_mask=false", "document_mask to true"),
     (T + "--data.tokenizer bpe --data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
+    (T + "--data.path gone.txt", "data.path: got gone.txt, a link to nowhere.txt, which is not there", "check the spelling"),
+    (T + "--data.path pipe", "data.path: got pipe, no regular file, needed a file or folder", "write the text into a file first"),
+    (T + "--data.path https://a.b/c.txt", "data.path: got https://a.b/c.txt, needed a file or folder that exists", "download it"),
+    (T + "--data.source files", "data.source: got 'files', needed python_stdlib, text, jsonl", "did you mean text?"),
     (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
 ]
 
@@ -661,6 +665,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).write_text(text)
     (path / "empty_folder").mkdir()
     os.mkfifo(path / "pipe")
+    (path / "gone.txt").symlink_to("nowhere.txt")
     return path
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.checks.begins import no_base
+from moe.checks.begins import another_run, no_base
 from moe.model.names import depth_ahead, global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapted, pair_of
@@ -40,7 +40,7 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
-        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix=another_run(run_dir))
     return path
 
 
