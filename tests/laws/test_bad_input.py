@@ -235,6 +235,7 @@ CASES: list[tuple[str, str, str]] = [
     ("show unknown_section.yaml", "modle: got a section that does not exist", "did you mean model?"),
     ("show unknown_key.yaml", "model.d_fff: got a key that does not exist", "did you mean model.d_ff?"),
     ("show top_level_key.yaml", "d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    ("train SWITCH_TINY", "recipe: got SWITCH_TINY, needed a YAML file", "did you mean switch_tiny?"),
     ("show dotted.yaml", "train.steps in dotted.yaml: got a key outside its section", "write train: {steps: 3}"),
     ("show tab.yaml", "recipe tab.yaml, line 3: got a tab or another character that begins no value", "mend that line"),
     ("show nothing.yaml", "recipe nothing.yaml: got an empty file", "extends: dense_tiny"),
