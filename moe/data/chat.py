@@ -85,7 +85,7 @@ class InChats(Tokenizer):
 def file_of(path: str) -> Path:
     """Return the path of a file of chats. Raises BadInput if it is not a file with the ending .jsonl, .jsonl.gz or .jsonl.zst."""
     file = user_path(path, what="data.path")
-    if not file.is_file() or not formats.unpacked_name(file.name).endswith(".jsonl"):
+    if not file.is_file() or not formats.is_jsonl(file.name):
         raise BadInput("data.path", got=path, needed="a file *.jsonl of chats", fix="write one chat a line, as JSON")
     return file
 

@@ -66,7 +66,7 @@ class Corpus:
     chosen: bool = False
 
     def by_lines(self, name: str) -> bool:
-        return self.source == "jsonl" or (self.source == "mixed" and formats.unpacked_name(name).endswith(".jsonl"))
+        return self.source == "jsonl" or (self.source == "mixed" and formats.is_jsonl(name))
 
     def by_rows(self, name: str) -> bool:
         return self.source == "mixed" and formats.is_table(name)
@@ -116,7 +116,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         if not names and (locked := next((remark for remark in left_out if remark.why == UNREADABLE), None)):
             raise unreadable(path / locked.name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         names = names if data.source == "text" else formats.saved_files(path, names)
-    lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
+    lines = [name for name in names if formats.is_jsonl(name)]
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found
@@ -203,7 +203,7 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else None
+        problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else decoded(line)[1]
         got = problem or "a line that cannot be decoded"
         raise BadInput(where, got=got, needed="one JSON object", fix="mend or remove that line") from None
     key = text_key.name

@@ -59,12 +59,11 @@ def empty(out: Path, token: str = "") -> Path:
 def removed(out: Path, token: str) -> Iterator[Path]:
     """Make the status folder for the launch `token`, yield its path, and remove it at the end, also from a run's folder that was renamed
     meanwhile. Raises BadInput as `empty` does."""
-    folder = empty(out, token)
     opened = os.open(out, os.O_RDONLY)
     try:
-        yield folder
+        yield empty(out, token)
     finally:
-        delete(folder, token)
+        delete(out / NAME, token)
         delete(Path(f"/proc/self/fd/{opened}", NAME), token)  # Linux: the folder itself, under any name
         os.close(opened)
 

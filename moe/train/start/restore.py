@@ -66,6 +66,16 @@ def described(base: Reader) -> dict[str, str]:
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
 
 
+def moved_base(found: Reader, given: Path | None) -> Path | None:
+    """Return the folder to which the base of the adapters `found` was moved, if `given` (--init_from) is this checkpoint, or the run that
+    it is in; else None."""
+    if given is None or (given / "manifest.json").is_file():
+        return given
+    there = Path((found.state.get(WHERE) or {}).get("path", ""))
+    within = given / "checkpoints" / there.name
+    return within if (within / "manifest.json").is_file() and not (there / "manifest.json").is_file() else None
+
+
 def base_of(found: Reader, moved: Path | None = None) -> Reader:
     """Return a reader of the base model of a checkpoint of adapters. moved: folder to which the base was moved. Raises BadInput."""
     said = found.state.get(WHERE)
