@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if error.filename is None:  # print has failed, and Python would print the rest again at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        bad = BadInput(error.filename or "output", got=error.strerror, needed="a disk with room for it", fix="free space")
-        print(f"error: {bad}", file=sys.stderr, flush=True)
+        full = BadInput(error.filename or "output", got=error.strerror, needed="a disk with room for it", fix="free space")
+        print(f"error: {full}", file=sys.stderr, flush=True)
         return exit_codes.BAD_INPUT
 
 
