@@ -23,7 +23,7 @@ import yaml
 from moe.launch import exit_codes
 from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
 from parallel.errors import BadInput, counted, some
-from parallel.store.files import check_writable, read_text, write_text
+from parallel.store.files import check_writable, read_text, reason, write_text
 
 # name of a program -> key of `inside.times`
 KINDS = {
@@ -193,7 +193,9 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(path.name, got=f"a file that cannot be read ({error})", needed="text in UTF-8", fix="write it again") from None
+            raise BadInput(
+                path.name, got=f"a file that cannot be read ({reason(error)})", needed="text in UTF-8", fix="write it again"
+            ) from None
         one = read(text, kind=kind, what=path.name)
         key = kind, one.ranks, one.nodes
         found[key] = found[key].slower(one) if key in found else one

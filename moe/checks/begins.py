@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 from moe.recipe.sections import Data, Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, did_you_mean, some
 
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a run's folder has a checkpoint. The ranks check later whether it is complete."""
     return any((folder / "checkpoints").glob("step-*/manifest.json"))
+
+
+def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "train first: moe train switch_tiny") -> str:
+    """Return the fix for a folder `named`, which is not a run's folder: the run that it is in, or the runs in it, next to it or in runs/.
+    holds: what the folder of a run contains. otherwise: the fix if no run is found."""
+    near = next((str(parent) for parent in named.absolute().parents[:2] if (parent / holds).exists()), None)
+    found: list[str] = []
+    for folder in () if near else (named, named.parent, Path("runs")):
+        with contextlib.suppress(OSError):
+            found = sorted(str(path) for path in folder.iterdir() if (path / holds).exists())
+        if found:
+            near = None if folder == named else did_you_mean(str(named), found) or did_you_mean(f"runs/{named}", found)
+            break
+    if near:
+        return f"did you mean {near}?"
+    return f"one of {some(found, rest=f'ls {Path(found[0]).parent}')}" if found else otherwise
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
@@ -21,13 +39,24 @@ def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> No
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
-    if source is None and run.data.source == "chat":
-        _check_chats(run.data)
     if source is not None and not (source / "manifest.json").is_file() and not has_checkpoint(source):
         raise no_checkpoint(source)
+    if run.data.source == "chat" and not (source and _has_template(source)):
+        check_chats(run.data)
 
 
-def _check_chats(data: Data) -> None:
+def _has_template(source: Path) -> bool:
+    """Return whether a run or checkpoint has a chat template. Also return True if it cannot be read, which the ranks report."""
+    files = [source / "manifest.json", *source.glob("checkpoints/step-*/manifest.json")]
+    try:
+        described = json.loads(next(file for file in files if file.is_file()).read_bytes())["state"]["tokenizer"]
+        return "template" in (described.get("chat") or {})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return True
+
+
+def check_chats(data: Data) -> None:
+    """For a model without a chat template: raise BadInput if the recipe's chats need one, and it names none."""
     from moe.data.chat import check_readable
 
     given = [(source.path, source.text_key or data.text_key) for source in data.sources]
@@ -52,5 +81,6 @@ def no_base(rank: int) -> BadInput:
 
 def no_checkpoint(source: Path) -> BadInput:
     """Return the error for a folder of --init_from without a checkpoint."""
-    needed, fix = "a run that saved one, or a checkpoint's folder", "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
+    needed, otherwise = "a run that saved one, or a checkpoint's folder", "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
+    fix = another_run(source, otherwise=otherwise)
     return BadInput("--init_from", got=f"{source}, which has no checkpoint", needed=needed, fix=fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 from moe.checks.clash import check_others, clash
 from moe.checks.frozen import check_freeze, check_lora
@@ -210,15 +211,28 @@ def _check_given(d: Data) -> None:
 def _check_path(key: str, given: str) -> None:
     path = user_path(given, what=key)
     if not path.exists():
-        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
+        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if os.path.exists(p)] if path.parent.is_dir() else [])
         advice = guess(str(path.parent / near)) if near else "check the spelling and the folder you are in"
-        raise BadInput(key, got=given, needed="a file or folder that exists", fix=advice)
+        advice = "download it, and name the file" if "://" in given else advice
+        got = f"{given}, a link to {os.readlink(path)}, which is not there" if path.is_symlink() else given
+        raise BadInput(key, got=got, needed="a file or folder that exists", fix=advice)
+    if not path.is_file() and not path.is_dir():
+        raise BadInput(key, got=f"{given}, no regular file", needed="a file or folder", fix="write the text into a file first")
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         needed, fix = "a file or folder that can be read", f"chmod -R u+rX {given}, or ask its owner"
         raise BadInput(key, got=f"{given}: Permission denied", needed=needed, fix=fix)
-    empty = path.stat().st_size == 0 if path.is_file() else not any(p.is_file() and p.stat().st_size for p in path.rglob("*"))
-    if empty:
+    if path.stat().st_size == 0 if path.is_file() else _is_empty(path):
         raise BadInput(key, got=f"{given}, which is empty", needed="text", fix="name a file or folder that holds text")
+
+
+def _is_empty(root: Path) -> bool:
+    """Return whether no file in a folder, or in the folders in it, has a byte. A folder that this user may not look into may have some."""
+    locked: list[OSError] = []
+    for folder, _, files in os.walk(root, onerror=locked.append):
+        paths = [os.path.join(folder, name) for name in files]
+        if not os.access(folder, os.X_OK) or any(os.path.isfile(path) and os.path.getsize(path) for path in paths):
+            return False
+    return not locked
 
 
 def _check_replicas(run: Run, sequences: int) -> None:

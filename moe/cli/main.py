@@ -7,6 +7,7 @@ Wrong input is one line on stderr and exit code 2, before anything heavy is impo
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -65,10 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `moe show switch_tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return exit_codes.DONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        if error.filename is None:  # print has failed, and Python would print the rest again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        full = BadInput(error.filename or "output", got=error.strerror, needed="a disk with room for it", fix="free space")
+        print(f"error: {full}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_INPUT
 
 
 def _run(words: list[str]) -> int:
     _check_printable(words)
+    _check_folder()
     if not words or words[0] in ("-h", "--help"):
         print_verbs(benches=bench_names())
         return exit_codes.DONE
@@ -115,6 +125,14 @@ def _check_printable(words: list[str]) -> None:
         if not (word.encode(errors="replace").decode() == word if is_prompt else harmless(word)):
             needed, fix = "words without control characters, in UTF-8", "rename the file, or leave these characters out"
             raise BadInput("the command line", got=repr(word), needed=needed, fix=fix)
+
+
+def _check_folder() -> None:
+    """Raise BadInput if the working folder was removed: torch's libraries would end this process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise BadInput("working folder", got="one that was removed", needed="a folder that exists", fix="cd to another one") from None
 
 
 def _refuse_verb(verb: str) -> None:

@@ -49,6 +49,7 @@ from parallel.numerics.precision import LossScale
 from parallel.process.process import World
 from parallel.store import checkpoint
 from parallel.store.checkpoint import verify
+from parallel.store.files import reason
 from parallel.store.lock import alone_in
 
 RECENT = 100  # number of training steps, the last before the checkpoint, over which an expert's load is averaged
@@ -74,7 +75,9 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise BadInput("--load", got=f"{source} ({error})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="mend the file") from None
+            raise BadInput(
+                "--load", got=f"{source} ({reason(error)})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="mend the file"
+            ) from None
     else:
         lines = [line for line in metrics.read(source) if line.get("kind") == "train" and line["step"] <= step][-RECENT:]
         found = {}
@@ -199,7 +202,7 @@ def main(
 
 def _check_new(out: Path) -> None:
     if checkpoint.numbered(out / "checkpoints"):
-        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix=f"choose another folder, or remove {out}")
+        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix="choose another folder")
 
 
 def report_lines(conversion: Conversion, source: Path, out: Path) -> list[str]:

@@ -8,6 +8,8 @@ predicted.
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
     {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, in one sequence (for a train.loss that compares them)
 
+A content may also be a list of {"type": "text", "text": "..."}, which are joined. An assistant's message with "weight": 0 is not predicted.
+
 A chat is one sample. A sample that is longer than a sequence is cut at the end. A chat without a predicted token is left out; the log
 says how many. With this project's own tokenizers (bytes, bpe), no template can write the id that ends a text. So the sample ends after the
 assistant's last message, and this id is appended. moe/data/chats.py stores the samples and packs them.
@@ -31,10 +33,12 @@ from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
-from parallel.store.files import read_text, user_path
+from parallel.store.files import read_text, reason, user_path
 
 # value of "from" -> role
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
+_WEIGHT = "weight 1, or 0 for an assistant's message that is not predicted"
+_OTHER_WEIGHTS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask")  # other programs' keys for weight
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -81,7 +85,7 @@ class InChats(Tokenizer):
 def file_of(path: str) -> Path:
     """Return the path of a file of chats. Raises BadInput if it is not a file with the ending .jsonl, .jsonl.gz or .jsonl.zst."""
     file = user_path(path, what="data.path")
-    if not file.is_file() or not formats.unpacked_name(file.name).endswith(".jsonl"):
+    if not file.is_file() or not formats.is_jsonl(file.name):
         raise BadInput("data.path", got=path, needed="a file *.jsonl of chats", fix="write one chat a line, as JSON")
     return file
 
@@ -153,7 +157,7 @@ def with_template(tokenizer: Tokenizer, given: str | None) -> Tokenizer:
     try:
         text = read_text(user_path(given, what="data.chat_template"))
     except (OSError, ValueError) as error:
-        raise BadInput("data.chat_template", got=f"{given}: {error}", needed="a Jinja file", fix="check the path") from None
+        raise BadInput("data.chat_template", got=f"{given}: {reason(error)}", needed="a Jinja file", fix="check the path") from None
     kept = {name: value for name, value in (tokenizer.chat or {}).items() if name != "tool_use"}
     return load(tokenizer.describe() | {"chat": kept | {"template": text}})
 
@@ -224,10 +228,21 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
     """Return the text of the messages `first` and `after`. Predicted: the assistant's messages in `after`, or in `first` if `after` is
     []."""
     text, spans = template.marked([*first, *after], tools=tools)
+    spans = _weighted(spans, [message for message in (*first, *after) if message["role"] == ASSISTANT], template)
     before = template.render(first, tools=tools) if after else ""
     if not text.startswith(before):
         raise template.unmarked("the template renders a prompt differently when its completion follows")
     return Text(text, [span for span in spans if span[0] >= len(before)])
+
+
+def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTemplate) -> list[Span]:
+    """Return the spans without those of the assistant's messages (`answers`) of weight 0. Raises BadInput if a message has no single
+    span."""
+    if all(answer.get("weight", 1) for answer in answers):
+        return spans
+    if len(spans) != len(answers):
+        raise template.unmarked(f"{counted(len(spans), 'part')} to train on in {counted(len(answers), 'answer')}, one of weight 0")
+    return [span for span, answer in zip(spans, answers, strict=True) if answer.get("weight", 1)]
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
@@ -245,7 +260,13 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
         found["role"] = _ROLES[message["from"]]
     if not isinstance(found.get("role"), str):
         raise BadInput(where, got=f"a message with {', '.join(message)}", needed="role and content", fix="mend this line")
+    if other := next((key for key in _OTHER_WEIGHTS if key in found), None):
+        raise BadInput(where, got=f"a message with {other}", needed=_WEIGHT, fix=f"write weight instead of {other}")
+    if found.get("weight", 1) not in (0, 1):
+        raise BadInput(where, got=f"a message of weight {found['weight']!r}", needed=_WEIGHT, fix="mend this line")
     content = found.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = found["content"] = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and found.get("tool_calls")):
         wrong = "is missing" if content is None else f"has the type {type(content).__name__}"
         got = f"a message of {found['role']} whose content {wrong}"

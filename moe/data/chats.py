@@ -35,7 +35,7 @@ from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 from parallel.store.files import replace_file
 
-_FORMAT = 2  # version of these files and of the encoding of chats; part of the key
+_FORMAT = 3  # version of these files and of the encoding of chats; part of the key
 
 
 @dataclass(frozen=True)

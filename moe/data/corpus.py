@@ -25,7 +25,21 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moe.data import formats
-from moe.data.remarks import AS_TEXT, LINK, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Kinds, Remark, check_kinds, decoded, raw
+from moe.data.remarks import (
+    AS_TEXT,
+    DANGLING,
+    LINK,
+    LINKED,
+    NO_FILE,
+    NO_TEXT,
+    SKIPPED,
+    UNREADABLE,
+    Kinds,
+    Remark,
+    check_kinds,
+    decoded,
+    raw,
+)
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
 from parallel.fixes import Fix, Set
@@ -52,7 +66,7 @@ class Corpus:
     chosen: bool = False
 
     def by_lines(self, name: str) -> bool:
-        return self.source == "jsonl" or (self.source == "mixed" and formats.unpacked_name(name).endswith(".jsonl"))
+        return self.source == "jsonl" or (self.source == "mixed" and formats.is_jsonl(name))
 
     def by_rows(self, name: str) -> bool:
         return self.source == "mixed" and formats.is_table(name)
@@ -102,7 +116,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         if not names and (locked := next((remark for remark in left_out if remark.why == UNREADABLE), None)):
             raise unreadable(path / locked.name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         names = names if data.source == "text" else formats.saved_files(path, names)
-    lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
+    lines = [name for name in names if formats.is_jsonl(name)]
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found
@@ -128,7 +142,8 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
     """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders,
-    which may form circles, and files and folders without read permission. Raises BadInput if the folder is not readable."""
+    which may form circles, links to nothing, pipes, and files and folders without read permission. Raises BadInput if the folder is not
+    readable."""
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -144,11 +159,21 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
         folders[:] = filter(keep_folder, folders)
         links = [path for name in folders if (path := Path(folder, name)).is_symlink()]
         left_out += [Remark(relative(path) + LINK, SKIPPED, LINKED) for path in links]
-        found = [path for name in filter(keep_file, files) if (path := Path(folder, name)).is_file()]
-        readable = [path for path in found if os.access(path, os.R_OK)]
-        left_out += [Remark(relative(path), SKIPPED, UNREADABLE) for path in found if path not in readable]
-        names += [relative(path) for path in readable]
+        for path in (Path(folder, name) for name in filter(keep_file, files)):
+            if (why := _why_not(path)) is None:
+                names.append(relative(path))
+            else:
+                left_out.append(Remark(relative(path), SKIPPED, why))
     return sorted(names), sorted(left_out)
+
+
+def _why_not(path: Path) -> str | None:
+    """Return the reason why a folder's entry, which is no folder, cannot be read as a file; None if it can."""
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        return DANGLING if error.errno in (errno.ENOENT, errno.ELOOP) else UNREADABLE
+    return NO_FILE if not regular else None if os.access(path, os.R_OK) else UNREADABLE
 
 
 def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
@@ -178,7 +203,7 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else None
+        problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else decoded(line)[1]
         got = problem or "a line that cannot be decoded"
         raise BadInput(where, got=got, needed="one JSON object", fix="mend or remove that line") from None
     key = text_key.name
@@ -228,7 +253,7 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
         elif (beside := raw(formats.unpacked_name(name))) and not corpus.by_lines(name) and not corpus.by_rows(name):
             remarks.append(Remark(name, AS_TEXT, beside))
     for name, _, why in corpus.left_out:
-        if why != UNREADABLE:
+        if why not in (UNREADABLE, DANGLING, NO_FILE):
             kinds.add(name, 0 if name.endswith(LINK) else _stat(corpus.root / name).st_size, read=False)
     if not sides:
         raise _without_text(corpus, skipped, kinds, remarks)

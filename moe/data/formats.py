@@ -24,6 +24,7 @@ from parallel.fixes import Fix, Set, typed
 from parallel.store.files import read_text
 
 PACKED = (".gz", ".zst")
+JSONL = (".jsonl", ".ndjson", ".jsonlines")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
 _ZST_READ_BYTES = 1024  # compressed bytes in a read: few, because 4 bytes can unpack to 128 KiB
@@ -55,6 +56,11 @@ def unpacked_name(name: str) -> str:
     """Return the name without the ending of its compression: a.jsonl.gz -> a.jsonl."""
     path = PurePosixPath(name)
     return str(path.with_suffix("")) if path.suffix.lower() in PACKED else name
+
+
+def is_jsonl(name: str) -> bool:
+    """Return whether the name is that of a file, perhaps compressed, with a JSON object on each line."""
+    return PurePosixPath(unpacked_name(name)).suffix.lower() in JSONL
 
 
 def is_table(name: str) -> bool:

@@ -112,12 +112,9 @@ def start(
 
 def _run(launch: Launch) -> End:
     """Run one attempt. The status folder is made before it and removed after it. Raises BadInput."""
-    token, folder = secrets.token_hex(8), launch.out / status.NAME
-    try:
-        status.empty(launch.out, token)
+    token = secrets.token_hex(8)
+    with status.removed(launch.out, token) as folder:
         return _attempt(launch, token, folder)
-    finally:
-        status.delete(folder, token)
 
 
 def _attempt(launch: Launch, token: str, folder: Path) -> End:

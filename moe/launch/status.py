@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ def empty(out: Path, token: str = "") -> Path:
         fix = "choose another --out, or free disk space"
         raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix=fix) from None
     return folder
+
+
+@contextlib.contextmanager
+def removed(out: Path, token: str) -> Iterator[Path]:
+    """Make the status folder for the launch `token`, yield its path, and remove it at the end, also from a run's folder that was renamed
+    meanwhile. Raises BadInput as `empty` does."""
+    opened = os.open(out, os.O_RDONLY)
+    try:
+        yield empty(out, token)
+    finally:
+        delete(out / NAME, token)
+        delete(Path(f"/proc/self/fd/{opened}", NAME), token)  # Linux: the folder itself, under any name
+        os.close(opened)
 
 
 def delete(folder: Path, token: str) -> None:

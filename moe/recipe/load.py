@@ -27,7 +27,7 @@ from moe.recipe.sections import Run
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix, Remove, Rename, Set, Words, fix_of, guess
-from parallel.store.files import read_text, user_path
+from parallel.store.files import read_text, reason, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
@@ -116,6 +116,10 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for source, values in reversed(chain):
         for section, fields in values.items():
             if not isinstance(fields, dict):
+                if section in known_keys():
+                    above, _, key = section.partition(".")
+                    fix = f"write {above}: {{{key}: {json.dumps(fields, default=str)}}}"
+                    raise BadInput(f"{section} in {source.name}", got="a key outside its section", needed=f"a section {above}", fix=fix)
                 if section not in Run.model_fields:
                     raise _unknown_key((section,), fields)
                 needed, fix = "a section: key: value pairs", f"write {section}: {{key: value}}"
@@ -163,13 +167,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml_text.load(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"recipe {path}", got=error, needed="a readable text file", fix="check the file") from None
+        raise BadInput(f"recipe {path}", got=reason(error), needed="a readable text file", fix="check the file") from None
     except yaml_text.NOT_YAML as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
+        problem = problem.replace("found character that cannot start any token", "a tab or another character that begins no value")
         raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
-    values = {} if values is None else values
+    if values is None:
+        got, needed = "an empty file", "extends, or sections with keys"
+        raise BadInput(f"recipe {path.name}", got=got, needed=needed, fix="write for example: extends: dense_tiny")
     if not isinstance(values, dict):
         needed = "sections, each with key: value pairs"
         raise BadInput(f"recipe {path.name}", got=type(values).__name__, needed=needed, fix="see: moe show switch_tiny")

@@ -320,6 +320,9 @@ WORDS: dict[str, dict[str, str]] = {
     "router.select": {"topk": "top_k", "greedy": "top_k", "group_limited_greedy": "group_limited", "noaux_tc": "group_limited"},
     "dispatch.kind": {"alltoall": "all_to_all", "allgather": "all_gather"},
     "data.tokenizer": {"gpt2bpetokenizer": "bpe", "byte": "bytes", "char": "bytes", "huggingfacetokenizer": "bpe"},
+    "data.source": dict.fromkeys(("files", "file", "folder", "directory", "dir", "txt", "raw", "plain"), "text")
+    | dict.fromkeys(("json", "jsonlines", "ndjson", "json_lines"), "jsonl")
+    | dict.fromkeys(("chats", "messages", "conversations", "sharegpt", "chatml", "openai", "sft"), "chat"),
     "degrees.dp": {"-1": "auto"},
     "sharding.reshard": {"always": "true", "default": "true"},
     "train.trackers": {"tensorboard": "[]", "none": "[]", "all": "[]"},

@@ -8,6 +8,7 @@ summary.json and recipe.yaml are included if they exist. All text from files is 
 from __future__ import annotations
 
 import base64
+import errno
 import json as json_format
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -71,8 +72,9 @@ def write_report(run_dir: Path | str) -> Path:
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
-        needed = "a folder with room to write"
-        raise BadInput(f"run folder {folder}", got=error.strerror or error, needed=needed, fix="free space") from None
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        needed, fix = ("a folder with room to write", "free space") if full else ("a folder that can be written", f"cp -r {folder} COPY")
+        raise BadInput(f"run folder {folder}", got=error.strerror or error, needed=needed, fix=fix) from None
     return folder / REPORT
 
 

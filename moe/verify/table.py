@@ -16,6 +16,7 @@ from typing import Any
 from moe.records.results import write_json
 from moe.verify.cases import Case
 from parallel.errors import BadInput, counted
+from parallel.store.files import reason
 
 EVERY_S = 10.0  # seconds between two writes of the whole table
 
@@ -93,7 +94,7 @@ def _read(file: str | None) -> dict[str, Any]:
         known = before["verb"] == "verify" and {"rows", "tolerances", "commit"} <= before.keys()
         complete = known and all(isinstance(row["case"], str) and isinstance(row["passed"], bool) for row in before["rows"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadInput("--go_on", got=f"{file}: {error}", needed=needed, fix="leave --go_on out") from None
+        raise BadInput("--go_on", got=f"{file}: {reason(error)}", needed=needed, fix="leave --go_on out") from None
     if not complete:
         raise BadInput("--go_on", got=f"{file}, which is not a table of moe verify", needed=needed, fix="leave --go_on out")
     return before  # type: ignore[no-any-return]

@@ -29,11 +29,16 @@ def user_path(text: str | Path, *, what: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, RuntimeError, ValueError) as error:  # such as a path that is too long, an unknown user, a zero byte
-        said = getattr(error, "strerror", None) or str(error).rstrip(".")
+        said = reason(error).rstrip(".")
         shown = str(text) if len(str(text)) <= 80 else f"{str(text)[:60]}... of {len(str(text))} characters"
         fix = "give this user permission to look into its folder" if isinstance(error, PermissionError) else "check the spelling"
         raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix=fix) from None
     return path
+
+
+def reason(error: Exception) -> str:
+    """Return an error's text without its number and path, which OSError puts around it."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1  # key with the reason why the run cannot start; seconds between two reads of the store
+_TELL_S = 60.0  # seconds after which rank 0 prints which ranks it waits for
 _MARGIN_S = 10.0  # seconds that the other ranks wait for rank 0's result after rank 0's own time limit
 _DEVICES = "devices"  # key that rank 0 writes once all ranks are connected: arguments of a BadInput if their devices are wrong, else {}
 _NAME_S = 60.0  # time limit to find the address of MASTER_ADDR, as its machine may be starting at the same time
@@ -160,11 +163,15 @@ def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[]
     """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
     reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks."""
     keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
+    tell = time.monotonic() + _TELL_S if rank == 0 else math.inf
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
         if time.monotonic() > until:
             return _missing(store, size, limit, at) if rank == 0 else f"rank 0 gave no answer {limit} at {at}"
+        if time.monotonic() > tell:
+            tell = math.inf
+            print(f"waiting: {_missing(store, size, 'yet', at)}", file=sys.stderr, flush=True)
         answer()
         time.sleep(_LOOK_S)
     return ""

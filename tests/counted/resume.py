@@ -90,7 +90,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
     """Train STEPS steps and save a checkpoint. Return this rank's peak bytes in training, by torch and resident."""
     give_freed_memory_back()
-    warm_up(shape, "bf16")
+    warm_up(shape, rank, ranks, "bf16")
     with Peaks() as peaks:
         started = _start(rank, ranks, kind, shape, folder)
         with peaks.part("training"):
@@ -105,7 +105,7 @@ def train(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -
 def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> dict[str, int]:
     """Resume from the checkpoint and train one step. Return this rank's peak bytes in each, by torch and resident."""
     give_freed_memory_back()
-    warm_up(shape, "bf16")
+    warm_up(shape, rank, ranks, "bf16")
     with Peaks() as peaks:
         started = _start(rank, ranks, kind, shape, folder)
         counters, recipe = Counters(), started.run.model_dump(mode="json")

@@ -32,6 +32,9 @@ FILES = {
     "unknown_section.yaml": "modle: {d_ff: 512}\n",
     "unknown_key.yaml": "model: {d_fff: 512}\n",
     "top_level_key.yaml": "d_ff: 512\n",
+    "dotted.yaml": "extends: switch_tiny\ntrain.steps: 3\n",
+    "tab.yaml": "extends: switch_tiny\ntrain:\n\tsteps: 1\n",
+    "nothing.yaml": "# later\n",
     "twice.yaml": "model: {d_ff: 512, d_model: 64, d_ff: 256}\n",
     "date.yaml": "train: {seed: 2024-13-45}\n",
     "python_tag.yaml": "model: !!python/object/apply:os.system [true]\n",
@@ -232,6 +235,10 @@ CASES: list[tuple[str, str, str]] = [
     ("show unknown_section.yaml", "modle: got a section that does not exist", "did you mean model?"),
     ("show unknown_key.yaml", "model.d_fff: got a key that does not exist", "did you mean model.d_ff?"),
     ("show top_level_key.yaml", "d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    ("train SWITCH_TINY", "recipe: got SWITCH_TINY, needed a YAML file", "did you mean switch_tiny?"),
+    ("show dotted.yaml", "train.steps in dotted.yaml: got a key outside its section", "write train: {steps: 3}"),
+    ("show tab.yaml", "recipe tab.yaml, line 3: got a tab or another character that begins no value", "mend that line"),
+    ("show nothing.yaml", "recipe nothing.yaml: got an empty file", "extends: dense_tiny"),
     ("show twice.yaml", "recipe twice.yaml, line 1: got d_ff twice", "mend that line"),
     ("show date.yaml", "recipe date.yaml", "mend that line"),
     ("show python_tag.yaml", "recipe python_tag.yaml, line 1", "mend that line"),
@@ -628,6 +635,10 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--model.document_mask true --model.document_separator 256", "model.document_separator: got 256", "255"),
     (T + "--model.document_separator 0", "model.document_separator: got 0 with model.document_mask=false", "document_mask to true"),
     (T + "--data.tokenizer bpe --data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
+    (T + "--data.path gone.txt", "data.path: got gone.txt, a link to nowhere.txt, which is not there", "check the spelling"),
+    (T + "--data.path pipe", "data.path: got pipe, no regular file, needed a file or folder", "write the text into a file first"),
+    (T + "--data.path https://a.b/c.txt", "data.path: got https://a.b/c.txt, needed a file or folder that exists", "download it"),
+    (T + "--data.source files", "data.source: got 'files', needed python_stdlib, text, jsonl", "did you mean text?"),
     (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
 ]
 
@@ -661,6 +672,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).write_text(text)
     (path / "empty_folder").mkdir()
     os.mkfifo(path / "pipe")
+    (path / "gone.txt").symlink_to("nowhere.txt")
     return path
 
 

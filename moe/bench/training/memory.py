@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.bench.timing import conclude
-from moe.bench.training.sharded import ShardedKind, kinds_of, load_engines, start, tokens_of
+from moe.bench.training.sharded import ShardedKind, kind_of, kinds_of, load_engines, start, tokens_of
 from moe.calibrate.own_step import Training
 from moe.plan.job.states import States, sparse_model_states
 from moe.train.start.prediction import storages
@@ -36,7 +36,6 @@ from parallel.data.buckets import SummedEarly
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
-from parallel.numerics.precision import DTYPES
 from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
 from parallel.process.libc import give_freed_memory_back
@@ -162,18 +161,20 @@ class GradientPeak:
             self.gradients, self.resident = now, resident_bytes() - in_flight
 
 
-def warm_up(shape: Shape, precision: str) -> None:
-    """Run matrix products of the model's sizes, so that the matrix library allocates its scratch memory before memory is measured."""
-    dtype = DTYPES[precision]
-    for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
-        weight, x = (torch.zeros(rows, into, dtype=dtype, requires_grad=True) for rows in (out, LENGTH))
-        torch.nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
+def warm_up(shape: Shape, rank: int, ranks: int, precision: str) -> None:
+    """Train one step of a model with a layer of each kind, so that libraries allocate their scratch memory, and compile their kernels for
+    these sizes, before memory is measured (8 MB in bf16 with AMX)."""
+    kind, values = kind_of("ddp"), replace(shape, layers=2 if shape.experts else 1)
+    started = start(kind, values.recipe(kind, ranks, precision=precision), rank, ranks)
+    started.step(tokens_of(rank, sequences=1, length=LENGTH), step=0)
+    del started
+    gc.collect()
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
     """Train a step, then run a second one up to its update. Return this rank's table row. folder: for model states offloaded to disk."""
     give_freed_memory_back()
-    warm_up(shape, precision)
+    warm_up(shape, rank, ranks, precision)
     before, known = resident_bytes(), set(storages(living()))
     started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
     engine, model = started.engine, started.model

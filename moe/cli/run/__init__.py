@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.verbs import is_word
-from parallel.errors import BadInput, did_you_mean, some
+from parallel.errors import BadInput
 from parallel.store.files import user_path
 
 
@@ -55,6 +55,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
     """Return `name`, a folder, if it contains an entry with the name `holds` or `also`. Otherwise raise BadInput, which proposes a folder
     with a similar name. what: name of this argument, for errors."""
+    from moe.checks.begins import another_run
     from moe.recipe.load import of_transformers, refuse_on_hub
 
     user_path(Path(name) / holds, what=what)
@@ -65,7 +66,5 @@ def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_
     elif (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
         return name
     else:
-        runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []
-        near = did_you_mean(name, runs) or did_you_mean(f"runs/{name}", runs)
-        fix = f"did you mean {near}?" if near else f"one of {some(runs, rest='ls runs')}" if runs else "train first: moe train switch_tiny"
+        fix = another_run(Path(name), holds)
     raise BadInput(what, got=got, needed=needed, fix=fix)

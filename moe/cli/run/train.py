@@ -33,7 +33,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
         if str(flags.init_from).startswith(PREFIX):
-            _check_model(flags)
+            _check_model(flags, run)
         else:
             check_begins(run, _out(flags), fresh=flags.fresh, source=_named(flags))
         return call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
@@ -105,14 +105,18 @@ def _named(flags: Train) -> Path | None:
     return source
 
 
-def _check_model(flags: Train) -> None:
-    """Raise BadInput if a new run would need the model --init_from hf:PATH, and PATH has no config.json."""
-    from moe.checks.begins import has_checkpoint
+def _check_model(flags: Train, run: Run) -> None:
+    """For a new run with the model --init_from hf:PATH: raise BadInput if PATH has no config.json, or lacks the chat template that the
+    recipe's chats need."""
+    from moe.checks.begins import check_chats, has_checkpoint
     from moe.convert.huggingface.convert import config_in
+    from moe.convert.huggingface.tokenizer import chat_of
 
     source = _named(flags)
     if source is not None and (flags.fresh or not has_checkpoint(_out(flags))):
         config_in(source)
+        if run.data.source == "chat" and "template" not in (chat_of(source, [])[0] or {}):
+            check_chats(run.data)
 
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:

@@ -50,7 +50,7 @@ from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.precision import DTYPES, LossScale
 from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
-from parallel.store.files import read_text, user_path
+from parallel.store.files import read_text, reason, user_path
 
 ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors in transformers' files
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
@@ -79,7 +79,7 @@ def _whole(out: Path, what: str, *, earlier: bool = False) -> Iterator[Path]:
     """Yield a temporary folder. When the context exits, it is renamed to `out`; after an error, it is removed. `what`: the argument that
     names `out`, for errors. `earlier`: `out` has an earlier conversion, which is replaced."""
     if not earlier and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix=f"choose another folder, or remove {out}")
+        raise BadInput(what, got=f"{out}, which is not empty", needed="a new folder", fix="choose another folder")
     part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
@@ -194,9 +194,9 @@ def config_in(source: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        why = f"{error.strerror or error}" if isinstance(error, OSError) else error
         needed = "a folder that transformers' save_pretrained wrote"
-        raise BadInput("hf:PATH", got=f"{source / 'config.json'}: {why}", needed=needed, fix="check the path") from None
+        fix = f"{source} is a run: leave hf: out" if (source / "checkpoints").is_dir() else "check the path"
+        raise BadInput("hf:PATH", got=f"{source / 'config.json'}: {reason(error)}", needed=needed, fix=fix) from None
     return config
 
 

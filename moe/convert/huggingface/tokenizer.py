@@ -14,7 +14,7 @@ from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
-from parallel.store.files import read_text
+from parallel.store.files import read_text, reason
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
@@ -34,7 +34,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         made = Given(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{counted(made.vocab_size, 'id')} for {held}", needed="", fix="")
-        made.chat, said = _chat(source, [end for end in _all_ends(source, config) if 0 <= end < made.vocab_size])
+        made.chat, said = chat_of(source, [end for end in _all_ends(source, config) if 0 <= end < made.vocab_size])
         return made.describe(), [*said, *_other_sentinels(content, run)]
     except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         why = error.got if isinstance(error, BadInput) else error
@@ -42,7 +42,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         return Bytes().describe(), [line]
 
 
-def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
+def chat_of(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
     """Return (value of `Tokenizer.chat` or None, lines to print). The value has the chat templates and special tokens of the folder
     `source`. It has `ends`, the ids that end a text, only if there are several."""
     about = loaded(source / "tokenizer_config.json")
@@ -56,7 +56,7 @@ def _chat(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[st
             try:
                 templates[name] = read_text(source / path)
             except (OSError, ValueError) as error:
-                said.append(f"{path} is not used ({error})")
+                said.append(f"{path} is not used ({reason(error)})")
     named = loaded(source / "special_tokens_map.json") | about
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items() if name.endswith("_token")}
     tokens = {name: text for name, text in sorted(texts.items()) if isinstance(text, str)}
@@ -137,7 +137,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
         (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
     template = (tokenizer.chat or {}).get("template")
-    if template is not None and ((_chat(part, [])[0] or {}).get("template") != template):
+    if template is not None and ((chat_of(part, [])[0] or {}).get("template") != template):
         (part / "chat_template.jinja").write_text(template)
     return []
 

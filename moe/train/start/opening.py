@@ -49,7 +49,7 @@ from moe.train.start.job import Job, Saves, Training
 from moe.train.start.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.start.own import Own, the_same
 from moe.train.start.place import make_writable, set_aside
-from moe.train.start.restore import base_of, check_base, described
+from moe.train.start.restore import base_of, check_base, described, moved_base
 from moe.train.start.restore import whole as whole_model
 from moe.train.start.resume import KEPT, Resumed, pass_on
 from parallel.data.engine import Rule
@@ -175,7 +175,7 @@ def _find_start(run: Run, arguments: RunArguments, mesh: Mesh) -> Start:
         begins = state.source(arguments.init_from, mesh, log=arguments.say)
         source = of_all(lambda: whole_model(begins), mesh.axis("world"), what="--init_from")
     check_base(run.lora.rank, source=source, found=found)
-    base = source if found is None else base_of(found, _moved(arguments)) if run.lora.rank else None
+    base = source if found is None else base_of(found, moved_base(found, arguments.init_from)) if run.lora.rank else None
     resumed = Resumed.of(found, run, arguments.allow_changes) if source is None else Resumed.begun(source, run, arguments.allow_changes)
     return Start(found, source, base, resumed)
 
@@ -277,7 +277,7 @@ def _start_lines(run: Run, arguments: RunArguments, start: Start, step: int, asi
         yield f"later checkpoints are set aside, in {aside}"
     if start.source is not None:
         yield f"starts from the weights and the tokenizer of {start.source.path}"
-    elif arguments.init_from is not None and not (run.lora.rank and _moved(arguments)):
+    elif arguments.init_from is not None and not (run.lora.rank and start.found and moved_base(start.found, arguments.init_from)):
         yield f"--init_from {arguments.init_from} has no effect: the run continues from its own checkpoint (--fresh starts over)"
 
 
@@ -292,13 +292,6 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
         return bool(step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
 
     return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
-
-
-def _moved(arguments: RunArguments) -> Path | None:
-    """Return --init_from if it is a checkpoint's folder, else None. A resumed run with adapters takes this folder as the new place of its
-    base model."""
-    given = arguments.init_from
-    return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:

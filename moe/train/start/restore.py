@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.checks.begins import no_base
+from moe.checks.begins import another_run, no_base
 from moe.model.names import depth_ahead, global_name
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapted, pair_of
@@ -40,7 +40,7 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
     world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
     path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
     if path is None:
-        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix=another_run(run_dir))
     return path
 
 
@@ -64,6 +64,16 @@ def described(base: Reader) -> dict[str, str]:
     """Return the value that a checkpoint of adapters stores about its base model: {"path": folder, "manifest": hash of its
     manifest.json}."""
     return {"path": str(base.path.resolve()), "manifest": _hash(base.path)}
+
+
+def moved_base(found: Reader, given: Path | None) -> Path | None:
+    """Return the folder to which the base of the adapters `found` was moved, if `given` (--init_from) is this checkpoint, or the run that
+    it is in; else None."""
+    if given is None or (given / "manifest.json").is_file():
+        return given
+    there = Path((found.state.get(WHERE) or {}).get("path", ""))
+    within = given / "checkpoints" / there.name
+    return within if (within / "manifest.json").is_file() and not (there / "manifest.json").is_file() else None
 
 
 def base_of(found: Reader, moved: Path | None = None) -> Reader:

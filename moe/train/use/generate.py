@@ -23,7 +23,7 @@ from moe.records.summary import printable
 from moe.train.use import opened
 from moe.train.use.decode import Cached, Reads, Recomputed, Sampling, Written, can_cache, continued, for_continuing
 from parallel.errors import BadInput, counted
-from parallel.store.files import read_text
+from parallel.store.files import read_text, reason
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ def _prompts(path: str) -> list[str]:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeError) as error:
         needed = "a text file in UTF-8, one prompt a line"
-        raise BadInput("--prompt_file", got=f"{path} ({error})", needed=needed, fix="check the path, or use --prompt TEXT") from None
+        raise BadInput(
+            "--prompt_file", got=f"{path} ({reason(error)})", needed=needed, fix="check the path, or use --prompt TEXT"
+        ) from None
     if not lines:
         raise BadInput("--prompt_file", got=f"{path} without a line", needed="one prompt a line", fix="write one, or use --prompt TEXT")
     if not path.endswith(".jsonl"):

@@ -375,6 +375,24 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 
 
 @pytest.mark.timeout(180)
+def test_a_full_disk_for_the_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        got = subprocess.run(
+            [sys.executable, "-m", "moe", "show", "switch_tiny"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    line = "error: output: got No space left on device, needed a disk with room for it; fix: free space\n"
+    assert (got.returncode, got.stderr) == (2, line)
+
+
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from moe.cli.main import main; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); sys.exit(main(['doctor']))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    line = "error: working folder: got one that was removed, needed a folder that exists; fix: cd to another one\n"
+    assert (got.returncode, got.stdout, got.stderr) == (2, "", line)
+
+
 def test_doctor_tries_what_training_needs(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     got = moe("doctor", "--json", str(path), cwd=tmp_path)

@@ -491,7 +491,7 @@ def test_flags_that_do_not_go_together_are_refused() -> None:
 
 def test_a_folder_with_checkpoints_is_not_written_over(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4})
-    with pytest.raises(BadInput, match="TO_RUN: got .*, which has checkpoints"):
+    with pytest.raises(BadInput, match="TO_RUN: got .*, which has checkpoints.* fix: choose another folder$"):
         converted(run, source(), source(sparse=True))
 
 

@@ -177,6 +177,19 @@ def test_pairs_of_messages_are_two_chats_with_one_prompt(prompt: dict[str, Any],
     assert samples(tmp_path, pair, max_length=801) == samples(tmp_path, *chats, max_length=400)
 
 
+def test_content_parts_are_joined_and_an_answer_of_weight_0_is_not_predicted(tmp_path: Path) -> None:
+    """OpenAI's files: a content as parts equals the joined text, and only answers of weight 1 are predicted."""
+    user, parts = {"role": "user", "content": "Hi"}, [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    first, second = {"role": "assistant", "content": "No"}, {"role": "assistant", "content": "Hello"}
+    whole = {"messages": [user, first, user, second]}
+    ((text, both),) = samples(tmp_path, whole)
+    assert samples(tmp_path, {"messages": [user, first, user, second | {"content": parts}]}) == [(text, both)]
+    assert samples(tmp_path, {"messages": [user, first | {"weight": 1}, user, second | {"weight": 1}]}) == [(text, both)]
+    assert samples(tmp_path, {"messages": [user, first | {"weight": 0}, user, second]}) == [(text, both.removeprefix("No<|im_end|>"))]
+    with pytest.raises(BadInput, match="no chat that has a predicted token"):
+        samples(tmp_path, {"messages": [user, first | {"weight": 0}]})
+
+
 def test_long_chats_are_cut_and_chats_without_a_predicted_token_left_out(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "Hi" * 40}, list[str]()
     short, long = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "y" * 90}
@@ -215,6 +228,13 @@ def test_a_length_that_cuts_every_answer_is_named_with_the_least_that_does_not(p
         ('{"messages": [{"role": "user"}]}', "chatml", "line 2: got a message of user whose content is missing, needed a text"),
         ('{"messages": [{"role": "user", "content": 3, "tool_calls": [{}]}]}', "chatml", "whose content has the type int, needed a text"),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "chatml", "whose content has the type list, needed a text"),
+        ('{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}', "chatml", "got a message of weight 0.5, needed weight 1, or 0"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "loss": 0}]}',
+            "chatml",
+            "got a message with loss, needed weight 1, or 0",
+        ),
+        ('{"messages": [{"role": "user", "content": [{"image_url": "a"}]}]}', "chatml", "whose content has the type list, needed a text"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "chatml", "got tools of another form, needed null or a list"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": ["a"]}', "chatml", "got tools of another form, needed null or a list"),
         ('{"conversations": [{"from": "bing", "value": "a"}]}', "chatml", "line 2: got from 'bing', needed one of human, gpt, "),

@@ -66,6 +66,17 @@ def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder:
     assert remark_lines(opened(tmp_path, path=str(folder / "a.txt")).index) == [] == remark_lines(opened(tmp_path).index)
 
 
+def test_links_to_nothing_and_pipes_are_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "gone.txt").symlink_to("nowhere.txt")
+    (folder / "circle.txt").symlink_to("circle.txt")
+    os.mkfifo(folder / "pipe.txt")
+    assert remark_lines(opened(tmp_path, path=str(folder)).index) == [
+        f"data: skipped {folder}/circle.txt: a link to a file that is not there",
+        f"data: skipped {folder}/pipe.txt: no regular file",
+        f"data: skipped {folder}/gone.txt: a link to a file that is not there",
+    ]
+
+
 def test_a_run_says_ten_lines_at_most_and_lists_all_in_its_folder(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "mine").mkdir()
     (home / "mine/a.txt").write_text((home / "text.txt").read_text())

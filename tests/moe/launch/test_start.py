@@ -580,16 +580,14 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(
     assert sorted(tmp_path.rglob("*")) == [earlier, earlier / "metrics.jsonl", users]
 
 
-def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_nothing_at_the_old_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_no_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, moved = tmp_path / "run", tmp_path / "moved"
     out.mkdir()
     rank = "import os, sys; from pathlib import Path; from moe.launch import status; os.rename(*sys.argv[1:3]); "
     rank += "status.leave(Path(sys.argv[1]), 0, 2, 'said')"
     monkeypatch.setattr(start, "_command", lambda *_, **__: [sys.executable, "-c", rank, str(out), str(moved)])
     assert start.start(Arguments("recipe", out=out), nproc=1) == 2
-    assert not out.exists() and moved.is_dir()
+    assert not out.exists() and not (moved / status.NAME).exists() and moved.is_dir()
 
 
 def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -132,6 +134,18 @@ def test_a_folder_without_metrics_is_refused_and_stays_as_it_was(tmp_path: Path,
 
 
 # --- unusual runs: dense, short, unfinished, with missing values --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "fix"), [(errno.ENOSPC, "free space"), (errno.EACCES, "cp -r .* COPY"), (errno.EROFS, "cp -r .* COPY")])
+def test_a_folder_that_cannot_be_written_is_one_line(number: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_folder(tmp_path, steps=3)
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(page, "replace_file", refuse)
+    with pytest.raises(BadInput, match=f"run folder .*: got {os.strerror(number)}, .*; fix: {fix}$"):
+        write_report(tmp_path)
 
 
 def test_a_dense_run_has_no_expert_plots_and_loses_those_of_an_earlier_one(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_a_master_without_an_address_is_one_line(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
 
 
+def test_rank_0_says_once_which_ranks_it_waits_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in a batch script of two tasks that starts one process without srun, which otherwise waits in silence for ten minutes."""
+    monkeypatch.setattr("parallel.watch.meet._TELL_S", 0.2)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with pytest.raises(NotMet, match="ranks 1 2 did not come within"):
+        meet(0, 3, environment=here, timeout_s=1.0)
+    assert capfd.readouterr().err.count("waiting: ranks 1 2 did not come yet: the others, on ") == 1
+
+
 def test_rank_0_stays_until_the_others_have_read_its_problem() -> None:
     """Rank 0, which holds the store, waits with its error until a rank that comes 2 s later has read it. Otherwise that rank would wait
     for minutes for a store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -109,6 +110,20 @@ def test_a_source_that_fresh_sets_aside_is_refused_and_stays(home: Path, before:
         check_begins(other(home), before, fresh=True, source=step)
     check_begins(other(home), before, fresh=False, source=step)
     assert sorted(before.rglob("*")) == there
+
+
+def test_chats_without_a_template_are_refused_before_ranks_start(home: Path, before: Path, tmp_path: Path) -> None:
+    """If neither the recipe nor the run of --init_from has a template, as in a --dry_run; not if the run has one."""
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 2)
+    run = other(home, data={"path": str(tmp_path / "a.jsonl"), "source": "chat"})
+    step = max((before / "checkpoints").glob("step-*"))
+    for source in (None, before, step):
+        with pytest.raises(BadInput, match="data.chat_template: got null, needed a template, because this model came with none"):
+            check_begins(run, tmp_path / "b", fresh=False, source=source)
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["state"]["tokenizer"]["chat"] = {"template": "{{ messages }}"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    check_begins(run, tmp_path / "b", fresh=False, source=tmp_path)
 
 
 def test_a_damaged_checkpoint_is_refused(home: Path, before: Path, tmp_path: Path) -> None:

@@ -220,8 +220,10 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     shutil.rmtree(moved)
     (said,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-3")
     assert "got another checkpoint in" in said
-    (summary,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-6")
-    assert summary["steps"] == 2
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    for name, where in (("b", base / "checkpoints/step-6"), ("c", base)):  # the checkpoint, or the run that it is in
+        (summary,) = trained.train(longer, tmp_path / name, init_from=where)
+        assert summary["steps"] == 2
     (said,) = trained.train(adapted(home, lora={"rank": 0, "targets": ["attention"]}), tmp_path / "b", init_from=base)
     assert said.startswith("lora.rank: got 0, needed 2: step-2 has adapters; fix: --lora.rank 2, or begin another run")
     manifest = json.loads((base / "checkpoints/step-6/manifest.json").read_text())

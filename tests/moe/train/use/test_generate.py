@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.cli.run import run_dir
 from moe.data import Tokenizer
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
@@ -102,6 +103,21 @@ def test_what_a_vocabulary_holds_beyond_the_tokenizer_never_comes(home: Path, tm
     first = sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH)
     model.embedding.data[256:] *= 1e4  # the tied head then gives these ids extreme logits
     assert sample(model, tokenizer, prompt="abc", num_tokens=30, max_length=LENGTH) == first
+
+
+def test_a_folder_of_runs_or_in_a_run_is_answered_with_the_runs(tmp_path: Path) -> None:
+    runs = [tmp_path / f"run{number}" for number in range(7)]
+    for run in runs:
+        (run / "checkpoints" / "step-3").mkdir(parents=True)
+    listed = ", ".join(map(str, runs[:5]))
+    with pytest.raises(BadInput) as refused:
+        opened.open(tmp_path)
+    assert str(refused.value).endswith(f"fix: one of {listed} or 2 more (ls {tmp_path})")
+    for within in (runs[2] / "checkpoints", runs[2] / "checkpoints" / "step-3"):
+        with pytest.raises(BadInput, match=f"fix: did you mean {runs[2]}[?]"):
+            opened.open(within)
+        with pytest.raises(BadInput, match=f"fix: did you mean {runs[2]}[?]"):
+            run_dir(str(within), "checkpoints")
 
 
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
