@@ -108,6 +108,11 @@ class Schedule:
     def num_updates(self) -> int:
         return self.microbatches // self.microbatches_per_update
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if the backward pass is split into gradients of inputs (I) and of weights (W)."""
+        return any(action.op is Op.I for order in self.orders for action in order)
+
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(s for s, homes in enumerate(self.homes) if rank in homes) for rank in range(self.num_ranks))
