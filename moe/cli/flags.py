@@ -3,7 +3,7 @@
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: a dotted key of the recipe, in any position
 
-A dataclass's fields without a default, and fields made by `_word_or_none` or `_further_words`, are positional words; the others are flags.
+A dataclass's fields made by `_word` are positional words; the others are flags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moe.cli.verbs import NOT_SIMULATED, RECIPE_VERBS, is_word
+from moe.cli.verbs import NOT_SIMULATED, RECIPE_VERBS
 from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
@@ -36,7 +36,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
     Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words."""
     hints = get_type_hints(kind)
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
-    flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not is_word(f)}
+    flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not f.metadata["word"]}
     wanted = [name for name in types_of if f"--{name}" not in flags]
     needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
     given: list[str] = []

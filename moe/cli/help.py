@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Union, get_type_hints
 
-from moe.cli.verbs import RECIPE_VERBS, VERBS, Bench, is_word
+from moe.cli.verbs import RECIPE_VERBS, VERBS, Bench
 from parallel.errors import BadInput
 
 SHELLS = ("bash", "zsh", "fish")
@@ -150,11 +150,11 @@ def _for_tyro(verb: str, kind: type, complete: bool) -> type:
     fields: list[Any] = []
     for f in dataclasses.fields(kind):
         about: dict[str, Any] = {"help": f.metadata["help"]}
-        if is_word(f):
+        if f.metadata["word"]:
             about |= {"metavar": f.name.upper()}
         if f.default in (None, False, ()):
             about |= {"help_behavior_hint": ""}
-        hint = positional[hints[f.name]] if f.metadata.get("word") else hints[f.name]
+        hint = positional[hints[f.name]] if f.metadata["word"] else hints[f.name]
         fields.append((f.name, Annotated[hint, arg(**about)], dataclasses.field(default=f.default)))
     if complete and verb in RECIPE_VERBS:
         from moe.recipe.sections import Run

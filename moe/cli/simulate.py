@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -64,38 +64,20 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
     if name is None:
         return _all(size, costs, flags.json)
     if flags.others:
-        return _together([name or "", *flags.others], size, costs, flags)
-    if name == SEARCH:
-        order = _searched(size, costs, flags)
-    if order is not None:
-        row, timeline = _row(order.repeated, flags.batches or 1, costs, drains=True)
+        drawn = [_from_catalog(each, _own(each, size), costs) for each in (name, *flags.others)]
+    elif name == SEARCH or order is not None:
+        order = order or _searched(size, costs, flags)
+        drawn = [_row(order.repeated, flags.batches or 1, costs, drains=True)]
     else:
-        kind = kind_of(name)
-        row, timeline = _row(_from_catalog(name, size), flags.batches or kind.batches, costs, drains=not kind.continuous)
-    print_one(row, timeline)
-    if out is not None:
-        _write(timeline, out, title=summary_line(row), seconds=recipe is not None)
-        print(f"{KINDS[out.suffix]}: {out}")
-    write_rows(flags.json, "simulate", [row], refused=[])
-    return exit_codes.DONE
-
-
-def _together(names: Sequence[str], size: dict[str, Any], costs: Costs, flags: Simulate) -> int:
-    """Draw several schedules of the catalog one below another, in the same unit of time."""
-    drawn = []
-    for name in names:
-        kind = kind_of(name)
-        drawn.append(_row(_from_catalog(name, _own(name, size)), flags.batches or kind.batches, costs, drains=not kind.continuous))
+        drawn = [_from_catalog(name, size, costs)]
     unit = common_unit([timeline for _, timeline in drawn])
     for row, timeline in drawn:
         print_one(row, timeline, unit=unit)
-        print()
-    if flags.out is not None:
-        from parallel.pipeline.simulator.draw import draw
-
-        titles = {summary_line(row): timeline for row, timeline in drawn}
-        draw(titles, flags.out, unit="s" if flags.recipe is not None else UNIT)
-        print(f"{KINDS[flags.out.suffix]}: {flags.out}")
+        if flags.others:
+            print()
+    if out is not None:
+        _write(drawn, out, seconds=recipe is not None)
+        print(f"{KINDS[out.suffix]}: {out}")
     write_rows(flags.json, "simulate", [row for row, _ in drawn], refused=[])
     return exit_codes.DONE
 
@@ -108,9 +90,8 @@ def _own(name: str, size: dict[str, Any]) -> dict[str, Any]:
 
 def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
     """Simulate the catalog's schedule `name`. Return (its row in `moe simulate --json`, its timeline). times: fields of `Times`."""
-    size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
-    kind = kind_of(name)
-    return _row(_from_catalog(name, size), kind.batches, times_of(times), drains=not kind.continuous)
+    size = {"stages": stages, "microbatches": microbatches} | dict.fromkeys(("chunks", "batches", *OPTIONS))
+    return _from_catalog(name, size, times_of(times))
 
 
 def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
@@ -126,11 +107,14 @@ def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
     return search(placement, ranks, microbatches, costs.cost(empty), transfer_time=costs.transfer_of(empty), **limits)
 
 
-def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int], Schedule]:
-    own = {option: size[option] for option in OPTIONS}
-    return lambda batches: make_schedule(
-        name, ranks=size["stages"], microbatches=size["microbatches"], chunks=size["chunks"], batches=batches, **own
-    )
+def _from_catalog(name: str, size: dict[str, Any], costs: Costs) -> tuple[dict[str, Any], Timeline]:
+    """Simulate the catalog's schedule `name`. Return (row of the table, timeline)."""
+    kind, own = kind_of(name), {flag: size[flag] for flag in ("microbatches", "chunks", *OPTIONS)}
+
+    def of_batches(batches: int) -> Schedule:
+        return make_schedule(name, ranks=size["stages"], batches=batches, **own)
+
+    return _row(of_batches, size["batches"] or kind.batches, costs, drains=not kind.continuous)
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
@@ -170,9 +154,9 @@ def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, d
 
 def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
     rows, refused, of_flags = [], [], []
-    for name, kind in SCHEDULES.items():
+    for name in SCHEDULES:
         try:
-            rows.append(_row(_from_catalog(name, _own(name, size)), size["batches"] or kind.batches, costs, drains=not kind.continuous)[0])
+            rows.append(_from_catalog(name, _own(name, size), costs)[0])
         except BadInput as bad:
             refused.append({"schedule": name, "reason": str(bad)})
             of_flags += [bad] * bad.what.startswith("--")
@@ -183,11 +167,13 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
     return exit_codes.DONE
 
 
-def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
+def _write(drawn: list[tuple[dict[str, Any], Timeline]], out: Path, *, seconds: bool) -> None:
+    """Write a picture of all schedules, or another kind of file of the only one. drawn: (row of the table, timeline) of each."""
+    timeline = drawn[0][1]
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
 
-        draw({title: timeline}, out, unit="s" if seconds else UNIT)
+        draw({summary_line(row): timeline for row, timeline in drawn}, out, unit="s" if seconds else UNIT)
     elif out.suffix == ".csv":
         write_order(timeline.schedule, out)
     elif out.suffix == ".json":
@@ -207,8 +193,8 @@ def duration(time: float, row: dict[str, Any]) -> str:
     return f"{time / scale:.4g} {unit}"
 
 
-def print_one(row: dict[str, Any], timeline: Timeline, *, unit: float | None = None) -> None:
-    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time of a column; None: see `text`."""
+def print_one(row: dict[str, Any], timeline: Timeline, *, unit: float) -> None:
+    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time of a column."""
     print(text(timeline, unit=unit, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()

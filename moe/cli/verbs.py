@@ -1,7 +1,7 @@
 """The verbs of `moe`, one frozen dataclass each. flags.py fills them from a command line; tyro makes help and shell completion from them.
 
-Fields made by `_word` are positional words after the verb; fields made by `_word_or_none` are optional words. A last field made by
-`_further_words` takes all remaining words. Fields made by `_flag` are flags.
+A field made by `_word` is a positional word after the verb. With the default None, the word is optional; with the default (), this last
+field takes all further words. Fields made by `_flag` are flags.
 """
 
 from __future__ import annotations
@@ -15,25 +15,12 @@ NOT_SIMULATED = ("tp", "sp", "etp")  # axes of degrees that `moe simulate` and `
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 
-def _word(help: str) -> Any:
-    return dataclasses.field(metadata={"help": help})
-
-
-def _word_or_none(help: str) -> Any:
-    return dataclasses.field(default=None, metadata={"help": help, "word": True})
-
-
-def _further_words(help: str) -> Any:
-    return dataclasses.field(default=(), metadata={"help": help, "word": True})
-
-
-def is_word(field: dataclasses.Field[Any]) -> bool:
-    """Return whether the field is a positional word of its verb, not a flag."""
-    return field.default is dataclasses.MISSING or bool(field.metadata.get("word"))
+def _word(help: str, default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "word": True})
 
 
 def _flag(help: str, default: Any = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help, "word": False})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Verify:
     """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if any differ.
     --compare ONE MANY: compare two recorded steps of any PyTorch program. --peer NAME: compare another project's parallel layouts."""
 
-    many: str | None = _word_or_none("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks")
+    many: str | None = _word("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks", None)
     compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
     peer: str | None = _flag("compare a project's parallelism with one process: transformers, deepspeed, torch, torchtitan, megatron_core")
     model: str | None = _flag("with --peer: comma-separated names of its models; the name others: transformers' other families")
@@ -133,7 +120,7 @@ class Report:
     """Draw a run's curves, expert load, dropped tokens and memory: PNG files and one HTML page. Or compare two runs."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
-    other: str | None = _word_or_none("another run's folder, to compare the two")
+    other: str | None = _word("another run's folder, to compare the two", None)
     json: Path | None = _flag("also write the list of files as JSON")
 
 
@@ -158,7 +145,7 @@ class Bench:
 class Plan:
     """Choose how to train a recipe on a cluster by predicted memory and time, and say why other plans were not chosen. Needs no device."""
 
-    recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --calibrate")
+    recipe: str | None = _word("a name (see: moe recipes) or a YAML file; required without --calibrate", None)
     calibrate: bool = _flag("measure this machine instead, and write a cluster file: --out F.yaml, or the user's machine.yaml", False)
     nproc: int | None = _flag("with --calibrate: measure collectives of up to N processes, by default the number of cores")
     nccl: Path | None = _flag(
@@ -186,8 +173,8 @@ class Plan:
 class Simulate:
     """Draw pipeline schedules and count their bubbles, activations and weight versions. Without a name, print a table of all schedules."""
 
-    name: str | None = _word_or_none("a schedule, such as 1f1b or chimera; a CSV file of actions; or search, to find an order of actions")
-    others: tuple[str, ...] = _further_words("further schedules, drawn below the first in the same unit of time")
+    name: str | None = _word("a schedule, such as 1f1b or chimera; a CSV file of actions; or search, to find an order of actions", None)
+    others: tuple[str, ...] = _word("further schedules, drawn below the first in the same unit of time", ())
     recipe: str | None = _flag("a name (see: moe recipes) or a YAML file; times and memory are then computed from its model")
     stages: int | None = _flag("number of pipeline ranks; 4 by default, or the recipe's degrees.pp")
     microbatches: int | None = _flag("number of micro-batches in a batch; 8 by default, or the recipe's")
@@ -215,7 +202,7 @@ class Energy:
     """Plan GPU clocks for all actions of a pipeline step, and print the saved energy. An action gets a lower clock if its rank would
     otherwise wait after it (EnvPipe)."""
 
-    name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier")
+    name: str | None = _word("a schedule or a CSV file of actions; 1f1b by default, with forward passes moved earlier", None)
     profile: Path | None = _flag(
         "JSON file: seconds and joules of each stage's forward and backward pass at each clock; default: a power model"
     )
@@ -283,7 +270,7 @@ class HashTable:
 class Show:
     """Print a recipe merged with its parents, each value with its origin. Or print its shards (--plan): each parameter on one rank."""
 
-    recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; required without --keys")
+    recipe: str | None = _word("a name (see: moe recipes) or a YAML file; required without --keys", None)
     keys: str | None = _flag("print the keys of a section instead (model, model.rope, ... or all), each with its choices and meaning")
     plan: bool = _flag("print each parameter instead: path, style of sharding, full shape, and the shape and bytes of its shard", False)
     nproc: int | None = _flag("with --plan: number of processes, 1 by default")
@@ -312,10 +299,10 @@ class Doctor:
     """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or say what is wrong with a run's router or loss
     (RUN_DIR), or why a run hung (--trace)."""
 
-    run_dir: str | None = _word_or_none("the folder of a run; its records are examined instead of this machine")
+    run_dir: str | None = _word("the folder of a run; its records are examined instead of this machine", None)
     trace: Path | None = _flag("read a folder of torch's flight recorder traces instead, and name the ranks that the others waited for")
     json: Path | None = _flag("also write the table as JSON")
 
 
-_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Rehearse, Recipes)
-VERBS: dict[str, type] = {re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in (*_KINDS, Doctor)}
+_KINDS = (Train, Verify, Generate, Eval, Report, Bench, Plan, Simulate, Energy, Convert, HashTable, Show, Rehearse, Recipes, Doctor)
+VERBS: dict[str, type] = {re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in _KINDS}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from moe.model.transformer import StageLayers, Transformer
-from moe.plan.pipeline import layers_of, schedule_of, splits_backward
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
 from parallel.data.engine import Engine
 from parallel.mesh.layout import Layout
@@ -96,7 +96,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
-    if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
+    if schedule.splits_backward or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)  # with 16-bit compute, other products would keep a cast copy of the weight for each micro-batch in flight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 

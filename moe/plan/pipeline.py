@@ -173,11 +173,6 @@ def described(run: Run) -> str:
     return f"{run.pipeline.schedule}: stages of {counts} layers, {counted(m, 'micro-batch')}, ranks idle {idle:.0%} by FLOPs"
 
 
-def splits_backward(schedule: Schedule) -> bool:
-    """Return whether the schedule computes the gradients of inputs and of weights in different actions."""
-    return any(action.op is Op.I for order in schedule.orders for action in order)
-
-
 @dataclass(frozen=True)
 class Stage:
     """A stage, and the costs of one micro-batch on it. parameters: number of parameters. forward, backward: FLOPs of the two passes, the

@@ -1,4 +1,5 @@
-"""Checks a schedule: it must be complete and free of deadlock. Also sorts its actions topologically. Starts no processes.
+"""Says what each action of a schedule waits for, receives and sends (ActionGraph), and sorts the actions topologically. Checks that a
+schedule is complete and free of deadlock. Starts no processes.
 
 number    0   1   2   3   4   5        index of an action; rank 0's actions first, then rank 1's
 action    0F0 0B0 0U  1F0 1B0 1U       1F0: stage 1, operation F, micro-batch 0
@@ -17,7 +18,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, combinations
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
+from parallel.pipeline.schedule import COMPUTE, Action, Message, Op, Schedule
 
 NONE = -1
 WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # operations of one micro-batch on one stage
@@ -31,16 +32,9 @@ def check(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> list[Node]:
-    """Return the schedule's nodes in topological order: each after the nodes that it needs. Raises BadInput for a deadlock.
-    all_reduce_blocks: True: a rank continues after S, an all-reduce of gradients, only when all replicas of the stage have reached S."""
-    graph = action_graph(schedule, all_reduce_blocks=all_reduce_blocks)
-    return [Node(graph.ranks[n], n - graph.first[graph.ranks[n]]) for n in graph.order]
-
-
 def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
     """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
-    all_reduce_blocks: as in `ordered_nodes`."""
+    all_reduce_blocks: if True, a rank continues after S, an all-reduce of gradients, only when all replicas of the stage have reached S."""
     cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
     if all_reduce_blocks not in cached:
         cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
@@ -72,6 +66,20 @@ class ActionGraph:
         self.pairs = {self.first[node.rank] + node.at for node in schedule.pairs}
         self._connect(all_reduce_blocks)
         self.order = self._in_order()
+
+    def received(self, n: int) -> list[int]:
+        """Return the actions of other ranks whose results must arrive before action n starts. The F of a pair waits for those of both."""
+        return [m for m in (self.source[n], *self.more.get(n, ())) if m != NONE and self.target[m] == self.ranks[n]]
+
+    def sent(self, n: int) -> list[int]:
+        """Return the actions whose results are sent to other ranks when action n ends. The B of a pair sends both."""
+        ended = () if n in self.pairs else (n - 1, n) if n - 1 in self.pairs else (n,)
+        return [m for m in ended if self.target[m] != NONE]
+
+    def message(self, n: int) -> Message:
+        """Return the message with the result of action n."""
+        op, stage, microbatch, _ = self.actions[n]
+        return Message(op, stage, microbatch, self.ranks[n], self.target[n])
 
     def _connect(self, all_reduce_blocks: bool) -> None:
         """Fill `source`, `target` and `more`. They leave out needed actions that come earlier in the same rank's order, or that no rank

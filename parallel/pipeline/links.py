@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel.mesh.mesh import Axis
 from parallel.mesh.regions import region
 from parallel.numerics.supposed import labelled
+from parallel.pipeline.check import action_graph
 from parallel.pipeline.schedule import Message, Schedule
 
 Empty = Callable[[Message], Tensor]  # allocates the tensor into which a message is received
@@ -40,13 +41,16 @@ class Traffic:
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Traffic:
-        messages = schedule.messages()
-        return Traffic(
-            {source: found for (source, target), found in messages.items() if target == rank},
-            {m: node.at for node, _ in schedule.nodes() for m in schedule.receives(node)},
-            {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)},
-            tuple((pair, found[0]) for pair, found in sorted(messages.items())),
-        )
+        graph = action_graph(schedule)
+        channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        taken_at, sent_at = dict[Message, int](), dict[Message, int]()
+        for n, home in enumerate(graph.ranks):
+            taken_at |= {graph.message(m): n - graph.first[home] for m in graph.received(n)}
+            for message in map(graph.message, graph.sent(n)):
+                sent_at[message] = n - graph.first[home]
+                channels[home, message.target].append(message)
+        expected = {source: tuple(messages) for (source, target), messages in channels.items() if target == rank}
+        return Traffic(expected, taken_at, sent_at, tuple((pair, messages[0]) for pair, messages in sorted(channels.items())))
 
 
 def _label(message: Message) -> str:

@@ -1,6 +1,6 @@
 """Executes one rank's actions of a Schedule. Sends and receives overlap with computation.
 
-for each action:  receive its inputs from other ranks (Schedule.receives)  ->  execute it (Op)  ->  send its result (Schedule.sends)
+for each action:  receive its inputs from other ranks (ActionGraph.received)  ->  execute it (Op)  ->  send its result (ActionGraph.sent)
 
 runtime = Runtime(schedule, axis, Links(up, down))
 runtime.run(work)               # one batch; collective over the ranks of `axis`
@@ -26,8 +26,9 @@ from parallel.mesh.gradients import StartedSum, on_stages, start_sum
 from parallel.mesh.layout import Layout
 from parallel.mesh.mesh import Axis, Mesh
 from parallel.numerics.weight_gradient import PendingGradients, defer_gradients
+from parallel.pipeline.check import action_graph
 from parallel.pipeline.links import Links, Traffic
-from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule, Span, Watcher, stage_complete_at
+from parallel.pipeline.schedule import COMPUTE, Action, Message, Op, Schedule, Span, Watcher, stage_complete_at
 
 
 class Work(Protocol):
@@ -142,9 +143,12 @@ class _Plan:
     code: hash of the schedule, which ranks compare."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
+        graph = action_graph(schedule)
         self.schedule, self.traffic = schedule, Traffic.of(schedule, rank)
-        self.steps = [(schedule.action(n), schedule.receives(n), schedule.sends(n)) for n in nodes]
+        self.steps = [
+            (graph.actions[n], [*map(graph.message, graph.received(n))], [*map(graph.message, graph.sent(n))])
+            for n in range(*graph.first[rank : rank + 2])
+        ]
         self.microbatches = sorted({a.microbatch for order in schedule.orders for a in order if a.op in COMPUTE})
         self.code = hash_of((schedule.homes, schedule.orders))
 
@@ -280,11 +284,10 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule`, which has m
     micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which comes earlier
     in this order, so there is no deadlock."""
+    homes = {(a.stage, a.microbatch): rank for rank, order in enumerate(schedule.orders) for a in order if a.op is Op.F}
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):
         for stage in range(schedule.num_stages):
-            node = schedule.find(Op.F, stage, j % schedule.microbatches)
-            assert node is not None
-            orders[node.rank].append((j // schedule.num_ranks, Action(Op.F, stage, j)))
+            orders[homes[stage, j % schedule.microbatches]].append((j // schedule.num_ranks, Action(Op.F, stage, j)))
     ordered = tuple(tuple(action for _, action in sorted(order)) for order in orders)
     return Schedule(f"{schedule.name} forward", schedule.homes, microbatches, microbatches, ordered)

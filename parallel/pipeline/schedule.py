@@ -6,7 +6,6 @@ rank 1   1F0 1B0 1F1 1B1 1U@1
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -109,6 +108,11 @@ class Schedule:
     def num_updates(self) -> int:
         return self.microbatches // self.microbatches_per_update
 
+    @property
+    def splits_backward(self) -> bool:
+        """True if the backward pass is split into gradients of inputs (I) and of weights (W)."""
+        return any(action.op is Op.I for order in self.orders for action in order)
+
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(s for s, homes in enumerate(self.homes) if rank in homes) for rank in range(self.num_ranks))
@@ -123,69 +127,6 @@ class Schedule:
 
     def action(self, node: Node) -> Action:
         return self.orders[node.rank][node.at]
-
-    @cached_property
-    def _compute(self) -> dict[tuple[Op, int, int], Node]:
-        return {(a.op, a.stage, a.microbatch): node for node, a in self.nodes() if a.op in COMPUTE}
-
-    @cached_property
-    def _of_batch(self) -> dict[tuple[Op, int, int, int], Node]:
-        return {(a.op, a.stage, a.version, node.rank): node for node, a in self.nodes() if a.op not in COMPUTE}
-
-    def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """Return the position of the action `op` (F, B, I or W) of a micro-batch on a stage; None if no rank executes it."""
-        return self._compute.get((op, stage, microbatch))
-
-    def backward(self, stage: int, microbatch: int) -> Node | None:
-        """Return the position of the action that computes a stage's input gradient, which is its B or its I."""
-        return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
-
-    def input_maker(self, node: Node) -> Node | None:
-        """Return the position of the action whose result this action reads: for F, the previous stage's F; for B and I, the next stage's B
-        or I. None for F of the first stage, B and I of the last stage, and for all W, S and U."""
-        op, stage, microbatch, _ = self.action(node)
-        if op is Op.F:
-            return self.find(Op.F, stage - 1, microbatch)
-        return self.backward(stage + 1, microbatch) if op in (Op.B, Op.I) else None
-
-    def replicas(self, node: Node) -> tuple[Node, ...]:
-        """Return the positions of a stage's all-reduce S on all ranks that hold the stage. node: an S, or an update U, of this stage; the
-        returned S belong to the same batch."""
-        _, stage, _, version = self.action(node)
-        found = (self._of_batch.get((Op.S, stage, version, home)) for home in self.homes[stage])
-        return tuple(n for n in found if n is not None)
-
-    def sends(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that are sent when this action ends. In a pair (`pairs`), the second action sends the results of both, and
-        the first sends nothing."""
-        if node in self.pairs:
-            return ()
-        block = (Node(node.rank, node.at - 1), node)
-        return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
-
-    def receives(self, node: Node) -> tuple[Message, ...]:
-        """Return the messages that must arrive before this action starts. The first action of a pair waits for the messages of both."""
-        if Node(node.rank, node.at - 1) in self.pairs:
-            return ()
-        block = (node, Node(node.rank, node.at + 1)) if node in self.pairs else (node,)
-        sources = map(self.input_maker, block)
-        return tuple(message for source in sources if source is not None and source.rank != node.rank for message in self._message(source))
-
-    def _message(self, node: Node) -> tuple[Message, ...]:
-        op, stage, microbatch, _ = self.action(node)
-        if op is Op.F:
-            reader = self.find(Op.F, stage + 1, microbatch)
-        else:
-            reader = self.backward(stage - 1, microbatch) if op in (Op.B, Op.I) else None
-        return () if reader is None or reader.rank == node.rank else (Message(op, stage, microbatch, node.rank, reader.rank),)
-
-    def messages(self) -> dict[tuple[int, int], tuple[Message, ...]]:
-        """Return (source rank, target rank) -> the messages between these ranks, in the order in which they are sent."""
-        found: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        for node, _ in self.nodes():
-            for message in self.sends(node):
-                found[message.source, message.target].append(message)
-        return {pair: tuple(messages) for pair, messages in found.items()}
 
     def repeated(self, batches: int) -> Schedule:
         """Return a schedule of `batches` batches: each rank's order is repeated, with consecutive micro-batch and version numbers."""

@@ -23,7 +23,7 @@ from moe.cli import main as cli
 from moe.cli.flags import read_words
 from moe.cli.run.bench import arguments_of_main, bench_file, bench_names
 from moe.cli.simulate import simulated
-from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
+from moe.cli.verbs import RECIPE_VERBS, VERBS
 from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
 from moe.plan.memory.stack import OURS_ON_CPU
@@ -115,7 +115,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
         if verb not in VERBS:
             wrong.append(f"moe {verb}")
             continue
-        flags = {field.name for field in fields(VERBS[verb]) if not is_word(field)} | {"help"}
+        flags = {field.name for field in fields(VERBS[verb]) if not field.metadata["word"]} | {"help"}
         if verb == "bench" and (name := re.match(r" +([a-z][\w-]*)", words)):
             if name[1] not in bench_names():
                 wrong.append(f"moe bench {name[1]}")

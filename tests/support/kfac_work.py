@@ -10,6 +10,7 @@ from itertools import product
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Placed, pack
 from parallel.pipeline.simulator.simulate import Timeline
+from tests.support.plain_simulation import backward as backward_of
 
 
 def works(schedule: Schedule, factors: Mapping[int, Sequence[tuple[str, str]]], seconds: Mapping[str, float]) -> list[BubbleWork]:
@@ -24,7 +25,7 @@ def works(schedule: Schedule, factors: Mapping[int, Sequence[tuple[str, str]]], 
         keys = factors.get(stage, ())
         for rank, key in product(homes, keys):
             for forward in (a for a in schedule.orders[rank] if a.op is Op.F and a.stage == stage):
-                backward = schedule.backward(stage, forward.microbatch)
+                backward = backward_of(schedule, stage, forward.microbatch)
                 assert backward is not None
                 name = f"curvature {key[0]} {key[1]} micro-batch {forward.microbatch} rank {rank}"
                 after = forward if key[0] == "A" else schedule.action(backward)

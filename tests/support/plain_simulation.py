@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
-from parallel.pipeline.schedule import Action, Message, Node, Op, Schedule, Span, flushed, stage_complete_at
+from parallel.pipeline.check import action_graph
+from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule, Span, flushed, stage_complete_at
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, Timeline, Transfer
 
 
@@ -31,6 +32,67 @@ def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
     return flushed(f"chance {seed}", homes, microbatches, orders)
 
 
+def find(schedule: Schedule, op: Op, stage: int, microbatch: int, rank: int | None = None) -> Node | None:
+    """Return the position of a micro-batch's F, B, I or W on a stage; None if no rank executes this action. For S and U of a batch,
+    `microbatch` is the version, and `rank` the rank that executes it."""
+    table = schedule.__dict__.setdefault("_plain", {})
+    for node, a in () if table else schedule.nodes():
+        table[(a.op, a.stage, a.microbatch, None) if a.op in COMPUTE else (a.op, a.stage, a.version, node.rank)] = node
+    found: Node | None = table.get((op, stage, microbatch, rank))
+    return found
+
+
+def backward(schedule: Schedule, stage: int, microbatch: int) -> Node | None:
+    """Return the position of the action that computes a stage's input gradient, which is its B or its I."""
+    return find(schedule, Op.B, stage, microbatch) or find(schedule, Op.I, stage, microbatch)
+
+
+def input_maker(schedule: Schedule, node: Node) -> Node | None:
+    """Return the position of the action whose result this F, B or I reads: on the previous stage for F, on the next for B and I."""
+    op, stage, microbatch, _ = schedule.action(node)
+    if op is Op.F:
+        return find(schedule, Op.F, stage - 1, microbatch)
+    return backward(schedule, stage + 1, microbatch) if op in (Op.B, Op.I) else None
+
+
+def replicas(schedule: Schedule, node: Node) -> tuple[Node, ...]:
+    """Return the positions of S on all ranks that hold the stage of this S or U, for the same batch."""
+    _, stage, _, version = schedule.action(node)
+    found = (find(schedule, Op.S, stage, version, home) for home in schedule.homes[stage])
+    return tuple(n for n in found if n is not None)
+
+
+def sends(schedule: Schedule, node: Node) -> tuple[Message, ...]:
+    """Return the messages that are sent when this action ends. In a pair, the first action sends nothing, and the second sends both."""
+    if node in schedule.pairs:
+        return ()
+    block = (Node(node.rank, node.at - 1), node)
+    return tuple(message for n in (block if block[0] in schedule.pairs else block[1:]) for message in _message(schedule, n))
+
+
+def receives(schedule: Schedule, node: Node) -> tuple[Message, ...]:
+    """Return the messages that must arrive before this action starts. The first action of a pair waits for the messages of both."""
+    if Node(node.rank, node.at - 1) in schedule.pairs:
+        return ()
+    sources = (input_maker(schedule, n) for n in ((node, _after(node)) if node in schedule.pairs else (node,)))
+    return tuple(m for source in sources if source is not None and source.rank != node.rank for m in _message(schedule, source))
+
+
+def _message(schedule: Schedule, node: Node) -> tuple[Message, ...]:
+    op, stage, microbatch, _ = schedule.action(node)
+    if op is Op.F:
+        reader = find(schedule, Op.F, stage + 1, microbatch)
+    else:
+        reader = backward(schedule, stage - 1, microbatch) if op in (Op.B, Op.I) else None
+    return () if reader is None or reader.rank == node.rank else (Message(op, stage, microbatch, node.rank, reader.rank),)
+
+
+def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> list[Node]:
+    """Return the nodes in the order of the schedule's ActionGraph."""
+    nodes = [node for node, _ in schedule.nodes()]
+    return [nodes[n] for n in action_graph(schedule, all_reduce_blocks=all_reduce_blocks).order]
+
+
 def needs_of(schedule: Schedule, node: Node) -> tuple[Node, ...]:
     """Return the nodes that must end before this one starts, in addition to the previous action of its rank (ActionGraph's rule)."""
     needs = own_needs(schedule, node)
@@ -45,17 +107,17 @@ def own_needs(schedule: Schedule, node: Node) -> tuple[Node, ...]:
     each = schedule.microbatches_per_update
     if op is Op.S or (op is Op.U and len(schedule.homes[stage]) == 1):
         batch = range((version - 1) * each, version * each)
-        made = (schedule.find(kind, stage, j) for j in batch for kind in (Op.B, Op.W))
+        made = (find(schedule, kind, stage, j) for j in batch for kind in (Op.B, Op.W))
         return tuple(sorted(n for n in made if n is not None and n.rank == node.rank))
     if op is Op.U:
-        return schedule.replicas(node)
-    found = [schedule.input_maker(node)]
+        return replicas(schedule, node)
+    found = [input_maker(schedule, node)]
     if op is Op.W:
-        found.append(schedule.find(Op.I, stage, microbatch))
+        found.append(find(schedule, Op.I, stage, microbatch))
     elif op is not Op.F:
-        found.append(schedule.find(Op.F, stage, microbatch))
+        found.append(find(schedule, Op.F, stage, microbatch))
     if version and op is not Op.W:
-        found.append(schedule._of_batch.get((Op.U, stage, version, node.rank)))
+        found.append(find(schedule, Op.U, stage, version, node.rank))
     return tuple(n for n in found if n is not None)
 
 
@@ -68,7 +130,7 @@ def plain_order(schedule: Schedule, *, all_reduce_blocks: bool) -> tuple[list[No
 
     def needs(node: Node) -> tuple[Node, ...]:
         held = all_reduce_blocks and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
-        return needs_of(schedule, node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
+        return needs_of(schedule, node) + (replicas(schedule, Node(node.rank, node.at - 1)) if held else ())
 
     done: set[Node] = set()
     order: list[Node] = []
@@ -106,7 +168,7 @@ def plain_simulate(
         for need in needs_of(schedule, node):
             if need.rank == node.rank or action.op is Op.U:
                 start = max(start, spans[need].end)
-        start = max([start, *(arrived[message] for message in schedule.receives(node))])
+        start = max([start, *(arrived[message] for message in receives(schedule, node))])
         if action.op is Op.S:
             here = at_sum.setdefault((action.stage, action.version), {})
             here[node.rank] = (node, start)
@@ -122,7 +184,7 @@ def plain_simulate(
         end = start + cost(node.rank, action)
         spans[node] = Span(action, start, end)
         free[node.rank] = end
-        for message in schedule.sends(node):
+        for message in sends(schedule, node):
             way = (message.source, message.target)
             begin = max(end, link.get(way, 0))
             link[way] = arrived[message] = begin + transfer_time(message)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe.cli.verbs import is_word
 from parallel.errors import BadInput
 from parallel.store.files import user_path
 
@@ -48,7 +47,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
     `refuse`."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and (value := getattr(flags, field.name)) != field.default:
-            shown, given = (field.name.upper(), value) if is_word(field) else (f"--{field.name}",) * 2
+            shown, given = (field.name.upper(), value) if field.metadata["word"] else (f"--{field.name}",) * 2
             raise BadInput(shown, got=f"{given} {got}", needed=needed, fix=f"remove {given}")
 
 

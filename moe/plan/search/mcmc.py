@@ -76,7 +76,6 @@ def mcmc(
     seconds: float = 50.0,
     alpha: float = 100.0,
     seed: int = 0,
-    simulation: Literal["delta", "full"] = "delta",
 ) -> Walk:
     """Walk for `budget` proposals, or at most `seconds`. options: operator -> placements that may be proposed; None: all legal ones. alpha:
     the larger it is, the fewer slower placements are accepted."""
@@ -95,7 +94,7 @@ def mcmc(
         if proposals % every == 0 and cost > least:
             now, ran, cost = dict(best), best_ran, least
         there = _proposal(graph, now, draw, options, sets)
-        new = run(simulator.tasks(there), ran if simulation == "delta" else None)
+        new = run(simulator.tasks(there), ran)
         time = simulator.seconds(there, new)
         take = time <= cost
         if not take:

@@ -18,9 +18,9 @@ from math import floor
 
 from parallel.errors import BadInput
 from parallel.fixes import Set
-from parallel.pipeline.check import ordered_nodes
+from parallel.pipeline.check import action_graph
 from parallel.pipeline.energy.clocks import Clock, Profile, efficient_clocks, energy_above_idle, fastest, least_energy_clock
-from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
+from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
@@ -201,21 +201,22 @@ class Graph:
         self.before: list[list[int]] = []
         self.transfers: list[int] = []
         self.transfer_time = transfer_time
-        self._reached: dict[Node, set[int]] = {}  # node of an S, reached by some of its replicas -> vertices that must come before it
+        self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}  # (stage, version) -> its S so far -> vertices that S needs
         last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
-        arrives: dict[Message, int] = {}  # message -> its vertex
-        for node in ordered_nodes(schedule):
-            action, here = schedule.action(node), ("rank", node.rank, 0)
-            if action.op is Op.S:
+        arrives: dict[int, int] = {}  # number of the sending action -> vertex of its message
+        graph, nodes = action_graph(schedule), [node for node, _ in schedule.nodes()]
+        for n in graph.order:
+            node, here, received = nodes[n], ("rank", graph.ranks[n], 0), graph.received(n)
+            if graph.actions[n].op is Op.S:
                 self._all_reduce(schedule, node, last)
                 continue
-            replicas = schedule.replicas(node) if action.op is Op.U else ()
-            before = {*(self.vertices[s] for s in replicas), *(arrives[message] for message in schedule.receives(node))}
-            self.vertices[node] = last[here] = self._vertex(before | ({last[here]} if here in last else set()))
-            for message in schedule.sends(node):
-                link = ("link", message.source, message.target)
-                last[link] = arrives[message] = self._vertex({self.vertices[node], *([last[link]] if link in last else [])})
-                self.transfers.append(arrives[message])
+            others = {self.vertices[nodes[m]] for m in graph.more.get(n, ()) if m not in received}
+            before = others | {arrives[m] for m in received} | ({last[here]} if here in last else set())
+            self.vertices[node] = last[here] = self._vertex(before)
+            for m in graph.sent(n):
+                link = ("link", graph.ranks[m], graph.target[m])
+                last[link] = arrives[m] = self._vertex({self.vertices[node], *([last[link]] if link in last else [])})
+                self.transfers.append(arrives[m])
         self.after: list[list[int]] = [[] for _ in self.before]
         for i, before_i in enumerate(self.before):
             for j in before_i:
@@ -224,11 +225,12 @@ class Graph:
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
         """Record that the rank of `node`, an all-reduce S, reaches S. When the last replica's rank has reached it, add the common vertex,
         which needs the last action and the last S of each replica's rank."""
-        self._reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}
-        replicas = schedule.replicas(node)
-        if all(replica in self._reached for replica in replicas):
-            vertex = self._vertex({i for replica in replicas for i in self._reached[replica]})
-            for replica in replicas:
+        _, stage, _, version = schedule.action(node)
+        reached = self._reached.setdefault((stage, version), {})
+        reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}
+        if len(reached) == len(schedule.homes[stage]):
+            vertex = self._vertex(set().union(*reached.values()))
+            for replica in reached:
                 self.vertices[replica] = last["S", replica.rank, 0] = vertex
 
     def _vertex(self, before: set[int]) -> int:

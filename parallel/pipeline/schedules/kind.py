@@ -9,7 +9,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulator.held import RankPeaks
 
 Placed = Literal["line", "v", "both_ways"]
@@ -93,8 +93,7 @@ class ScheduleKind:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if the schedule splits the backward pass into gradients of inputs (I) and of weights (W)."""
-        return any(action.op is Op.I for order in self._example.orders for action in order)
+        return self._example.splits_backward
 
     @cached_property
     def update_every(self) -> int | None:

@@ -192,14 +192,10 @@ class _Run:
         link = graph.ranks[maker] * len(self._free) + graph.target[maker]
         before = self._link.get(link, 0)
         start = before if before > end else end
-        arrival = start + (took(self._message(maker)) if callable(took) else took)
+        arrival = start + (took(self.graph.message(maker)) if callable(took) else took)
         self._link[link] = self._ready[maker] = arrival
         self._sent.append((maker, start))
         return end if self.overlap else arrival
-
-    def _message(self, maker: int) -> Message:
-        op, stage, microbatch, _ = self.graph.actions[maker]
-        return Message(op, stage, microbatch, self.graph.ranks[maker], self.graph.target[maker])
 
     def _all_reduce(self, n: int, ready: float, length: float) -> None:
         """Record that a rank reached action n, an all-reduce S of duration `length`, at time `ready`. When all replicas of the stage have
@@ -222,6 +218,6 @@ class _Run:
     def timeline(self, message_bytes: float | OfMessage) -> Timeline:
         actions, first = self.graph.actions, self.graph.first
         spans = tuple(tuple(map(Span, actions[a:b], self.starts[a:b], self._ends[a:b])) for a, b in pairwise(first))
-        sent = ((self._message(maker), start, self._ready[maker]) for maker, start in self._sent)
+        sent = ((self.graph.message(maker), start, self._ready[maker]) for maker, start in self._sent)
         transfers = tuple(Transfer(m, start, end, message_bytes(m) if callable(message_bytes) else message_bytes) for m, start, end in sent)
         return Timeline(self.graph.schedule, spans, transfers, self.overlap)

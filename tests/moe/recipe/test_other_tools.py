@@ -9,7 +9,7 @@ import pytest
 
 from moe.checks.advice import applied
 from moe.cli.flags import read_words
-from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
+from moe.cli.verbs import RECIPE_VERBS, VERBS
 from moe.recipe import other_tools
 from moe.recipe.keys import flat, known_keys
 from moe.recipe.load import build_run, load, read_recipe, recipe_path
@@ -92,7 +92,7 @@ def test_names_here_are_keys_and_flags_and_no_fix_sets_anything_aside() -> None:
                 assert refused({name: value}) == f"remove it, and give moe train {flag}"
                 continue
             with pytest.raises(BadInput) as bad:
-                words = ["word"] * sum(is_word(field) for field in VERBS[verbs[0]].__dataclass_fields__.values())
+                words = ["word"] * sum(field.metadata["word"] for field in VERBS[verbs[0]].__dataclass_fields__.values())
                 read_words(verbs[0], VERBS[verbs[0]], [*words, f"--{name}", value])
             fixed = shlex.split(str(bad.value.fix).removeprefix("did you mean ").removesuffix("?"))
             assert fixed[0] == flag

@@ -24,7 +24,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import process
 from parallel.process.process import World
-from tests.support.plain_simulation import any_order
+from tests.support.plain_simulation import any_order, find, sends
 from tests.support.ranks import run_on_ranks
 
 ROWS, WIDTH = 3, 5
@@ -186,7 +186,7 @@ def test_runtime_forward_runs_any_number_of_micro_batches(name: str) -> None:
         losses = {j: loss for found in ranks for j, loss in found[i].items()}
         assert [losses[j] for j in range(count)] == pytest.approx(twin(schedule.num_stages, count)[0], rel=1e-6)
         for node, action in forwards(schedule, count).nodes():
-            trained = schedule.find(Op.F, action.stage, action.microbatch % 4)
+            trained = find(schedule, Op.F, action.stage, action.microbatch % 4)
             assert trained is not None and node.rank == trained.rank
 
 
@@ -197,7 +197,7 @@ def test_bytes_sent_are_those_of_the_messages() -> None:
         communicator = runtime.axis.communicator
         communicator.reset_counts()
         runtime.run(layers)
-        messages = sum(len(schedule.sends(node)) for node, _ in schedule.nodes() if node.rank == rank)
+        messages = sum(len(sends(schedule, node)) for node, _ in schedule.nodes() if node.rank == rank)
         return communicator.counts()["pp", "send"].sent, messages * ROWS * WIDTH * 4
 
     for sent, expected in run_on_ranks(work, 3, timeout_s=30):

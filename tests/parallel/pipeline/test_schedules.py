@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.pipeline.check import check, ordered_nodes
+from parallel.pipeline.check import action_graph, check
+from parallel.pipeline.links import Traffic
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_activations, weight_versions
-from tests.support.plain_simulation import needs_of, own_needs
+from tests.support.plain_simulation import needs_of, ordered_nodes, own_needs, receives, sends
 
 CHUNKS = {name: (1, 2, 4) if kind.chunks is None else (kind.chunks,) for name, kind in SCHEDULES.items()}
 SIZES = [(name, p, factor * p, v) for name in SCHEDULES for p in (2, 3, 4, 8) for factor in (1, 2, 4) for v in CHUNKS[name]]
@@ -193,17 +194,24 @@ def test_schedules_that_drain_keep_one_weight_version() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_message_is_sent_once_and_received_once(name: str) -> None:
-    """Schedule.sends and Schedule.receives have the same messages: one forward and one backward for each micro-batch and rank boundary."""
+    """ActionGraph and Traffic have the plain implementation's messages: one forward and one backward for each micro-batch and rank
+    boundary."""
     schedule = make_schedule(name, ranks=4, microbatches=8)
-    sent = [message for node, _ in schedule.nodes() for message in schedule.sends(node)]
-    received = [message for node, _ in schedule.nodes() for message in schedule.receives(node)]
+    graph = action_graph(schedule)
+    sent = [message for node, _ in schedule.nodes() for message in sends(schedule, node)]
+    received = [message for node, _ in schedule.nodes() for message in receives(schedule, node)]
     assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
-    assert sorted(message for messages in schedule.messages().values() for message in messages) == sorted(sent)
+    for n, (node, _) in enumerate(schedule.nodes()):
+        assert tuple(map(graph.message, graph.sent(n))) == sends(schedule, node)
+        assert tuple(map(graph.message, graph.received(n))) == receives(schedule, node)
+    traffic = [Traffic.of(schedule, rank) for rank in range(4)]
+    assert sorted(message for one in traffic for messages in one.expected.values() for message in messages) == sorted(sent)
+    assert all(message.target == rank for rank, one in enumerate(traffic) for of in one.expected.values() for message in of)
     crossings = sum(schedule.homes[s] != schedule.homes[s + 1] or len(schedule.homes[s]) > 1 for s in range(schedule.num_stages - 1))
     assert len(sent) == 2 * crossings * schedule.microbatches
     for node, _ in schedule.nodes():
-        assert all(message.target == node.rank for message in schedule.receives(node))
-        assert all(message.source == node.rank for message in schedule.sends(node))
+        assert all(message.target == node.rank for message in receives(schedule, node))
+        assert all(message.source == node.rank for message in sends(schedule, node))
 
 
 # --- orders of torch.distributed.pipelining and of papers ---------------------------------------------------------------
@@ -329,10 +337,12 @@ def test_a_pair_receives_before_and_sends_after_both_actions(tmp_path: Path) -> 
     schedule = make_schedule("dualpipe_v", ranks=2, microbatches=6)
     write_order(schedule, tmp_path / "order.csv")
     assert ")OVERLAP_F_B" in (tmp_path / "order.csv").read_text()
+    graph = action_graph(schedule)
     for first in schedule.pairs:
         second = Node(first.rank, first.at + 1)
         assert schedule.action(first).op is Op.F and schedule.action(second).op is Op.B
-        assert not schedule.sends(first) and not schedule.receives(second)
+        at = [node for node, _ in schedule.nodes()].index(first)
+        assert not graph.sent(at) and not graph.received(at + 1)
         assert set(own_needs(schedule, second)) - {first} <= {*needs_of(schedule, first), *needs_of(schedule, second)}
 
 

@@ -19,7 +19,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate
-from tests.support.plain_simulation import needs_of
+from tests.support.plain_simulation import find, needs_of
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
@@ -103,7 +103,7 @@ def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
     assert min(in_flight) == p - p // n + 1 and max(in_flight) == p
     assert all(len(set(homes)) == n for homes in schedule.homes) and {len(schedule.stages_of(rank)) for rank in range(p)} == {n}
     for stage in range(p):
-        share = Counter(node.rank for j in range(blocks * p) if (node := schedule.find(Op.F, stage, j)) is not None)
+        share = Counter(node.rank for j in range(blocks * p) if (node := find(schedule, Op.F, stage, j)) is not None)
         assert share == dict.fromkeys(schedule.homes[stage], blocks * p // n)  # replicas train the same number of micro-batches
     assert timeline.makespan < simulate(schedule, costs(1, 1, summation=1)).makespan <= timeline.makespan + n
 
