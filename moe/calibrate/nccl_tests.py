@@ -93,7 +93,7 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
             continue
         if len(cells) != COLUMNS:
             got, fix = f"{counted(len(cells), 'column')} in line {number}", "leave out flags that add columns"
-            raise BadInput(what, got=got, needed=f"{COLUMNS}", fix=fix)
+            raise BadInput(what, got=got, needed=f"{COLUMNS} columns", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
         try:
@@ -120,16 +120,16 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
-        needed = "one node, or all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf"
-        raise BadInput(found.what, got=f"{found.kind} on {found.nodes} nodes", needed=needed, fix="move it to another folder")
+        got, needed = f"{found.kind} times of {found.nodes} nodes", f"{found.kind} times of one node: a cluster file has no others"
+        raise BadInput(found.what, got=got, needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
     source += f" by NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Fit share and latency_us to a ring all-gather with `here` ranks on each node. Return (`between` with these values, beginning of the
-    note for the cluster file's `sources`)."""
+    """Fit between.share and between.latency_us to `found`, the times of ring all-gathers with `here` ranks on each node. Return (`between`
+    with these values, beginning of the note for the cluster file's `sources`)."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)

@@ -136,7 +136,7 @@ def check_tiling(run: Run) -> None:
     read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
-        needed = f"at most {counted(tokens, 'token')}, as a micro-batch has"
+        needed = f"at most the {counted(tokens, 'token')} of a micro-batch"
         fix = Set("it", *range(min(tokens, 8), 0, -1), said=f"{tokens} or less; 8 is often enough")
         raise BadInput("recompute.loss_chunks", got=run.recompute.loss_chunks, needed=needed, fix=fix)
 

@@ -87,8 +87,8 @@ class ChatRows:
 
 
 def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
-    """Open the chats of a file; encode them first if the cache does not have them. Arguments and errors are those of `encode_chats`. Also
-    raises BadInput for a cache that cannot be read or written. `log` prints a line."""
+    """Open the chats of the file `path`; encode them first (`encode_chats`) if the cache does not have them. `field`: the field of a line
+    that has the messages; None: any form. `log` prints a line. Raises BadInput for a wrong line, and for an unusable cache folder."""
     key = partial(_key, path, tokenizer, max_length, field)
     named = cache / f"chats-{(first := key())}.bin"
 

@@ -123,7 +123,7 @@ class Stream:
         if not self._read:
             raise BadInput("data", got="an iterable without samples", needed="at least one sample", fix="give an iterable with samples")
         if iter(self.source) is self.source:
-            got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch of them"
+            got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch samples"
             raise BadInput("data", got=got, needed=needed, fix=f"{_ITERABLE}, or lower train.steps")
         self._rows, self._read = iter(self.source), 0
 
@@ -151,7 +151,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
 
     if held is not None:
         if lengths["validation"] is None:
-            needed = "len() and []: each evaluation reads the same samples"
+            needed = "samples with len() and [], because each evaluation reads the same ones"
             raise BadInput("data, validation", got=f"a {type(held).__name__}", needed=needed, fix="give a list of samples")
         validation = samples("validation", held, 0, lengths["validation"])
     count = lengths["train"]

@@ -178,7 +178,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(
             flag,
             got=f"the flag with torchrun --max-restarts {restarts}",
-            needed=f"no {flag}, which each restart by torchrun would carry out again",
+            needed=f"a start without {flag}: each restart by torchrun would repeat it",
             fix=fix,
         )
 

@@ -63,6 +63,6 @@ def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: boo
 
 
 def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
-    """Write the picture of `bars` as a PNG. Return its path."""
+    """Write the bar chart of each rank's memory (`bars`) as a PNG to `path`. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return save(lambda: bars(ranks, capacity=capacity, context=context), path)

@@ -125,7 +125,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     family, files = family_of(config), Source(source, config.get("quantization_config"))
     further = [f"model.layers.{config['num_hidden_layers'] + depth}." for depth in range(_further_layers(config))]
     if without_mtp and not any(key.startswith(tuple(further)) for key in files.files):
-        got, needed = f"{source} without such layers", "files with layers for multi-token prediction"
+        got, needed = f"{source} without layers for multi-token prediction", "a model with such layers"
         raise BadInput("--without_mtp", got=got, needed=needed, fix="leave out --without_mtp")
     with _whole(out, "TO_RUN", earlier=earlier) as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)

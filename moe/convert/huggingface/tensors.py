@@ -137,7 +137,7 @@ class Source:
             candidates = list(locations(name, family))
             location = next((location for location in candidates if location.key in self.files), None)
             if location is None:
-                needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "no such parameter in this family"
+                needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "a family of models that has this parameter"
                 raise BadInput(str(self.folder), got=f"no tensor for {name}", needed=needed, fix="take all files of the model")
             stored_shape = self.files[location.key].shape
             needs = location.whole(shape, experts.get(name.partition(".experts.")[0], 0))
@@ -276,7 +276,8 @@ def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
 
 
 def _tensors_of_files(sizes: Sequence[int]) -> list[int]:
-    """Return the number of tensors for each file, given the bytes of each tensor."""
+    """Distribute tensors over files of at most FILE_BYTES, in order. sizes: bytes of each tensor. Return the number of tensors in each
+    file."""
     counts, held = [0], 0
     for size in sizes:
         if counts[-1] and held + size > FILE_BYTES:
