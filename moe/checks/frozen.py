@@ -56,7 +56,7 @@ def _check_base(run: Run) -> None:
     if not run.lora.blocks_of:
         return
     if form != "fp8_all" and not run.model.layers_with_experts():
-        needed = "layers with experts, which alone are kept in these blocks"
+        needed = "layers with experts: only matrices of experts are kept in these blocks"
         raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
         "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),

@@ -227,7 +227,7 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
         raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix=fix)
     unread = [str(name) for name in names if name not in _COLUMNS]
     if unread:
-        needed = f"{', '.join(_COLUMNS)} and no column that is not read"
+        needed = f"only the columns {', '.join(_COLUMNS)}"
         kept = ", ".join(f'"{name}"' for name in _COLUMNS if name in names)
         raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"give rows with only {kept}")
     return {name: sample[name] for name in names}

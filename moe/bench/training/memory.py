@@ -145,7 +145,7 @@ def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
 
 class GradientPeak:
     """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak, less
-    the buffers of gradient sums (over ranks) in flight."""
+    the buffers of gradients whose sum over ranks is still running."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.model, self.engine, self.gradients, self.resident = model, engine, 0, 0
