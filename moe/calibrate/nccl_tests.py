@@ -107,8 +107,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does. Also raises it for send times between nodes, which
-    a cluster file cannot store, and for times that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput for times to which no latency and bandwidth can be fitted, for send times
+    between nodes, which a cluster file cannot store, and for times that contradict the cluster's number of devices or adapters' rate."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -186,8 +186,8 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do. Also
-    raises it for a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, for
+    a wrong output, for times that the cluster cannot have, and if runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:

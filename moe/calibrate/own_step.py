@@ -73,7 +73,7 @@ class Training:
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
     def step(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Take one training step: `accumulate`, then the optimizer's update. step: its number. Collective."""
+        """Take training step number `step`: `accumulate` with these arguments, then the optimizer's update. Collective."""
         numbers, o = self.accumulate(tokens, step=step, microbatches=microbatches, shard=shard), self.run.optimizer
         world, scale = self.mesh.axis("world"), LossScale.of("none")
         finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)

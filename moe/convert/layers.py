@@ -60,7 +60,8 @@ class Conversion:
         return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
 
     def dense(self, stem: str, kind: str = "weight") -> Network:
-        """Return a dense network of the source, with matrices transposed to [in, out] as in experts."""
+        """Return the dense network with the name `stem` in the source, with matrices transposed to [in, out] as in experts. `kind`: weight,
+        or an optimizer moment."""
         names = ("w1", "w2", "w3") if f"{stem}.w3.weight" in self.source else ("w1", "w2")
         return {name: self.read(f"{stem}.{name}.weight", kind).T for name in names}
 

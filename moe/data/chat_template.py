@@ -46,8 +46,8 @@ class ChatTemplate:
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput as
-        `render` does, and if these parts cannot be found."""
+        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput if
+        the template fails, and if these parts cannot be found."""
         text, spans = self._rendered(messages, tools)
         if _GENERATION.search(self.source):
             return text, spans

@@ -183,7 +183,7 @@ def _write(named: Path, made: Encoded, max_length: int) -> None:
 
 
 def _opened(named: Path, max_length: int) -> Chats:
-    """Open a file of encoded chats. Raises FileNotFoundError, and Damaged if its contents do not match their SHA-256."""
+    """Open the file `named`, which has encoded chats. Raises FileNotFoundError, and Damaged if its contents do not match their SHA-256."""
     try:
         with named.open("rb") as file:
             line = file.readline()

@@ -210,8 +210,8 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and as `check_kinds` does if more
-    bytes are skipped than read."""
+    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and for
+    a folder of which more bytes are skipped than read (`check_kinds`)."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:

@@ -48,8 +48,8 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput as
-        `row` does."""
+        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput for a
+        sample that `row` cannot convert."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -76,8 +76,8 @@ class Stream:
     _read: int = 0  # number of samples read since the source was last opened
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput as
-        `row` does."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput for a
+        sample that `row` cannot convert."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:

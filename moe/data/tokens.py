@@ -213,7 +213,7 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`. tokenizer None: the recipe's."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":

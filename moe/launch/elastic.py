@@ -67,7 +67,8 @@ def smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return `smaller(run, ...)`. If it is empty, raise BadInput with the numbers of processes that a smaller `least` would allow."""
+    """Return the numbers of processes from `least` to `below` - 1 on which the run can continue (`smaller`). If there are none, raise
+    BadInput with the numbers that a smaller `least` would allow."""
     found = smaller(run, below=below, least=least)
     if found:
         return found

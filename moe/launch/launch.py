@@ -260,8 +260,8 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return the function that the watchdog calls before it kills this process in a hang. Arguments: error message, whether this rank
-    prints it."""
+    """Return the function that the watchdog calls before it kills this process in a hang. Its arguments: error message, whether this rank
+    prints it. place: a list with the run's folder, or empty, as in `RankRun`."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:

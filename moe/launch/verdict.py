@@ -105,7 +105,7 @@ def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collecti
 
 def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
     """Return whether a signal ended the run before training: the signal ended some ranks, and all others failed because those were
-    missing."""
+    missing. `verdict` explains the arguments."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:

@@ -204,8 +204,8 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """Return a value of the command line, read as YAML. For a key that accepts text, the value stays as typed (a folder may be named
-    2024)."""
+    """Return a value of the command line, read as YAML. If `annotation`, the key's type, accepts text, the value stays as typed (a folder
+    may be named 2024)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     is_text = str in ((annotation,) if get_origin(annotation) is tuple else (annotation, *get_args(annotation)))

@@ -118,7 +118,7 @@ def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
     """Return the plugin of a key, quickly enough for every step. If its module is already imported and has the name, nothing is checked;
-    otherwise `load_plugin` imports and checks it."""
+    otherwise `load_plugin` imports it, and checks that it can be called with this number of arguments."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found

@@ -93,7 +93,7 @@ class _Identity:
 
 
 def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
-    """Return a function that runs the forward and backward pass of a layer with these experts."""
+    """Return a function that runs forward and backward of a layer: `dispatcher` sends the tokens x to `experts` by `routing`, and back."""
     grad_TD = torch.ones_like(x_TD)
 
     def work() -> None:

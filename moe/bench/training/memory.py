@@ -171,7 +171,8 @@ def warm_up(shape: Shape, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """Train a step, then run a second one up to its update. Return this rank's table row. folder: for model states offloaded to disk."""
+    """Train a step, then run a second one up to its update. Return this rank's table row. ep: number of ranks over which experts are split.
+    folder: for model states offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))

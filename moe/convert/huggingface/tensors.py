@@ -254,7 +254,8 @@ def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]
 
 
 def write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
-    """Write the same bytes as safetensors' save_file, but with only one tensor in memory at a time."""
+    """Write the same bytes as safetensors' save_file, but with only one tensor in memory at a time. `forms`: key -> dtype and shape.
+    `read`: returns a tensor by its key."""
     names = {dtype: name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
