@@ -95,7 +95,9 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
             got, fix = f"{counted(len(cells), 'column')} in line {number}", "leave out flags that add columns"
             raise BadInput(what, got=got, needed=f"{COLUMNS} columns", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
-            raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
+            raise BadInput(
+                what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="#wrong 0", fix="mend NCCL or the links first"
+            )
         try:
             time = float(cells[5])
         except ValueError:

@@ -208,7 +208,7 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 
 def print_one(row: dict[str, Any], timeline: Timeline, *, unit: float | None = None) -> None:
-    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time that one column shows; None: chosen for this timeline."""
+    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time of a column; None: the timeline's own."""
     print(text(timeline, unit=unit, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()

@@ -66,7 +66,7 @@ class ChatTemplate:
     def unmarked(got: str) -> BadInput:
         """Return the error for a template with which the assistant's parts cannot be found."""
         fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
-        return BadInput("chat template", got=got, needed="one that marks the text to train on", fix=fix)
+        return BadInput("chat template", got=got, needed="a template that marks the text to train on", fix=fix)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> tuple[str, list[Span]]:
         variables = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | dict(self.tokens)

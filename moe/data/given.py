@@ -141,7 +141,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
     `validation_share`: share of the samples, at the end, that is held out if none are given for validation. `say` prints a line."""
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
-        needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
+        needed, fix = "a dict of train, or of train and validation", 'write {"train": samples, "validation": samples}'
         raise BadInput("data", got=f"a dict of {', '.join(map(str, sides)) or 'nothing'}", needed=needed, fix=fix)
     train, held = sides["train"], sides.get("validation")
     lengths = {name: _length(name, side) for name, side in sides.items() if side is not None}
@@ -271,7 +271,7 @@ def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
         got, needed = f"{labels[at]} at index {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
     if left_out[1:].all():  # the first id is never predicted, because no id precedes it
-        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="at least one id after the first", fix=_NOTHING)
+        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="an id as at least one label after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 

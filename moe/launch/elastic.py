@@ -75,7 +75,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     works = smaller(run, below=below, least=1)
     needed = f"one of {listed(works)}" if works else "a run that can continue on fewer"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
-    raise BadInput("--elastic", got=f"at least {least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
+    raise BadInput("--elastic", got=f"{least} with {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 
 
 def layout(run: Run) -> str:

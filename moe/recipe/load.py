@@ -118,7 +118,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             if not isinstance(fields, dict):
                 if section not in Run.model_fields:
                     raise _unknown_key((section,), fields)
-                needed, fix = "a section: key: value pairs", f"write {section}: {{key: value}}"
+                needed, fix = "a section, with key: value pairs", f"write {section}: {{key: value}}"
                 raise BadInput(f"{section} in {source.name}", got=fields, needed=needed, fix=fix)
             if section == "router" and "preset" in fields:
                 _drop_router(merged, origins)

@@ -72,7 +72,7 @@ def by_name(key: str, name: str) -> str:
         raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
     for value in found:
         if not re.match(_PATTERN, value):
-            got, needed = f"{name}, registered by {packages} as {value}", "module:name, a name of the module itself"
+            got, needed = f"{name}, registered by {packages} as {value}", "module:name, with a name that has no dots"
             raise BadInput(key, got=got, needed=needed, fix=f"mend the entry point of {packages}, or write module:name here")
         return value
     return name
