@@ -40,7 +40,7 @@ _FORMAT = 2  # version of these files and of the encoding of chats; part of the 
 
 @dataclass(frozen=True)
 class Chats:
-    """Encoded chats. `key`: a hash of them."""
+    """Encoded chats. `key`: a hash of everything on which they depend."""
 
     encoded: Encoded
     key: str

@@ -221,7 +221,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
         flags: dict[str, Any] = {name: getattr(given, name) for name in same}
         before = None
-        with contextlib.suppress(BadInput):  # of a damaged file, which training replaces
+        with contextlib.suppress(BadInput):  # the file is damaged, and training will replace it
             before = read_summary(out)
         summary = train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
         log.kept = summary != before

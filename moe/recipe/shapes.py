@@ -52,7 +52,7 @@ def marked(ids: Any) -> Any:
 
 
 def beginning(ids: Any) -> Any:
-    """Return marked token ids, for the first token of each packed chat: it is not predicted, and attention does not cross it."""
+    """Return the marks of tokens that begin a packed chat. Such a token is not predicted, and attention does not reach before it."""
     return marked(ids) - _BEGIN
 
 

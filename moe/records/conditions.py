@@ -27,7 +27,7 @@ HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
 MOVED = 0.25  # windows count once the learning rates add up to this share of the initial weights' size: AdamW moves weights by about lr
 CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
-DEAD, MANY_DEAD = 0.02, 0.5  # an expert with less load / fair share is dead: it learns next to nothing; share of dead experts for an alarm
+DEAD, MANY_DEAD = 0.02, 0.5  # an expert with a smaller load / fair share is dead: it hardly learns; share of dead experts for an alarm
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
@@ -45,8 +45,9 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition `shown` must hold in the last LASTING windows. when: whether it can hold for a recipe.
-    after: the part of the run after which windows count. mends: True if a balance loss or bias may mend the fault. There is then no finding
-    while the value falls, nor before a logit could have moved from 0 to saturation (per step, AdamW moves it by about lr * d_model)."""
+    after: windows count from the start, after the warm-up, or also after the first part of training. mends: True if a balance loss or bias
+    may mend the fault. There is then no finding while the value falls, nor before the learning rates allow large logits (AdamW moves a
+    logit by about lr * d_model in a step)."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
@@ -94,7 +95,7 @@ def crowded(window: Window, run: Run) -> Shown:
 
 
 def frozen(windows: Sequence[Window], run: Run) -> Found | None:
-    """A frozen router, and a first loss near chance, ln V: the weights are random, or were trained with another vocabulary."""
+    """The router is frozen, and the first loss is near ln V, the loss of guessing: the weights are random, or of another vocabulary."""
     if not is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
         return None
     first, chance = float(windows[0].losses[0]), math.log(run.vocab_size)
@@ -160,8 +161,8 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
-    """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
-    this is rounded away."""
+    """Updates of AdamW are at most about the learning rate. Near w, bf16 numbers are 2^-7 times the power of two below w apart, and an
+    update of less than half of this distance is rounded away."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None

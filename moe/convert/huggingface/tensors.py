@@ -130,8 +130,9 @@ class Source:
     def check(
         self, family: Family, shapes: Mapping[str, Shape], *, tied: bool, further: tuple[str, ...] = (), without_further: bool = False
     ) -> None:
-        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `further`:
-        prefixes of the keys of layers for multi-token prediction. `without_further`: leave these layers out instead of refusing them."""
+        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `tied`:
+        the head is the embedding. `further`: prefixes of the keys of layers for multi-token prediction. `without_further`: leave these
+        layers out instead of refusing them."""
         self.shapes, experts = shapes, _experts(shapes)
         for name, shape in shapes.items():
             candidates = list(locations(name, family))

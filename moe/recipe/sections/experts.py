@@ -36,7 +36,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
         "auto", "auto: triton on a GPU, else cpu", alters="cost"
     )
-    products: ClassVar[str] = "plain"  # a name in moe/kernels/products.py; not a key, because there is only this one
+    products: ClassVar[str] = "plain"  # kind of matrix products (moe/kernels/products.py); no key, because only one kind exists
 
     @field_validator("num_experts")
     @classmethod
