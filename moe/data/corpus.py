@@ -41,7 +41,7 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 @dataclass(frozen=True)
 class Corpus:
     """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
-    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: whether the recipe sets data.source."""
+    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: whether data.source is set."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
