@@ -133,7 +133,8 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
 
 
 def _collective_seconds(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
-    """Return the seconds of each of CALLS calls on this rank, after two warm-up calls."""
+    """Return this rank's seconds for each of CALLS calls of a collective (kind: one of KINDS), after two warm-up calls. size: its bytes, in
+    the meaning of SIZES."""
     whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
     part = whole[: whole.numel() // ranks].clone()
     other = torch.empty_like(whole)
@@ -226,8 +227,8 @@ def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
 
 
 def program(cluster: Cluster, at_once: int) -> dict[str, float]:
-    """Return launch_us, pointwise and step_ms by name. They are fitted to training steps of `at_once` processes, each of which trains its
-    own model."""
+    """Return a cluster file's values launch_us, pointwise and step_ms by name. They are fitted to training steps of `at_once` processes,
+    each of which trains its own model."""
     from scipy.optimize import nnls
 
     found = run_on_ranks(own_step.in_turn, at_once, at_once, [recipe(*size) for size in STEPS], True, timeout_s=TIMEOUT_S)

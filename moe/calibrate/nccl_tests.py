@@ -93,9 +93,11 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
             continue
         if len(cells) != COLUMNS:
             got, fix = f"{counted(len(cells), 'column')} in line {number}", "leave out flags that add columns"
-            raise BadInput(what, got=got, needed=f"{COLUMNS}", fix=fix)
+            raise BadInput(what, got=got, needed=f"{COLUMNS} columns", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
-            raise BadInput(what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="0", fix="mend NCCL or the links first")
+            raise BadInput(
+                what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="#wrong 0", fix="mend NCCL or the links first"
+            )
         try:
             time = float(cells[5])
         except ValueError:
@@ -107,8 +109,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
-    """Return the cluster with the times `found`. Raises BadInput as `Measured.law` does. Also raises it for send times between nodes, which
-    a cluster file cannot store, and for times that contradict the cluster's number of devices or the rate of its adapters."""
+    """Return the cluster with the times `found`. Raises BadInput for times to which no latency and bandwidth can be fitted, for send times
+    between nodes, which a cluster file cannot store, and for times that contradict the cluster's number of devices or adapters' rate."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
@@ -120,16 +122,16 @@ def with_times(cluster: Cluster, found: Measured) -> Cluster:
         inside = replace(cluster.inside, times=cluster.inside.times | {found.kind: rows})
         return replace(cluster, inside=inside, sources=(*cluster.sources, source))
     if found.kind not in BETWEEN:
-        needed = "one node, or all_gather_perf, reduce_scatter_perf, alltoall_perf or all_reduce_perf"
-        raise BadInput(found.what, got=f"{found.kind} on {found.nodes} nodes", needed=needed, fix="move it to another folder")
+        got, needed = f"{found.kind} times of {found.nodes} nodes", f"{found.kind} times of one node: a cluster file has no others"
+        raise BadInput(found.what, got=got, needed=needed, fix="move it to another folder")
     between, source = BETWEEN[found.kind](cluster, found, here)
     source += f" by NCCL-tests, {found.what}, {found.ranks} ranks on {found.nodes} nodes"
     return replace(cluster, between=between, sources=(*cluster.sources, source))
 
 
 def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Fit share and latency_us to a ring all-gather with `here` ranks on each node. Return (`between` with these values, beginning of the
-    note for the cluster file's `sources`)."""
+    """Fit between.share and between.latency_us to `found`, the times of ring all-gathers with `here` ranks on each node. Return (`between`
+    with these values, beginning of the note for the cluster file's `sources`)."""
     latency, rate = found.law()
     between, bus = cluster.between, (found.ranks - 1) / found.ranks * rate / 1000  # bus: in GB/s
     most = min(between.node_gb_s, here * between.device_gb_s)
@@ -186,8 +188,8 @@ def main(folder: Path, cluster: str, out: Path) -> int:
 
 
 def from_folder(cluster: Cluster, folder: Path) -> Cluster:
-    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput as `read` and `with_times` do. Also
-    raises it for a folder without such a file, and if outputs of runs on several nodes differ in the number of nodes or ranks."""
+    """Return the cluster with the times of all files NAME_perf*.txt of the folder. Raises BadInput for a folder without such a file, for
+    a wrong output, for times that the cluster cannot have, and if runs on several nodes differ in the number of nodes or ranks."""
     found: dict[tuple[str, int, int], Measured] = {}
     for path, kind in [(path, kind) for name, kind in KINDS.items() for path in sorted(folder.glob(f"{name}*.txt"))]:
         try:

@@ -220,8 +220,8 @@ def left_out(cluster: Cluster, steps: Sequence[Step]) -> float:
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Fit constants of `cluster` to the runs in `folder`, print the fit, write the cluster file `out`. Raises BadInput as `measured`
-    does."""
+    """Fit constants of `cluster` to the runs in `folder`, print the fit, write the cluster file `out`. Raises BadInput for a folder
+    without finished runs, and for runs on other hardware."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     steps = list(measured(folder, given))

@@ -67,13 +67,13 @@ class Training:
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1], this rank's part of the batch. shard: the part of
-        the batch that `tokens` is; None: all ranks have tensors of this shape, and sp ranks have consecutive positions. Collective."""
+        """Run this rank's tokens forward and backward. tokens: [sequences, length + 1]. shard: which sequences and positions of the batch
+        `tokens` has; None: all ranks have tensors of this shape, and sp ranks have consecutive positions. Collective."""
         shard = shard or TokenShard.holding(self.mesh, tokens.shape)
         return accumulate(self.executor, tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
     def step(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:
-        """Take one training step: `accumulate`, then the optimizer's update. step: its number. Collective."""
+        """Take training step number `step`: `accumulate` with these arguments, then the optimizer's update. Collective."""
         numbers, o = self.accumulate(tokens, step=step, microbatches=microbatches, shard=shard), self.run.optimizer
         world, scale = self.mesh.axis("world"), LossScale.of("none")
         finish(self.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)

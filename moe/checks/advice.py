@@ -31,7 +31,7 @@ Origins = Mapping[str, str]
 
 
 def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
-    """Return the run with its `auto` degrees resolved, as `check_run` does. If that raises BadInput, raise it with a tested fix (`tried`).
+    """Check a run (`check_run`), and return it with its `auto` degrees resolved. A BadInput of the check gets a tested fix (`tried`).
 
     Also checks the file of router.hash_table if it exists (a resumed run reads the table from its checkpoint). origins: key -> origin of
     its value; a change that would leave a value of the command line without effect is dropped."""

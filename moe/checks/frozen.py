@@ -44,7 +44,7 @@ def _check_targets(run: Run) -> None:
     if "experts" in targets and not run.model.layers_with_experts():
         raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_targets(run, "experts"))
     if "experts" in targets and not (products := PRODUCTS[run.experts.products]).fused:
-        got, needed = f"experts with {products.name} products", "plain products: adapters of experts support no others"
+        got, needed = f"experts with {products.name} products", "experts with plain products, the only ones that adapters support"
         raise BadInput("lora.targets", got=got, needed=needed, fix=_targets(run, "experts"))
     if "dense" in targets and not run.has_dense_networks:
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=_NETWORKS, fix=_targets(run, "dense"))
@@ -56,7 +56,7 @@ def _check_base(run: Run) -> None:
     if not run.lora.blocks_of:
         return
     if form != "fp8_all" and not run.model.layers_with_experts():
-        needed = "layers with experts, which alone are kept in these blocks"
+        needed = "layers with experts: only matrices of experts are kept in these blocks"
         raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
         "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),
@@ -72,7 +72,7 @@ def _check_base(run: Run) -> None:
     sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
     for key, size in sizes.items() if form == "mxfp4" else ():
         if size % MXFP4_BLOCK:
-            raise BadInput(key, got=f"{size} with lora.base=mxfp4", needed=f"a multiple of {MXFP4_BLOCK}, a block's elements", fix=whole)
+            raise BadInput(key, got=f"{size} with lora.base=mxfp4", needed=f"a multiple of {MXFP4_BLOCK}, the size of a block", fix=whole)
 
 
 def _check_stages(run: Run) -> None:

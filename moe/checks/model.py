@@ -166,7 +166,13 @@ def check_encoder_decoder(run: Run) -> None:
     if not has_encoder:
         return
     if not spans:
-        raise clash(run, "data.objective", "model.kind", "span_corruption", needed="inputs that are separate from the targets")
+        raise clash(
+            run,
+            "data.objective",
+            "model.kind",
+            "span_corruption",
+            needed="span_corruption, which gives the encoder other tokens than the decoder",
+        )
     m = run.model
     if m.positions != "t5":
         raise clash(

@@ -82,7 +82,7 @@ def _check_continuous(run: Run) -> None:
         fix = Set("it", every) | Set("pipeline.schedule", *of_any)
         raise BadInput("pipeline.microbatches", got=f"{p.microbatches} with {name}", needed=needed, fix=fix)
     if not run.sharding.named.steps_by_stage:
-        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines step once for all"
+        got, needed = f"{run.sharding.kind} with {by}", "ddp: the other engines update all stages together"
         raise BadInput("sharding.kind", got=got, needed=needed, fix=Set("sharding.kind", "ddp"))
     if run.precision.compute == "fp16":
         needed = "no loss scale: an overflow on one stage could not undo the updates of the others"

@@ -92,9 +92,9 @@ def _check_grid(run: Run) -> None:
     shape = run.tp_grid()
     for what, size, ways in _cuts(run, shape):
         if size % ways:
-            got = f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}"
+            got = f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}, which cuts {what}={size} into {ways}"
             fix = Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d")
-            raise BadInput("degrees.tp", got=got, needed=f"{ways} to divide {what}={size}", fix=fix)
+            raise BadInput("degrees.tp", got=got, needed="a grid that cuts it into equal parts", fix=fix)
     if run.vocab_size < shape.units:
         needed = f"a grid with sides of at most the vocabulary's {run.vocab_size}"
         raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))
@@ -136,7 +136,7 @@ def check_tiling(run: Run) -> None:
     read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
-        needed = f"at most {counted(tokens, 'token')}, as a micro-batch has"
+        needed = f"at most the {counted(tokens, 'token')} of a micro-batch"
         fix = Set("it", *range(min(tokens, 8), 0, -1), said=f"{tokens} or less; 8 is often enough")
         raise BadInput("recompute.loss_chunks", got=run.recompute.loss_chunks, needed=needed, fix=fix)
 

@@ -52,7 +52,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     schedule = from_file or _schedule(name, size, measured)
     if measured is not None and len(measured.stages) != schedule.num_stages:
         got = counted(len(measured.stages), "stage")
-        raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as in schedule {name}", fix="--stages, or another profile")
+        raise BadInput("--profile", got=got, needed=f"the {schedule.num_stages} of schedule {name}", fix="--stages, or another profile")
     of_actions, idle_w, transfer = _profile(schedule, measured, costs)
     plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, flags.ahead)
     row = _row(plan, uniform, slowdown, "measured" if measured is not None else "power model")
@@ -112,7 +112,9 @@ def _profile(schedule: Schedule, measured: MeasuredProfile | None, costs: Costs 
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """Return (the plan, a plan for comparison in which every action runs at its clock of least energy)."""
+    """Return (the plan, a plan for comparison in which every action runs at its clock of least energy). name: the schedule's. idle_w: watts
+    of a waiting rank. transfer: seconds of a message. slowdown: allowed increase of the step's time, as a share. ahead: for 1f1b, largest
+    number of forward passes that a rank runs earlier; None: no limit."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches

@@ -53,7 +53,7 @@ def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
             _refuse_flag(verb, name, value if equals else None if following.startswith("--") else following, flags)
         field, several = name[2:], hints[name[2:]] == tuple[str, ...]
         if field in values and not several:
-            raise BadInput(name, got="two values", needed="one", fix="remove one of the two")
+            raise BadInput(name, got="two values", needed="one value", fix="remove one of the two")
         if flags[name] is bool:
             if equals:
                 raise BadInput(name, got=word, needed=f"{name} without a value", fix=f"write {name}, or leave it out")

@@ -39,7 +39,7 @@ def main(flags: HashTable, overrides: dict[str, str]) -> int:
     check_together(run.resolve(1))
     layers, choices = run.model.layers_with_experts(), run.router.num_choices
     if not layers:
-        raise BadInput("RECIPE", got=f"{flags.recipe}, a dense model", needed="one with experts", fix=Set("model.moe_every", 2))
+        raise BadInput("RECIPE", got=f"{flags.recipe}, a dense model", needed="a recipe with experts", fix=Set("model.moe_every", 2))
     if run.data.is_own or run.data.source == "chat":
         needed = "a text or token ids, which can be counted before a run"
         raise BadInput("data.source", got=run.data.source, needed=needed, fix="write a table yourself: docs/moe/routing.md")

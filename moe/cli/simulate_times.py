@@ -20,7 +20,7 @@ from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 # default speeds: what Megatron-LM reached on an A100 in 16 bits (SC21, table 1), and a network card of 200 Gbit/s for each rank
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
-# words of the error for a recipe's key on the command line, without --recipe
+# texts of the error for a recipe's key that is given without --recipe
 NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
 OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag together with a schedule's file
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
@@ -153,7 +153,7 @@ class OfRecipe(Costs):
         has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
         smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
         if stages > layers and self.recipe.pipeline.layers is None:  # pipeline.layers may have stages without layers
-            got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
+            got = f"{schedule.num_ranks} ranks with {chunks} stages each" if chunks > 1 else schedule.num_ranks
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
         return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
 

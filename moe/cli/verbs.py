@@ -56,8 +56,10 @@ class Verify:
 
     many: str | None = _word("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks", None)
     compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
-    peer: str | None = _flag("compare a project's parallelism with one process: transformers, deepspeed, torch, torchtitan, megatron_core")
-    model: str | None = _flag("with --peer: comma-separated names of its models; the name others: transformers' other families")
+    peer: str | None = _flag(
+        "compare another project's step on several ranks with its step on one: transformers, deepspeed, torch, torchtitan, megatron_core"
+    )
+    model: str | None = _flag("with --peer: comma-separated names of the project's models; others: further families of transformers")
     ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
     fsdp: int | None = _flag("with --peer: ranks of FSDP, each with its own samples")

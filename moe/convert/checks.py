@@ -217,7 +217,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot give the same output"
+        needed = "experts alone: such a network's weight in the sum differs between tokens, so one dense network cannot replace both"
         raise BadInput("--to", got=got, needed=needed, fix="keep experts in these layers")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:

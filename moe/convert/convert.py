@@ -163,7 +163,8 @@ def main(
     check: bool = False,
     json: str | None = None,
 ) -> int:
-    """Convert, write the checkpoint to `to`, and print a report."""
+    """Convert the run or checkpoint `source` to a model of `recipe`, write it to the run `to`, and print a report. load: run or JSON file
+    with the experts' loads. check: also compare both models' logits on random tokens."""
     out, path = Path(to), find(Path(source))
     _check_new(out)
     run, origins = load_recipe(recipe, overrides)

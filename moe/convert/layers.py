@@ -60,7 +60,8 @@ class Conversion:
         return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
 
     def dense(self, stem: str, kind: str = "weight") -> Network:
-        """Return a dense network of the source, with matrices transposed to [in, out] as in experts."""
+        """Return the dense network with the name `stem` in the source, with matrices transposed to [in, out] as in experts. `kind`: weight,
+        or an optimizer moment."""
         names = ("w1", "w2", "w3") if f"{stem}.w3.weight" in self.source else ("w1", "w2")
         return {name: self.read(f"{stem}.{name}.weight", kind).T for name in names}
 
@@ -188,6 +189,6 @@ def _dense(stem: str, network: Network) -> Values:
 
 def _refuse(name: str, got: tuple[int, ...] | None, needed: tuple[int, ...] | None) -> None:
     here = "nothing in the source" if got is None else f"shape {list(got)} in the source"
-    there = "no such parameter: the recipe's model has none" if needed is None else f"shape {list(needed)}"
+    there = "a source without it: the recipe's model has no such parameter" if needed is None else f"shape {list(needed)}"
     fix = "change the recipe so that unconverted parameters have the source's sizes"
     raise BadInput(f"parameter {name}", got=here, needed=there, fix=fix)

@@ -50,8 +50,8 @@ def shards(network: Network, count: int, *, parts: int) -> list[Network]:
 
 
 def noisy(network: Network, count: int, *, share: float, scale: float, key: str, seed: int) -> list[Network]:
-    """Return `count` copies, each with its own Gaussian noise on about `share` of its weights. The noise has `scale` times the standard
-    deviation of the matrix. `key`: name of the layer's experts; with `seed`, it determines the noise."""
+    """Return `count` copies of the network, each with its own Gaussian noise on about `share` of its weights. The noise has `scale` times
+    the standard deviation of the matrix. `key`: name of the layer's experts; with `seed`, it determines the noise."""
 
     def change(expert: int, name: str, w: Tensor) -> Tensor:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.{name}.noise"))
@@ -62,8 +62,8 @@ def noisy(network: Network, count: int, *, share: float, scale: float, key: str,
 
 
 def redrawn(network: Network, count: int, *, share: float, key: str, seed: int) -> list[Network]:
-    """Return `count` copies. In each, round(share * F) random hidden units are drawn anew, with the mean and standard deviation of the old
-    weights. `key`: name of the layer's experts; with `seed`, it determines the units and their weights."""
+    """Return `count` copies of the network. In each, round(share * F) random hidden units are drawn anew, with the mean and standard
+    deviation of the old weights. `key`: name of the layer's experts; with `seed`, it determines the units and their weights."""
 
     def change(expert: int) -> Network:
         draw = torch.Generator().manual_seed(key_of(seed, f"{key}.{expert}.drop"))

@@ -170,7 +170,8 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
 
 
 def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
-    """Return the chat of a line, or its pair of a chosen and a rejected one. Raises BadInput for another form."""
+    """Return the chat of a line, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `field`: see `_row`.
+    Raises BadInput for another form."""
     row = _row(line, where, field)
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]

@@ -46,8 +46,8 @@ class ChatTemplate:
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput as
-        `render` does, and if these parts cannot be found."""
+        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput if
+        the template fails, and if these parts cannot be found."""
         text, spans = self._rendered(messages, tools)
         if _GENERATION.search(self.source):
             return text, spans
@@ -66,7 +66,7 @@ class ChatTemplate:
     def unmarked(got: str) -> BadInput:
         """Return the error for a template with which the assistant's parts cannot be found."""
         fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
-        return BadInput("chat template", got=got, needed="one that marks the text to train on", fix=fix)
+        return BadInput("chat template", got=got, needed="a template that marks the text to train on", fix=fix)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> tuple[str, list[Span]]:
         variables = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | dict(self.tokens)

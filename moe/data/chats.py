@@ -40,7 +40,7 @@ _FORMAT = 3  # version of these files and of the encoding of chats; part of the 
 
 @dataclass(frozen=True)
 class Chats:
-    """Encoded chats. `key`: a hash of them."""
+    """Encoded chats. `key`: a hash of everything on which they depend."""
 
     encoded: Encoded
     key: str
@@ -87,8 +87,8 @@ class ChatRows:
 
 
 def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
-    """Open the chats of a file; encode them first if the cache does not have them. Arguments and errors are those of `encode_chats`. Also
-    raises BadInput for a cache that cannot be read or written. `log` prints a line."""
+    """Open the chats of the file `path`; encode them first (`encode_chats`) if the cache does not have them. `field`: the field of a line
+    that has the messages; None: any form. `log` prints a line. Raises BadInput for a wrong line, and for an unusable cache folder."""
     key = partial(_key, path, tokenizer, max_length, field)
     named = cache / f"chats-{(first := key())}.bin"
 
@@ -183,7 +183,7 @@ def _write(named: Path, made: Encoded, max_length: int) -> None:
 
 
 def _opened(named: Path, max_length: int) -> Chats:
-    """Open a file of encoded chats. Raises FileNotFoundError, and Damaged if its contents do not match their SHA-256."""
+    """Open the file `named`, which has encoded chats. Raises FileNotFoundError, and Damaged if its contents do not match their SHA-256."""
     try:
         with named.open("rb") as file:
             line = file.readline()

@@ -55,7 +55,7 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 @dataclass(frozen=True)
 class Corpus:
     """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
-    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: the recipe sets data.source."""
+    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: whether data.source is set."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
@@ -235,8 +235,8 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and as `check_kinds` does if more
-    bytes are skipped than read."""
+    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and for
+    a folder of which more bytes are skipped than read (`check_kinds`)."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:

@@ -48,8 +48,8 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput as
-        `row` does."""
+        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput for a
+        sample that `row` cannot convert."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -76,8 +76,8 @@ class Stream:
     _read: int = 0  # number of samples read since the source was last opened
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
-        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput as
-        `row` does."""
+        """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput for a
+        sample that `row` cannot convert."""
         first = step * shard.num_sequences
         if self._at != first:
             if first:
@@ -123,7 +123,7 @@ class Stream:
         if not self._read:
             raise BadInput("data", got="an iterable without samples", needed="at least one sample", fix="give an iterable with samples")
         if iter(self.source) is self.source:
-            got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch of them"
+            got, needed = f"an iterator that ended after {counted(self._at, 'sample')}", "train.steps * train.global_batch samples"
             raise BadInput("data", got=got, needed=needed, fix=f"{_ITERABLE}, or lower train.steps")
         self._rows, self._read = iter(self.source), 0
 
@@ -141,7 +141,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
     `validation_share`: share of the samples, at the end, that is held out if none are given for validation. `say` prints a line."""
     sides = dict(given) if isinstance(given, Mapping) else {"train": given}
     if "train" not in sides or sides.keys() - {"train", "validation"}:
-        needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
+        needed, fix = "a dict of train, or of train and validation", 'write {"train": samples, "validation": samples}'
         raise BadInput("data", got=f"a dict of {', '.join(map(str, sides)) or 'nothing'}", needed=needed, fix=fix)
     train, held = sides["train"], sides.get("validation")
     lengths = {name: _length(name, side) for name, side in sides.items() if side is not None}
@@ -151,7 +151,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
 
     if held is not None:
         if lengths["validation"] is None:
-            needed = "len() and []: each evaluation reads the same samples"
+            needed = "samples with len() and [], because each evaluation reads the same ones"
             raise BadInput("data, validation", got=f"a {type(held).__name__}", needed=needed, fix="give a list of samples")
         validation = samples("validation", held, 0, lengths["validation"])
     count = lengths["train"]
@@ -227,7 +227,7 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
         raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix=fix)
     unread = [str(name) for name in names if name not in _COLUMNS]
     if unread:
-        needed = f"{', '.join(_COLUMNS)} and no column that is not read"
+        needed = f"only the columns {', '.join(_COLUMNS)}"
         kept = ", ".join(f'"{name}"' for name in _COLUMNS if name in names)
         raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"give rows with only {kept}")
     return {name: sample[name] for name in names}
@@ -271,7 +271,7 @@ def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
         got, needed = f"{labels[at]} at index {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
         raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
     if left_out[1:].all():  # the first id is never predicted, because no id precedes it
-        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="at least one id after the first", fix=_NOTHING)
+        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="an id as at least one label after the first", fix=_NOTHING)
     return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 

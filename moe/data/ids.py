@@ -85,8 +85,8 @@ def _find(path: Path) -> _Found:
     if path.is_dir():
         sides = path / "train.bin", path / "val.bin"
         if not all(side.is_file() for side in sides):
-            needed = "a folder with train.bin and val.bin, or a *.bin"
-            raise BadInput("data.path", got=f"{path}, without them", needed=needed, fix="name a *.bin file in it")
+            got, needed = f"{path}, a folder without train.bin and val.bin", "a folder with both, or a file *.bin"
+            raise BadInput("data.path", got=got, needed=needed, fix="name a *.bin file in it")
         return _Found(sides, _nanogpt(sides[0]), _nanogpt(sides[1]), None)
     if path.suffix not in (".bin", ".idx"):
         either = "name a *.bin file" | Set("data.tokenizer", "bytes", "bpe", said="bytes or bpe for text")

@@ -45,7 +45,7 @@ def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: 
 
 
 def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Permute the cells of a grid: each round adds a hash of one coordinate to the other, which is invertible by subtraction."""
+    """Permute the cells of a grid of `rows` x `columns`: each round adds a hash of one coordinate and a key to the other coordinate."""
     row, column = cells // columns, cells % columns
     for n in range(ROUNDS):
         if n % 2:

@@ -42,8 +42,8 @@ class SpanCorruption:
     seed: int
 
     def rows(self, texts: Ints, places: npt.ArrayLike, *, side: int = _TRAIN) -> Ints:
-        """Convert texts [n, spans.text] to rows [n, spans.inputs + 1 + spans.targets] int64. `places`: the texts' global indices, which
-        seed the random spans."""
+        """Convert texts [n, spans.text] to rows [n, spans.inputs + 1 + spans.targets] int64. `places`: the texts' global indices. They seed
+        the random spans, together with `side`, so that training and validation differ."""
         hidden = [self._row(text, int(place), side) for text, place in zip(texts, np.array(places).reshape(-1), strict=True)]
         return np.array(hidden, dtype=np.int64).reshape(len(texts), self.spans.inputs + 1 + self.spans.targets)
 

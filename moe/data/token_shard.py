@@ -60,7 +60,7 @@ class TokenShard:
 
     @staticmethod
     def whole(num_sequences: int, length: int, *, source: int = 0) -> TokenShard:
-        """Return the shard of a single process: the entire batch."""
+        """Return the shard of a single process: the entire batch. `source`: number of a sequence's tokens that an encoder reads."""
         return TokenShard.of(Mesh.of(Degrees()), num_sequences=num_sequences, length=length, source=source)
 
     @staticmethod
@@ -138,7 +138,8 @@ def orders_of(mesh: Mesh, kind: str, length: int, *, source: int = 0) -> tuple[O
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:
-    """Cut 0 .. size - 1 into equal ranges along `axis`, and return this rank's range. Raises BadInput if `axis` does not divide `size`."""
+    """Cut 0 .. size - 1 into equal ranges along `axis`, and return this rank's range. Raises BadInput, about the value `what` and with this
+    `fix`, if `axis` does not divide `size`."""
     if size < 1 or size % axis.size:
         raise BadInput(what, got=size, needed=f"a multiple of {axis.name}={axis.size}", fix=fix)
     each = size // axis.size

@@ -101,8 +101,8 @@ def _open_or_build(
 
 def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
     """Return what `opened` reads at `named` in the cache. If it is missing or damaged, one process makes it with `build`, and others wait.
-    opened: gets False in the first attempt, True in the second, with the lock; raises FileNotFoundError or Damaged. build: gets False if
-    the file system has no locks."""
+    opened(whether this process holds the lock): raises FileNotFoundError or Damaged. build(whether the lock was possible): may get False,
+    because some file systems have no locks."""
     with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return opened(False)
@@ -213,7 +213,7 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`. tokenizer None: the recipe's."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":

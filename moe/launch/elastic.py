@@ -20,7 +20,7 @@ from moe.router.checks import group_size
 from parallel.errors import BadInput, counted
 from parallel.mesh.mesh import divisors
 
-ORIGIN = "--elastic"  # origin, in the comments of a run's recipe.yaml, of the values that this file changes
+ORIGIN = "--elastic"  # comment in a run's recipe.yaml after each value that this file changes: the value's origin
 _TRIES = 8  # number of values of pipeline.microbatches that are tried for each number of processes, smallest first
 
 
@@ -30,7 +30,7 @@ def whole(run: Run, processes: int | None) -> Run:
     if run.degrees.dp != "auto":
         return run
     if processes is None:
-        needed = "a number: the dp of the planned processes, from which the size of micro-batches follows"
+        needed = "a number: dp of the run with all processes, which decides the size of micro-batches"
         raise BadInput("degrees.dp", got="auto with --elastic", needed=needed, fix="--degrees.dp N")
     return _with_degrees(run, dp=max(1, processes // _ranks_each(run)))
 
@@ -67,14 +67,15 @@ def smaller(run: Run, *, below: int, least: int) -> list[int]:
 
 
 def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
-    """Return `smaller(run, ...)`. If it is empty, raise BadInput with the numbers of processes that a smaller `least` would allow."""
+    """Return the numbers of processes from `least` to `below` - 1 on which the run can continue (`smaller`). If there are none, raise
+    BadInput with the numbers that a smaller `least` would allow."""
     found = smaller(run, below=below, least=least)
     if found:
         return found
     works = smaller(run, below=below, least=1)
     needed = f"one of {listed(works)}" if works else "a run that can continue on fewer"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
-    raise BadInput("--elastic", got=f"at least {least} of {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
+    raise BadInput("--elastic", got=f"{least} with {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 
 
 def layout(run: Run) -> str:

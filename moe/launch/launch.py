@@ -178,7 +178,7 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(
             flag,
             got=f"the flag with torchrun --max-restarts {restarts}",
-            needed=f"no {flag}, which each restart by torchrun would carry out again",
+            needed=f"a start without {flag}: each restart by torchrun would repeat it",
             fix=fix,
         )
 
@@ -221,7 +221,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
         flags: dict[str, Any] = {name: getattr(given, name) for name in same}
         before = None
-        with contextlib.suppress(BadInput):  # of a damaged file, which training replaces
+        with contextlib.suppress(BadInput):  # the file is damaged, and training will replace it
             before = read_summary(out)
         summary = train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
         log.kept = summary != before
@@ -260,8 +260,8 @@ def _ignore_signals() -> None:
 
 
 def _before_watchdog_ends(place: list[Path], rank: int) -> Callable[[str, bool], None]:
-    """Return the function that the watchdog calls before it kills this process in a hang. Arguments: error message, whether this rank
-    prints it."""
+    """Return the function that the watchdog calls before it kills this process in a hang. Its arguments: error message, whether this rank
+    prints it. place: a list with the run's folder, or empty, as in `RankRun`."""
 
     def end(line: str, prints: bool) -> None:
         for out in place:

@@ -307,7 +307,8 @@ def _leave_s(failed: Mapping[str, Any], code: int | None = None) -> float:
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
-    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first, so that all ranks are to be killed."""
+    """Return whether a second signal has come, more than _SAME_SIGNAL_S after the first: then all ranks are killed. caught: (signal, time
+    in seconds) of each signal."""
     return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 

@@ -59,7 +59,7 @@ def verdict(
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not write the reason: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # order of failed ranks that are not in `ranks`: last (inf) if this process killed the rank, else first (0): it died before it was found
+    # time of death of failed ranks that are not in `ranks`: inf (listed last) if this process killed the rank; else 0, before it was found
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -105,7 +105,7 @@ def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collecti
 
 def _too_early(statuses: Statuses, ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched) -> bool:
     """Return whether a signal ended the run before training: the signal ended some ranks, and all others failed because those were
-    missing."""
+    missing. `verdict` explains the arguments."""
     seen = {rank.rank: rank for rank in ranks}
 
     def by_signal(rank: int) -> bool:

@@ -80,10 +80,10 @@ def check_allowed(allowed: Sequence[str]) -> None:
             raise BadInput(f"--allow-change {key}", got="a key that does not exist", needed="a key of a recipe", fix=fix)
         if kind == "shape":
             fix = "start over with --fresh or another --out; moe convert turns one model into another"
-            got, needed = "a key that decides the parameters' shapes", "the checkpoint's value of it"
+            got, needed = "a key that decides the parameters' shapes", "a key that may change: this one must have the checkpoint's value"
             raise BadInput(f"--allow-change {key}", got=got, needed=needed, fix=fix)
         if kind != "function":
-            what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a name for other keys"
+            what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a preset of other keys"
             fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"
             raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
 
@@ -110,7 +110,8 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
     if set(before.train.freeze) != set(after.train.freeze):
         got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
         fix = typed({"train.freeze": list(before.train.freeze)}) | anew
-        raise BadInput("train.freeze", got=got, needed=f"{held}: {where} has optimizer states of the weights not in it", fix=fix)
+        needed = f"{held}, as in {where}: its optimizer states are of all other weights"
+        raise BadInput("train.freeze", got=got, needed=needed, fix=fix)
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
         fix = typed({"optimizer.kind": old}) | anew

@@ -122,7 +122,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
                     raise BadInput(f"{section} in {source.name}", got="a key outside its section", needed=f"a section {above}", fix=fix)
                 if section not in Run.model_fields:
                     raise _unknown_key((section,), fields)
-                needed, fix = "a section: key: value pairs", f"write {section}: {{key: value}}"
+                needed, fix = "a section, with key: value pairs", f"write {section}: {{key: value}}"
                 raise BadInput(f"{section} in {source.name}", got=fields, needed=needed, fix=fix)
             if section == "router" and "preset" in fields:
                 _drop_router(merged, origins)
@@ -189,7 +189,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     """
     path = recipe_path(str(recipe))
     values, origins = read_recipe(path)
-    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # the preset first: `_drop_router` removes router values
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # preset first: it removes a parent's router values
     for dotted, text in given:
         if dotted not in known_keys():
             raise _unknown_key(tuple(dotted.split(".")), text, typed=True)
@@ -211,8 +211,8 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
 
 def _read_value(text: Any, annotation: Any) -> Any:
-    """Return a value of the command line, read as YAML. For a key that accepts text, the value stays as typed (a folder may be named
-    2024)."""
+    """Return a value of the command line, read as YAML. If `annotation`, the key's type, accepts text, the value stays as typed (a folder
+    may be named 2024)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
     is_text = str in ((annotation,) if get_origin(annotation) is tuple else (annotation, *get_args(annotation)))

@@ -105,7 +105,7 @@ def _nearest(word: str, flags: tuple[str, ...]) -> str:
 
 @cache
 def _table() -> dict[str, list[tuple[str, str]]]:
-    """Return name in another tool -> its entries in other_names.py. An entry: (kind of table; the key, settings, flag or reason there)."""
+    """Return name in another tool -> its rows in other_names.py: (kind of table, what the name corresponds to: a key, settings, ...)."""
     table: dict[str, list[tuple[str, str]]] = {}
     tables = {"key": KEYS, "switch": SWITCHES, "others": WITH_OTHERS, "unit": OTHER_UNITS, "needless": NEEDLESS, "flag": FLAGS}
     for kind, rows in tables.items():

@@ -25,10 +25,10 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         key = name[2:].replace("-", "_")
         if not equals:
             if at + 1 == len(words) or words[at + 1].startswith("--"):
-                raise BadInput(name, got="no value", needed="one", fix=f"{name} VALUE, or {name}=VALUE")
+                raise BadInput(name, got="no value", needed="a value", fix=f"{name} VALUE, or {name}=VALUE")
             value = next(following)[1]
         if key in overrides:
-            raise BadInput(name, got="two values", needed="one", fix="remove one of the two")
+            raise BadInput(name, got="two values", needed="one value", fix="remove one of the two")
         overrides[key] = value
     return rest, overrides
 

@@ -72,7 +72,7 @@ def by_name(key: str, name: str) -> str:
         raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
     for value in found:
         if not re.match(_PATTERN, value):
-            got, needed = f"{name}, registered by {packages} as {value}", "module:name, a name of the module itself"
+            got, needed = f"{name}, registered by {packages} as {value}", "module:name, with a name that has no dots"
             raise BadInput(key, got=got, needed=needed, fix=f"mend the entry point of {packages}, or write module:name here")
         return value
     return name
@@ -118,7 +118,7 @@ def _check_arguments(key: str, value: str, part: Callable[..., Any], arguments: 
 
 def loaded(key: str, value: str, *, arguments: int | None) -> Any:
     """Return the plugin of a key, quickly enough for every step. If its module is already imported and has the name, nothing is checked;
-    otherwise `load_plugin` imports and checks it."""
+    otherwise `load_plugin` imports it, and checks that it can be called with this number of arguments."""
     module, _, name = value.partition(":")
     found = getattr(sys.modules.get(module), name, None)
     return load_plugin(key, value, arguments=arguments) if found is None else found

@@ -98,7 +98,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     importance_weight: float = key(0.0, "weight of the loss CV^2(sums of gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")
     load_weight: float = key(0.0, "weight of the loss CV^2(expected loads), with noisy_top_k", ge=0, le=1e9, alters="training")
-    z_weight: float = key(0.0, "weight of the router's z loss; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
+    z_weight: float = key(0.0, "weight of the z loss, the mean of logsumexp(logits)^2; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
 
     @property
     def vectors(self) -> int:

@@ -21,7 +21,7 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # the token before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square or variance in a norm, unless a recipe sets another value
 PADDING = -100  # replaces a token id; torch's default ignore_index, the target that a loss ignores
-_BEGIN = 2**32  # subtracted from the mark of a chat's first token, to tell it from other marks; larger than any id
+_BEGIN = 2**32  # subtracted from a chat's first token, already negative (`marked`), to tell it from later tokens; larger than any id
 MXFP4_BLOCK = 32  # number of elements that share a scale
 FP8_BLOCK = 128  # rows and columns that share a factor in published files
 BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # bytes of an element, with its share of a block's scale
@@ -52,7 +52,7 @@ def marked(ids: Any) -> Any:
 
 
 def beginning(ids: Any) -> Any:
-    """Return marked token ids, for the first token of each packed chat: it is not predicted, and attention does not cross it."""
+    """Return the marks of tokens that begin a packed chat. Such a token is not predicted, and attention does not reach before it."""
     return marked(ids) - _BEGIN
 
 

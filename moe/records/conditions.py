@@ -24,18 +24,18 @@ from moe.router.methods.catalog import method_of
 LASTING = 3  # number of consecutive windows, the last of the run so far, that must show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # share of the initial weights' size: while the learning rates add up to less, AdamW has moved the weights too little
+MOVED = 0.25  # windows count once the learning rates add up to this share of the initial weights' size: AdamW moves weights by about lr
 CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
-DEAD, MANY_DEAD = 0.02, 0.5  # an expert with less load / fair share is dead: it learns next to nothing; share of dead experts for an alarm
+DEAD, MANY_DEAD = 0.02, 0.5  # an expert with a smaller load / fair share is dead: it hardly learns; share of dead experts for an alarm
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
-ROUTER_SHARE = 0.9  # share of the squared gradient norm: clipping then follows the router alone
+ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
 NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
 BEYOND = 10.0  # a learning rate above this many times the initial weights' size replaces the weights in every step: no warm-up helps
-NO_INFORMATION = 0.05  # nats a token; texts have 0.5 a byte and more
+NO_INFORMATION = 0.05  # a loss below this, in nats a token, is too low for real text, which has at least 0.5 nats a byte
 
 After = Literal["start", "warm-up", "training"]
 Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows the condition
@@ -45,8 +45,9 @@ def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
     """Return the `find` of a rule whose condition `shown` must hold in the last LASTING windows. when: whether it can hold for a recipe.
-    after: the part of the run after which windows count. mends: True if a balance loss or bias may mend the fault. There is then no finding
-    while the value falls, nor before a logit could have moved from 0 to saturation (per step, AdamW moves it by about lr * d_model)."""
+    after: windows count from the start, after the warm-up, or also after the first part of training. mends: True if a balance loss or bias
+    may mend the fault. There is then no finding while the value falls, nor before the learning rates allow large logits (AdamW moves a
+    logit by about lr * d_model in a step)."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
@@ -78,7 +79,8 @@ def first_size(run: Run) -> float:
 
 
 def crowded(window: Window, run: Run) -> Shown:
-    """The busiest expert of the least even layer, and the number of its experts without tokens."""
+    """In some layer, one expert gets most of the tokens, or at least MANY_DEAD of the experts get hardly any. Of these layers, the one with
+    the busiest expert is reported."""
     worst: tuple[float, str] | None = None
     for layer in window.layers:
         experts, busiest = len(layer.load_E), int(layer.load_E.argmax())
@@ -93,7 +95,7 @@ def crowded(window: Window, run: Run) -> Shown:
 
 
 def frozen(windows: Sequence[Window], run: Run) -> Found | None:
-    """A frozen router, and a first loss near chance, ln V: the weights are random, or were trained with another vocabulary."""
+    """The router is frozen, and the first loss is near ln V, the loss of guessing: the weights are random, or of another vocabulary."""
     if not is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
         return None
     first, chance = float(windows[0].losses[0]), math.log(run.vocab_size)
@@ -118,8 +120,8 @@ def dropped(window: Window, run: Run) -> Shown:
 
 
 def few_slots(window: Window, run: Run) -> Shown:
-    """Choices are dropped because there are fewer slots than choices. Half of the arithmetic share, 1 - slots per choice, is enough for an
-    alarm, because router.min_capacity adds slots."""
+    """Choices are dropped because there are fewer slots than choices. The expected share of dropped choices is 1 - slots per choice. Half
+    of it raises the alarm, because router.min_capacity may have added slots."""
     share = _dropped_share(window)
     said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
     return (share, said) if share > (1 - slots_each(run)) / 2 else None
@@ -159,8 +161,8 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
-    """Updates of AdamW are at most about the learning rate. bf16 numbers of size w are 2^-7 of w's power of two apart; less than half of
-    this is rounded away."""
+    """Updates of AdamW are at most about the learning rate. Near w, bf16 numbers are 2^-7 times the power of two below w apart, and an
+    update of less than half of this distance is rounded away."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
@@ -169,7 +171,8 @@ def rounded_away(window: Window, run: Run) -> Shown:
 
 
 def one_source(window: Window, run: Run) -> Shown:
-    """The other sources together have fewer tokens than one expert's fair share, so no expert can be theirs."""
+    """One source gives nearly all tokens. The others together have fewer than one expert's fair share, so no expert can specialise in
+    them."""
     weights = [source.weight for source in run.data.sources]
     share, experts = max(weights) / sum(weights), max(run.experts.counts)
     name = run.data.sources[weights.index(max(weights))].path
@@ -213,7 +216,8 @@ def cold_start(windows: Sequence[Window], run: Run) -> Found | None:
 
 
 def _starts_cold(found: Found, run: Run) -> bool:
-    """Return whether a longer warm-up may help: the run's own had fewer than `enough_warmup` steps, and the trouble began within them."""
+    """Return whether a longer warm-up may help: the run's warm-up is shorter than `enough_warmup` steps, and the fault began within that
+    number of steps."""
     enough = enough_warmup(run)
     return run.optimizer.warmup_steps < enough and found.since <= enough and not is_beyond(run)
 

@@ -13,7 +13,7 @@ from moe.records.windows import Window
 PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
 LEAST_STEPS = 20  # a run with fewer steps is not judged
 LEAST_OF_PART = 8  # least number of steps in a part for which the noise of its mean can be estimated
-LONG = 0.05  # the loss is above its first value in at least this share of the steps, and once by 10 %
+LONG = 0.05  # a fault: the loss is above its first value in at least this share of the steps, and in one step by over 10 %
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
 
 

@@ -143,7 +143,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text) about the loss scale and skipped steps; ("", "") if there is no loss scale and no skipped step."""
+    """Return (label, text) about the loss scale and skipped steps; ("", "") if there are none. s: the latest step's line."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:
@@ -152,7 +152,8 @@ def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """Draw values as a curve of one row with at most `cells` characters, on a logarithmic scale if all values are positive."""
+    """Draw values as a curve of one row with at most `cells` characters, on a logarithmic scale if all values are positive. ramp:
+    characters of growing height."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]

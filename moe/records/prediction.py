@@ -32,7 +32,7 @@ def warning(found: Prediction) -> str | None:
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
-    return f"it may not fit: with the allocator's share and the context a device needs {size(found.needed_bytes)} of {size(limit)}"
+    return f"it may not fit: with unused blocks and the CUDA context, a device needs {size(found.needed_bytes)} of {size(limit)}"
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:

@@ -83,7 +83,7 @@ class Rule:
 
 
 def slower(run: Run) -> Fix:
-    """Set a tenth of the learning rate or, if the rate is far above the initial weights' size, that size."""
+    """Return the fix that sets a tenth of the learning rate or, if the rate is far above the initial weights' size, that size."""
     return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 

@@ -40,7 +40,7 @@ def check_trackers(names: Sequence[str]) -> None:
             fix = f"pip install {name}" | Set("it", [each for each in names if each != name])
             raise BadInput("train.trackers", got=f"{name}, which is not installed", needed="an installed tracker", fix=fix)
         if names.count(name) > 1:
-            raise BadInput("train.trackers", got=f"{name} twice", needed="each once", fix=Set("it", list(dict.fromkeys(names))))
+            raise BadInput("train.trackers", got=f"{name} twice", needed="each tracker once", fix=Set("it", list(dict.fromkeys(names))))
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:

@@ -26,7 +26,7 @@ MOST, MIN_STEPS = 40, 5  # number of windows in a run, and the smallest number o
 class Layer:
     """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
     over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (each expert is in turn full and empty)
-    to 1. dropped: share of choices. z_loss, entropy: as in metrics.jsonl."""
+    to 1. dropped: share of choices. z_loss, entropy: of the router's softmax."""
 
     layer: int
     load_E: Array

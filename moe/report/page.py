@@ -107,8 +107,8 @@ def _weights(recipe: Path) -> dict[str, float]:
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> Pictures:
-    """Draw every plot for which the lines of metrics.jsonl have data, and write it into `folder`. PNGs of plots without data are
-    removed."""
+    """Draw every plot for which the lines of metrics.jsonl have data, and write it into `folder`. PNGs of plots without data are removed.
+    weights: name of an auxiliary loss -> its weight in the training loss; None: unknown."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import png, styled

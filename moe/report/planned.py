@@ -63,6 +63,6 @@ def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: boo
 
 
 def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
-    """Write the picture of `bars` as a PNG. Return its path."""
+    """Draw `bars`, the chart of each rank's predicted memory, with the same arguments. Write it to `path` as a PNG, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return save(lambda: bars(ranks, capacity=capacity, context=context), path)

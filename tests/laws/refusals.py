@@ -96,7 +96,7 @@ WHY: dict[str, str] = {
     "all gradients of a step before its update": _STALE,
     "stages keep older versions": _STALE,
     "no gradient norm of the whole model": _STALE,
-    "the other engines step once for all": _STALE,
+    "the other engines update all stages together": _STALE,
     "K-FAC's direction needs a whole matrix": _FACTORS,
     "whole matrices, on one rank": _FACTORS,
     "a K-FAC factor belongs to a whole matrix": _FACTORS,

@@ -81,7 +81,9 @@ def test_checks_and_rehearsal_ask_it() -> None:
     run = by(run_of(optimizer={"kind": "muon"}))
     assert verdict(run, 4).status == "runs" and carried(run) == (run, "")
     staged = by(run_of(degrees={"pp": 2}, pipeline={"schedule": "pipedream"}))
-    with pytest.raises(BadInput, match=r"sharding.kind: got plain with pipedream.* needed ddp: the other engines step once for all"):
+    with pytest.raises(
+        BadInput, match=r"sharding.kind: got plain with pipedream.* needed ddp: the other engines update all stages together"
+    ):
         check_run(staged, 4)
     assert refusal(network_of(staged), plan_of(staged)) == "pipedream updates stages at different times, which only ddp can do"
     offloading = by(run, offload=run.sharding.offload.model_copy(update={"optimizer": "cpu"}))

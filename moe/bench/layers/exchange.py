@@ -93,7 +93,7 @@ class _Identity:
 
 
 def _pass(dispatcher: Exchange, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
-    """Return a function that runs the forward and backward pass of a layer with these experts."""
+    """Return a function that runs forward and backward of a layer: `dispatcher` sends the tokens x to `experts` by `routing`, and back."""
     grad_TD = torch.ones_like(x_TD)
 
     def work() -> None:
@@ -116,8 +116,8 @@ def _plain(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def _exchanges(mesh: Mesh, by_hidden: Mesh, shape: Shape, number_bytes: int) -> dict[str, tuple[Exchange, _Identity, int]]:
-    """Return a dict: name of a dispatcher -> (its Exchange, experts, bytes that a rank sends by its formula). mesh: with ep ranks.
-    by_hidden: mesh with etp ranks."""
+    """Return a dict: name of a dispatcher -> (its Exchange, experts, bytes that a rank sends by its formula). mesh: all ranks are ep ranks.
+    by_hidden: all ranks are etp ranks. number_bytes: bytes of one element of a row."""
     ranks, node = mesh.axis("ep").size, mesh.axis("ep_inner").size
     sizes, load = Sizes(shape.width, shape.experts, shape.k, choose("auto")), load_of(shape, ranks, number_bytes)
     found: dict[str, tuple[Exchange, _Identity, int]] = {}

@@ -144,7 +144,7 @@ def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
 
 class GradientPeak:
     """Watches all later backward passes. gradients: peak bytes of all p.grad. resident: bytes of the process's memory at that peak, less
-    the buffers of gradient sums (over ranks) in flight."""
+    the buffers of gradients whose sum over ranks is still running."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.model, self.engine, self.gradients, self.resident = model, engine, 0, 0
@@ -172,7 +172,8 @@ def warm_up(shape: Shape, rank: int, ranks: int, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """Train a step, then run a second one up to its update. Return this rank's table row. folder: for model states offloaded to disk."""
+    """Train a step, then run a second one up to its update. Return this rank's table row. ep: number of ranks over which experts are split.
+    folder: for model states offloaded to disk."""
     give_freed_memory_back()
     warm_up(shape, rank, ranks, precision)
     before, known = resident_bytes(), set(storages(living()))

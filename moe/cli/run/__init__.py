@@ -43,8 +43,8 @@ def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
 
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
-    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: as in
-    `refuse`."""
+    """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: what the message
+    says after the flag's name, such as "with --compare"."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and (value := getattr(flags, field.name)) != field.default:
             shown, given = (field.name.upper(), value) if field.metadata["word"] else (f"--{field.name}",) * 2

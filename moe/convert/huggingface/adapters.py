@@ -39,7 +39,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
         if not torch.equal(now, before):
             fix = "leave out --adapters to write merged weights, or train with --router.bias_rate 0"
             raise BadInput(
-                "--adapters", got=f"{name}, which training has changed", needed="an unchanged bias: PEFT's files cannot have it", fix=fix
+                "--adapters", got=f"{name}, which training has changed", needed="an unchanged bias: PEFT's files cannot store it", fix=fix
             )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
     stored, modules = reader.adapters.names(), set[str]()  # modules: regular expressions for the names of modules with adapters
@@ -47,7 +47,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
         if held and (len(names) > 1 or not key.endswith(".weight")):
-            needed = f"modules with one matrix each, but {family.architecture} has several experts in {key}"
+            needed = f"adapters of modules with one matrix each: {family.architecture} has several experts in {key}"
             raise BadInput("--adapters", got="adapters of experts", needed=needed, fix="leave out --adapters to write merged weights")
         for name in held:
             left, right = pair_of(name)

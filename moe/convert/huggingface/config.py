@@ -70,7 +70,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
-            raise BadInput(f"config.json: {key}", got=value, needed="no such key: it is not supported", fix=fix)
+            raise BadInput(f"config.json: {key}", got=value, needed="a config without this key, which is not supported", fix=fix)
     if family.halves:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
     values |= _windows(family, config)
@@ -160,7 +160,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
-        _refuse("layer_types", sorted(set(kinds)), "full_attention for all, or none: this family has no other layers")
+        _refuse("layer_types", sorted(set(kinds)), "full_attention for all layers, or no such key: this family has no choice")
     if set(kinds) - set(_SLIDES.values()) or len(kinds) not in (0, count):
         _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {counted(count, 'layer')}")
     asked = bool(config.get("use_sliding_window"))

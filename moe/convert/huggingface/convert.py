@@ -56,7 +56,7 @@ ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors i
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
-CARD, OLD_CARD = "README.md", "README.base.md"  # a model card; name of the imported card in an export after further training
+CARD, OLD_CARD = "README.md", "README.base.md"  # file of a model's card; of the imported card, if the exported model was trained further
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
@@ -125,7 +125,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp
     family, files = family_of(config), Source(source, config.get("quantization_config"))
     further = [f"model.layers.{config['num_hidden_layers'] + depth}." for depth in range(_further_layers(config))]
     if without_mtp and not any(key.startswith(tuple(further)) for key in files.files):
-        got, needed = f"{source} without such layers", "files with layers for multi-token prediction"
+        got, needed = f"{source} without layers for multi-token prediction", "a model with such layers"
         raise BadInput("--without_mtp", got=got, needed=needed, fix="leave out --without_mtp")
     with _whole(out, "TO_RUN", earlier=earlier) as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
@@ -240,7 +240,7 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     trained = reader.state["counters"]["step"] > 0
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=trained)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    # not true of the written files: weights are not quantised, and transformers' own code reads them
+    # these keys would be wrong: written weights are not quantised, and transformers' own code reads them
     for key in ("torch_dtype", "quantization_config", "auto_map"):
         config.pop(key, None)
     config["model_type"] = kind_of(config)

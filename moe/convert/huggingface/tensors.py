@@ -130,14 +130,15 @@ class Source:
     def check(
         self, family: Family, shapes: Mapping[str, Shape], *, tied: bool, further: tuple[str, ...] = (), without_further: bool = False
     ) -> None:
-        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `further`:
-        prefixes of the keys of layers for multi-token prediction. `without_further`: leave these layers out instead of refusing them."""
+        """Find each parameter's location. Raises BadInput for a tensor that is missing, left over, or of another shape. `tied`:
+        the head is the embedding. `further`: prefixes of the keys of layers for multi-token prediction. `without_further`: leave these
+        layers out instead of refusing them."""
         self.shapes, experts = shapes, _experts(shapes)
         for name, shape in shapes.items():
             candidates = list(locations(name, family))
             location = next((location for location in candidates if location.key in self.files), None)
             if location is None:
-                needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "no such parameter in this family"
+                needed = " or ".join(dict.fromkeys(location.key for location in candidates)) or "a family of models that has this parameter"
                 raise BadInput(str(self.folder), got=f"no tensor for {name}", needed=needed, fix="take all files of the model")
             stored_shape = self.files[location.key].shape
             needs = location.whole(shape, experts.get(name.partition(".experts.")[0], 0))
@@ -254,7 +255,8 @@ def write(folder: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]
 
 
 def write_file(path: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
-    """Write the same bytes as safetensors' save_file, but with only one tensor in memory at a time."""
+    """Write the same bytes as safetensors' save_file, but with only one tensor in memory at a time. `forms`: key -> dtype and shape.
+    `read`: returns a tensor by its key."""
     names = {dtype: name for name, dtype in STORED.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -276,7 +278,8 @@ def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
 
 
 def _tensors_of_files(sizes: Sequence[int]) -> list[int]:
-    """Return the number of tensors for each file, given the bytes of each tensor."""
+    """Distribute tensors over files of at most FILE_BYTES, in order. sizes: bytes of each tensor. Return the number of tensors in each
+    file."""
     counts, held = [0], 0
     for size in sizes:
         if counts[-1] and held + size > FILE_BYTES:

@@ -102,7 +102,7 @@ def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
     if not run.num_sentinels or theirs in (None, last):
         return []
     ids = f"<extra_id_0> is {theirs} in the tokenizer and {last}, the vocabulary's last id, in the run"
-    return [f"{ids}: other ids than before replace spans"]
+    return [f"{ids}, so hidden spans get other ids than when the model was trained"]
 
 
 def _ends(source: Path, config: dict[str, Any]) -> int | None:

@@ -31,12 +31,12 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
     shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
-    dropout: float = key(0.0, "dropout of the experts' hidden units; Switch fine-tunes with 0.4", ge=0, lt=1, alters="training")
+    dropout: float = key(0.0, "dropout rate of the experts' hidden units; Switch: 0.4 in fine-tuning", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' loads; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
         "auto", "auto: triton on a GPU, else cpu", alters="cost"
     )
-    products: ClassVar[str] = "plain"  # a name in moe/kernels/products.py; not a key, because there is only this one
+    products: ClassVar[str] = "plain"  # kind of matrix products (moe/kernels/products.py); no key, because only one kind exists
 
     @field_validator("num_experts")
     @classmethod

@@ -127,8 +127,8 @@ class Pipeline(Section, alters="cost"):
 class Tiling(Section, alters="cost"):
     """Cuts large matrices into tiles. Each tile is a separate parameter, which FSDP and ZeRO-3 gather, update and free separately."""
 
-    ffn: int = key(1, "tiles of feed-forward networks and experts, cut along the hidden units", gt=0)
-    head: int = key(1, "tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)
+    ffn: int = key(1, "number of tiles of each feed-forward network and expert, cut along the hidden units", gt=0)
+    head: int = key(1, "number of tiles of the embedding table and the vocabulary projection, cut along the vocabulary", gt=0)
 
 
 class Recompute(Section, alters="cost"):

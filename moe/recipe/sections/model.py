@@ -111,7 +111,7 @@ class LatentSizes:
 class Model(Section, alters="shape"):
     """The Transformer, except its experts."""
 
-    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch; with data.objective span_corruption")
+    kind: Literal["decoder", "encoder_decoder"] = key("decoder", "encoder_decoder: as T5 and Switch; needs data.objective span_corruption")
     vocab_size: int | None = key(None, "null: the tokenizer's number of ids, plus the sentinels of data.objective", gt=0)
     num_layers: int = key(4, "number of Transformer blocks; encoder_decoder: of encoder and decoder together", gt=0, le=10_000)
     encoder_layers: int | None = key(None, "blocks of the encoder; null: half of all", gt=0, le=10_000, of="model.kind=encoder_decoder")
@@ -129,13 +129,13 @@ class Model(Section, alters="shape"):
     )
     qkv_bias: bool = key(False, "a bias in the projections to queries, keys and values (Qwen2)")
     clip_qkv: float | None = key(
-        None, "queries, keys and values are clamped to +- this (OLMo, DBRX); null: not", ge=1e-3, alters="function"
+        None, "bound to which queries, keys and values are clamped (OLMo, DBRX); null: none", ge=1e-3, alters="function"
     )
     out_bias: bool = key(False, "a bias in attention's output projection (GPT-OSS)")
     attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
-        None, "numbers of layers with the window, the blocks of `ahead` last; null: all", alters="function", of="model.sliding_window"
+        None, "indices of layers with the window; ahead's blocks are numbered last; null: all", alters="function", of="model.sliding_window"
     )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()
@@ -156,7 +156,7 @@ class Model(Section, alters="shape"):
     ahead_weight: float = key(
         0.3, "weight of the loss of multi-token prediction (DeepSeek-V3: 0.3, later 0.1)", ge=0, le=1e6, alters="training", of="model.ahead"
     )
-    dropout: float = key(0.0, "dropout of the outputs of attention and feed-forward networks", ge=0, lt=1, alters="training")
+    dropout: float = key(0.0, "dropout rate of the outputs of attention and feed-forward networks", ge=0, lt=1, alters="training")
     init_scale: float = key(1.0, "initial weights have variance init_scale / fan_in; Switch: 0.1", ge=1e-12, le=1e6, alters="training")
 
     def layers_with_experts(self) -> tuple[int, ...]:

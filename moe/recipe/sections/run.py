@@ -89,7 +89,7 @@ class Run(Section):
 
     @property
     def engine_text(self) -> str:
-        """Name of the engine that the recipe names, followed by the engine that runs if that is another one."""
+        """Name of the recipe's engine (zero), and of the engine that runs instead, if any: "zero, carried out by fsdp"."""
         named, runs = self.sharding.named.name, self.carrier.name
         return named if named == runs else f"{named}, carried out by {runs}"
 

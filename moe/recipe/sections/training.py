@@ -136,7 +136,7 @@ class Lora(Section, alters="shape"):
 
     @property
     def blocks_of(self) -> tuple[Literal["attention", "experts", "dense"], ...]:
-        """The kinds of matrices that are kept in blocks, named as in `targets`."""
+        """The kinds of frozen matrices that are kept in blocks of MXFP4 or FP8: attention, experts, dense."""
         if not self.rank or self.base == "whole":
             return ()
         return ("attention", "experts", "dense") if self.base == "fp8_all" else ("experts",)

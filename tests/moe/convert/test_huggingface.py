@@ -266,10 +266,10 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
     up, gain = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     cases: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
         ({"model_type": "gemma3"}, {}, r"config.json: model_type: got gemma3 \(MistralForCausalLM\), needed one of llama, mistral"),
-        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed no such key: it is not supported"),
+        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed a config without this key, which is not supported"),
         ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
         ({"layer_types": ["sliding_attention"] * 2}, {}, "config.json: layer_types: got .*needed full_attention for all"),
-        ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed no such key: it is not supported"),
+        ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a config without this key, which is not supported"),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
             {},

@@ -85,7 +85,7 @@ def test_adapters_name_the_base_that_they_were_trained_on(tmp_path: Path, home: 
         init = ["--init_from", source] if not source.startswith("hf:") else []
         assert main(["train", recipe, "--out", str(tmp_path / out), *init, *words, "--router.bias_rate", rate]) == 0
         assert main(["convert", str(tmp_path / out), f"hf:{tmp_path / out}-peft", "--adapters"]) == (2 if out == "moved" else 0)
-    assert "router.bias, which training has changed, needed an unchanged bias: PEFT's files cannot have it" in capsys.readouterr().err
+    assert "router.bias, which training has changed, needed an unchanged bias: PEFT's files cannot store it" in capsys.readouterr().err
     assert not (tmp_path / "moved-peft").exists()
     about = [json.loads((tmp_path / f"{out}-peft/adapter_config.json").read_text()) for out in ("first", "second")]
     assert [one["base_model_name_or_path"] for one in about] == ["them/model", None]

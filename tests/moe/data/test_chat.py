@@ -283,12 +283,12 @@ NESTED = "{%% set ns = namespace(a='ab') %%}{%% for i in range(60) %%}{%% set ns
         ),
         (
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",
-            "the template renders message 2 differently when later messages follow, needed one that marks the text to train on; "
+            "the template renders message 2 differently when later messages follow, needed a template that marks the text to train on; "
             "fix: give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}",
-            "the template renders message 2 differently from its generation prompt, needed one that marks the text to train on; "
+            "the template renders message 2 differently from its generation prompt, needed a template that marks the text to train on; "
             "fix: give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja",
         ),
     ],

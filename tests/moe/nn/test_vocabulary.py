@@ -192,6 +192,6 @@ def test_a_step_on_two_ranks_is_the_same_in_chunks(kind: str) -> None:
 
 def test_more_chunks_than_tokens_of_a_micro_batch_are_refused() -> None:
     values = {"model": {"max_length": 16}, "train": {"global_batch": 8}, "recompute": {"loss_chunks": 65}, "pipeline": {"microbatches": 2}}
-    with pytest.raises(BadInput, match=r"recompute.loss_chunks: got 65, needed at most 64 tokens, as a micro-batch has"):
+    with pytest.raises(BadInput, match=r"recompute.loss_chunks: got 65, needed at most the 64 tokens of a micro-batch"):
         check_run(build_run(values), 1)
     check_run(build_run(values | {"recompute": {"loss_chunks": 64}}), 1)
