@@ -30,7 +30,7 @@ def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
 
 
 def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
-    """Return all `total` rows on every rank. run: this rank's run of them."""
+    """Return all `total` rows on every rank. run: this rank's consecutive rows."""
     return run if axis.size == 1 else paired(run, axis, _all, _own, total=total)
 
 

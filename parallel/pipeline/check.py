@@ -39,8 +39,8 @@ def ordered_nodes(schedule: Schedule, *, all_reduce_blocks: bool = False) -> lis
 
 
 def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
-    """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
-    all_reduce_blocks: as in `ordered_nodes`."""
+    """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock. all_reduce_blocks: a rank
+    continues after an all-reduce (S) only when all replicas of the stage have reached S."""
     cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
     if all_reduce_blocks not in cached:
         cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
@@ -74,8 +74,8 @@ class ActionGraph:
         self.order = self._in_order()
 
     def _connect(self, all_reduce_blocks: bool) -> None:
-        """Fill `source`, `target` and `more`. They leave out needed actions that come earlier in the same rank's order, or that no rank
-        has."""
+        """Fill `source`, `target` and `more`. A needed action is left out if it comes earlier in the same rank's order, or if no rank runs
+        it."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)

@@ -338,7 +338,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
         raise BadInput(
             str(folder),
             got="checkpoints, none of which verifies" if there else "no folder, or a broken link",
-            needed="at least one that verifies",
+            needed="at least one checkpoint that verifies",
             fix="restore a checkpoint, or start over with --fresh, which sets the folder aside",
         )
     return _NONE

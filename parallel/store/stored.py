@@ -133,7 +133,8 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has no NaN and no infinity. Only an 8-bit tensor is copied: minimum and maximum are NaN if any value is."""
+    """Return whether the tensor has no NaN and no infinity, by its minimum and maximum, which are NaN if any value is. Copies only 8-bit
+    tensors."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     tensor = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no aminmax of 8 bits

@@ -228,7 +228,8 @@ class Watchdog:
         return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question answered."""
+        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the watchdog's question to
+        which `line` is the answer; 0: none."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind

@@ -59,8 +59,8 @@ def fastest_degrees(
     """Return the sets of degrees that can have the fastest plan, at least `count` if so many have a plan that fits. Sets that have only
     plans that are not recommended come last.
 
-    plans: with 1F1B. seconds: the exact seconds of a step, and lower bounds. schedules: (name, stages on each rank), as in Space.
-    recompute: kinds in order of preference; the last needs the least memory."""
+    plans: with 1F1B. seconds: `How` -> function that returns a step's exact seconds or one of the lower bounds. schedules: (name, stages on
+    each rank). recompute: kinds in order of preference; the last needs the least memory."""
 
     @cache
     def scheduled(plan: Plan) -> list[Plan]:

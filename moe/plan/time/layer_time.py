@@ -264,7 +264,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
         core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)
     else:
         core = _scores(network, plan, cluster, count=count, keys=encoder.length)
-    core = over_sequence(core, encoder, plan, cluster, program)  # the encoder's keys and values are sent
+    core = over_sequence(core, encoder, plan, cluster, program)  # sp ranks send the encoder's keys and values
     return passes + core + cross_sums(network, encoder, plan, cluster, program)
 
 

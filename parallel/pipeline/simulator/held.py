@@ -70,7 +70,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
-    """Return `RankPeaks.with_i` of a rank."""
+    """Return the possible peaks of a rank with actions I and W (`RankPeaks.with_i`)."""
     stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
     seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
