@@ -20,7 +20,7 @@ from parallel.mesh.mesh import Axis
 
 
 def run_lengths(total: int, ranks: int) -> list[int]:
-    """Return the number of rows in each rank's run of `total` rows."""
+    """Return each rank's number of rows if `total` rows are divided among the ranks."""
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
@@ -47,8 +47,9 @@ class _Runs(StartedRows):
 
 
 def start_runs(run: Tensor, axis: Axis) -> StartedRows:
-    """Start to gather the ranks' runs, which have equal lengths. `finish_rows` waits for them. In the backward pass, gradients are
-    summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function waits for it."""
+    """Start to gather all ranks' rows; `run` is this rank's, and all have equal numbers of rows. `finish_rows` waits for them. In the
+    backward pass, gradients are summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function
+    waits for it."""
     return begun(run, _Runs(axis, [], []))
 
 

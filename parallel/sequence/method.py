@@ -41,7 +41,8 @@ class Known:
         return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
     def keys(self, rank: int, like: Tensor) -> Tokens:
-        """Return positions and documents of the keys that a rank holds. In cross attention, they differ from those of its queries."""
+        """Return positions and documents of the keys that a rank holds. In cross attention, they differ from those of its queries. like: a
+        tensor on the device."""
         if self.source_document_BS is None:
             return self.tokens(rank, like)
         order = Order("contiguous", self.order.size, self.source_document_BS.shape[1], causal=False)

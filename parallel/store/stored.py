@@ -160,9 +160,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
-    needed = "a file that can be read; no older checkpoint is taken, because this one may be intact"
-    fix = "give this user permission to read it, or wait until its disk answers, and start again"
-    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
+    fix = "give this user permission to read it, or wait until its disk answers (no older one is taken: this one may be intact)"
+    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed="a file that can be read", fix=fix)
 
 
 def damaged(path: Path, name: str) -> BadInput:

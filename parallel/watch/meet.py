@@ -114,8 +114,9 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until or isinstance(error, UnicodeError):
-                needed = f"a name or address of rank 0's machine that {node} knows ({getattr(error, 'strerror', None) or error})"
-                raise BadInput("MASTER_ADDR", got=host, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
+                got = f"{host}, which {node} cannot resolve ({getattr(error, 'strerror', None) or error})"
+                needed = "a name or address of rank 0's machine that can be resolved"
+                raise BadInput("MASTER_ADDR", got=got, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
         time.sleep(_LOOK_S)
 
 

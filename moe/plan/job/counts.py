@@ -67,7 +67,7 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
     assert a is not None
     sides, of_experts = 0.0, 0.0
     units = plan.grid.units
-    outside = units if plan.tensor in GRIDS else 1  # shards of a side of `width`
+    outside = units if plan.tensor in GRIDS else 1  # number of shards of a dim of size `width`
     if n.trains("attention"):
         *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
         # outputs of the latents' down-projections, which are whole on every tp rank

@@ -282,8 +282,8 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Return a dict: tensor -> table, choice of mesh axes -> number of the tensor's elements on a rank. Tensors with equal letters share a
-    table."""
+    """Return a dict: tensor -> table. The table maps a choice of mesh axes to the number of the tensor's elements on a rank. Tensors with
+    equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)

@@ -240,5 +240,5 @@ def flexflow(
     free = walk.seconds * settings.microbatches
     texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}
     own = near <= walk.seconds * (1 + 1e-9)
-    said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits: one of {plan.pp} stages"
+    said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits; the fastest has {plan.pp} stages"
     return SearchResult("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)

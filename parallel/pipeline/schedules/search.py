@@ -132,7 +132,7 @@ class _Greedy:
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Return the order of each rank, without U; None if memory is full and no action that frees memory is ready."""
+        """Return the order of each rank, without updates (U); None if memory is full and no action that frees memory is ready."""
         choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
         queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # outdated entries stay until they are popped
         heapify(queue)
