@@ -51,8 +51,8 @@ def column_products(
     sliced: bool = False,
     recast: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, which ranks hold whole, in x's dtype. x is
-    [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
+    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, in x's dtype. Each rank holds all of A. x is [B,
+    L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
     The gradient of x is summed over the axis. recast: save no cast weights for the backward pass, but cast them again (moe/nn/linear.py).
     chunks: largest number of chunks."""

@@ -159,7 +159,8 @@ def _nothing() -> None: ...
 
 def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
     """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
-    reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks."""
+    reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks.
+    answer: called between two reads. limit: the time limit in words. at: address of the store."""
     keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):

@@ -336,7 +336,8 @@ def current() -> Watchdog | None:
 
 
 def enter(phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-    """Record that this rank enters another phase of its work: see Record.enter."""
+    """Record that this rank enters another phase of its work. step: number from 1. patience: factor of the watchdog's time limit. None:
+    unchanged."""
     if _of_process is not None:
         _of_process.record.enter(phase, step=step, patience=patience)
 

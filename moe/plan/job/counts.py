@@ -152,7 +152,8 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def inner_gains(network: Network, *, over: int) -> float:
-    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. over: as in `attention_matrices`."""
+    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. over: number of ranks among which the heads are
+    divided."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
     return {"none": 0, "heads": 2, "whole": (n.heads + max(n.groups, over)) / over}[n.qk_norm] * n.channels + latents

@@ -104,8 +104,8 @@ class _Program:
         self.rows: list[tuple[dict[int, float], float, float]] = []  # (column -> coefficient, lower bound, upper bound)
         for name, one in options.items():
             if not one:
-                needed, fix = "a strategy that gives the sharding in `fixed`", "fix a sharding that divides the operator's sizes"
-                raise BadInput("operators", got=name, needed=needed, fix=fix)
+                got, fix = "no strategy that gives the sharding in `fixed`", "fix a sharding that divides the operator's sizes"
+                raise BadInput(f"operator {name}", got=got, needed="at least one", fix=fix)
             self.first[name] = len(self.costs)
             self.costs += [s.seconds * self.paid[name] for s in one]
             self.rows.append(({self.first[name] + i: 1.0 for i in range(len(one))}, 1.0, 1.0))

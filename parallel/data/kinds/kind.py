@@ -27,7 +27,7 @@ class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
     working: parameter name -> the dtype in which the model reads it; None: the parameter's own dtype. casts: whether weights are cast to
     this dtype at each use or once a step (precision.casts). units: returns FSDP's units, in the order in which the model runs them.
-    scatter, gather: see Replicas in parallel/data/dp.py."""
+    scatter, gather: for engine dp, functions that split the arguments of a forward pass among the replicas, and that join their outputs."""
 
     layouts: Layouts
     mesh: Mesh

@@ -68,7 +68,8 @@ def search(
 ) -> Schedule:
     """Return the fastest schedule that is found for a placement. Raises BadInput if none fits into `memory`.
 
-    cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: stages a rank, for `loop`.
+    cost: (rank, action) -> time, which must not depend on the micro-batch. transfer_time: of one message, as a number or a function of the
+    message. overlap: ranks compute during transfers and all-reduces. chunks: stages a rank, for `loop`.
     memory: maximum number of micro-batches whose activations a rank keeps until their weight gradients (W), counted over all of its stages;
     None: no limit.
     rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""

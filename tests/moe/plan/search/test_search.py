@@ -248,7 +248,7 @@ def test_a_stage_may_have_a_whole_node_of_six() -> None:
 def test_without_a_legal_layout_the_error_names_sizes_and_not_memory(search: Callable[..., SearchResult]) -> None:
     """Five sequences on seven devices have no legal layout."""
     machine = Machine(1, 7, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-10))
-    with pytest.raises(BadInput, match="no layout that the trainer runs, needed one whose sizes the mesh divides"):
+    with pytest.raises(BadInput, match="no layout that the trainer runs, needed one with sizes that the mesh divides"):
         search(graph_of(tiny(), sequences=5), machine)
 
 
