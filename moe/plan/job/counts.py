@@ -61,8 +61,8 @@ def layer(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the side of A
-    or B along which it cuts the matrix (parallel/tensor/style.py); networks of MoE layers are divided by ep and etp alone."""
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the dim of A
+    or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0

@@ -144,7 +144,7 @@ def best_layout(
 ) -> Best:
     """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among layouts with
     equal seconds, the one with the fewest bytes is returned, and vice versa. of_weight: bytes for each element of a weight, with its
-    gradient and optimizer states, as in Program.bytes. Raises BadInput if every layout needs more than `most_bytes`."""
+    gradient and optimizer states. Raises BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:
