@@ -25,7 +25,7 @@ def run_lengths(total: int, ranks: int) -> list[int]:
 
 
 def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's run of `rows`, a tensor that all ranks have."""
+    """Return this rank's consecutive rows of `rows`, a tensor that all ranks have."""
     return rows if axis.size == 1 else paired(rows, axis, _own, _all, total=len(rows))
 
 

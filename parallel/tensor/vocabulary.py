@@ -84,7 +84,7 @@ class VocabularyBlock(_Vocabulary):
 
 @dataclass(frozen=True)
 class VocabularyCube(_Vocabulary):
-    """3D: rows over tp_row, channels over tp_col, then tp_depth. Logits have other sequences than x, like the output of a first product."""
+    """3D: rows over tp_row, channels over tp_col, then tp_depth. A rank's logits are of other sequences than its x (linear_3d.py)."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))

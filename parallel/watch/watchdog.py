@@ -33,7 +33,7 @@ FIRST = 5.0  # factor of the time limit until the end of the first step, and whi
 ANSWER_S = 3.0, 10.0  # a rank has a twentieth of the time limit to answer, but at least 3 s and at most 10 s
 _AGAIN_S = 0.3  # wait before the answers are read again
 _LOOK_S = 0.02  # wait between two reads of a key
-_LEAVE_S = 2.0  # longest wait for the watchdog's own end
+_LEAVE_S = 2.0  # longest wait for a thread, the store or the other ranks when the watchdog stops
 _STORE = "a store operation that did not end"
 # parts of messages of errors that are consequences of another rank's end
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")

@@ -69,7 +69,7 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
         if dim.name in layout and dim.size % mesh[layout[dim.name]]:
             ways = mesh[layout[dim.name]]
             got, fix = f"{dim.name} of size {dim.size} over {ways} ranks", f"make it {-(-dim.size // ways) * ways}, or leave {dim.name} out"
-            raise BadInput(f"layout {dim.name}:{layout[dim.name]}", got=got, needed="equal parts", fix=fix)
+            raise BadInput(f"layout {dim.name}:{layout[dim.name]}", got=got, needed=f"a size that {ways} divides", fix=fix)
     for where, letters in together(graph).items():
         for a, b in combinations((graph.dims[letter].name for letter in letters), 2):
             if a in layout and layout.get(b) == layout[a]:
