@@ -32,7 +32,7 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k: indices on tp_depth, tp_row and tp_col. I, O: a rank's numbers of inputs and outputs once its weight is gathered over tp_depth
 
-# place -> (axis over which x is gathered, axis over which y is summed and scattered, dim of the weight [out, in] that tp_depth also cuts)
+# place of a product in its layer -> (axis to gather x, axis to sum and scatter y, dim of the weight [out, in] that tp_depth also cuts)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 

@@ -129,8 +129,8 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """Ask rank 0 for the name of this start; return "" if rank 0 does not answer in time. The question is a random number; it is part
-    of the answer's key."""
+    """Ask rank 0 for the name of this start of the run, with which its keys in torchrun's store begin. Return "" if rank 0 does not answer
+    in time. The question is a random number; it is part of the answer's key."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):
@@ -141,7 +141,7 @@ def _ask(store: Any, rank: int, *, until: float) -> str:
 
 
 def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
-    """Return a function that rank 0 calls while it waits: it writes the name of this start for each rank that has asked since the last
+    """Return a function that rank 0 calls while it waits: it answers `_ask` with `name` for each rank that has asked since the last
     call."""
     told: set[str] = set()
 

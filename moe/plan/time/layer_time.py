@@ -209,7 +209,7 @@ def _ffns(
     part: Literal["dense", "experts"],
     count: float = 1,
 ) -> Passes:
-    """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
+    """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens. part: the networks' kind."""
     n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
     products, how = [(n, f * (2 if gated else 1), d), (n, d, f)], network.learning(part) | {"matrices": 3 if gated else 2}
