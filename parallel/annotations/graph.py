@@ -86,8 +86,8 @@ class Edge(NamedTuple):
 class Graph:
     """The operators of a forward pass, in the order in which they run.
     dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
-    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: None if this graph has all layers of the model; else
-    `readers_of` of the graph with all layers."""
+    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: None if this graph has all layers of the model; else,
+    for each parameter, its number of readers in the graph with all layers."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]

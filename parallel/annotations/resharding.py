@@ -88,7 +88,8 @@ def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
 
 
 def sent_by(kind: Kind, ranks: int, held: float) -> float:
-    """Return the bytes that a rank sends in a step over an axis of `ranks` ranks. held: bytes of its tensor before the step."""
+    """Return the bytes that a rank sends in a resharding step `kind` over an axis of `ranks` ranks. held: bytes of the rank's tensor before
+    this step."""
     return held * (ranks - 1) * _TIMES_SENT[kind] / (1 if kind == "all_gather" else ranks)
 
 

@@ -134,8 +134,8 @@ def dense_axis(layouts: Layouts, mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False for a backward pass that
-    must sum nothing (`_settle_buckets`)."""
+    """State of DDP's communication hook. axis: the ranks of the sum. names: id(parameter) -> name. sends: False: the hook starts no sums,
+    as the backward pass of `_settle_buckets` needs."""
 
     axis: Axis
     names: dict[int, str]

@@ -87,8 +87,8 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
 
 
 class _Meeting:
-    """Sums tensors over the replicas of one forward pass, each sum under a name. If activation recomputation repeats the forward pass, the
-    second pass gets the stored sums."""
+    """Sums tensors over the replicas of one forward pass. A name identifies each sum. If activation recomputation repeats the forward pass,
+    the second pass gets the stored sums."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

@@ -83,7 +83,7 @@ def shard(
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         for module in cut.values():
-            module.set_modules_to_backward_prefetch([module])  # itself: prefetches nothing; with [] torch would choose
+            module.set_modules_to_backward_prefetch([module])  # prefetches nothing, as it is gathered; with [] torch would choose
         for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
             _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut
@@ -191,8 +191,9 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class FSDP(Stepped):
-    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: see StageSums; it has an effect only with
-    pipeline stages. host: optimizer states and master weights are in host memory; updated weights are copied to the device's shards."""
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. once: with pipeline stages, gradients are
+    reduce-scattered once a batch; False: after each backward pass. host: optimizer states and master weights are in host memory; updated
+    weights are copied to the device's shards."""
 
     def __init__(self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: Rule, once: bool = False, host: bool = False) -> None:
         super().__init__(model, layouts=layouts, mesh=mesh)

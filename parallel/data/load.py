@@ -54,8 +54,8 @@ def held_of(parameter: Tensor, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 def fill_stepped(
     parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
-    """Fill a parameter of a torch optimizer with load("weight", box), and its optimizer states in `kept` with load(state, box). `start`: as
-    in `fill`. `steps`: the optimizer's step counter."""
+    """Fill a parameter of a torch optimizer with load("weight", box), and its optimizer states in `kept` with load(state, box). `start`:
+    index, in the tensor that `load` reads, of the parameter's first element. `steps`: the optimizer's step counter."""
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states

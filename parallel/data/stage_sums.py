@@ -44,7 +44,7 @@ class StageSums:
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
         """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
         are scattered after each pass, units without deferred gradients, such as the embedding, are scattered at the context's end."""
-        # torch finishes each unit in any other state at the end of the pass, and would so free the weights of other stages
+        # at the end of the pass, torch frees the weights of units in any other state, even of stages that this pass did not run
         for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)

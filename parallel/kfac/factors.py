@@ -42,8 +42,8 @@ def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
     """Return the updated running factor: ema * running + (1 - ema) * new, where `new` is sums_EWW scaled to a mean eigenvalue of 1.
-    sums_EWW: sums of r r^T over the new rows r. While the running factor is still zero, `new` alone is returned. An expert without new rows
-    keeps its running factor."""
+    sums_EWW: sums of r r^T over the new rows r. While the running factor is still zero, `new` is returned. An expert without new rows keeps
+    its running factor."""
     scale_E11 = mean_eigenvalue(sums_EWW)
     has_rows, has_running = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
     new_EWW = sums_EWW / torch.where(has_rows, scale_E11, 1.0)

@@ -77,7 +77,7 @@ def start_sum(grads: Sequence[Tensor], axis: Axis, *, first: str, root: int | No
 
 def start_flat(flat: Tensor, axis: Axis, *, first: str, root: int | None = None) -> dist.Work:
     """Start to sum a contiguous buffer of gradients in place, in its dtype. `first`: name of its first gradient, for error messages.
-    `root`: as in `start_sum`."""
+    `root`: index of the only rank that gets the sums; None: all ranks get them."""
     name = "all_reduce" if root is None else "reduce"
     replace(axis, label=f"the gradients from {first} on").count(name, flat)
     same: dict[str, Any] = {"group": axis.group, "async_op": True}

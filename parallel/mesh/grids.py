@@ -67,8 +67,8 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
         d_ff, or 0 without dense networks.
 
-        There may be fewer key-value heads than shards, if their number divides the number of shards: then ranks hold copies of each head.
-        With DTensor this is not possible."""
+        If the number of key-value heads divides the number of shards, there may be fewer heads than shards: then several ranks hold copies
+        of a head. With DTensor this is not possible."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units

@@ -215,7 +215,7 @@ class Axis:
 class Mesh:
     """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), 5).axis("tp").index is 1.
     All ranks must make the same number of process groups in the same order, because torch numbers a process's groups and uses the number in
-    the group's name. `connect` makes the groups of `axes`. `part`, and the first `axis` call for a joint axis, make one more each."""
+    the group's name. `connect` makes the groups of `axes`. Each new `part`, and each new joint axis of `axis`, makes one more group."""
 
     degrees: Degrees = Degrees()
     rank: int = 0

@@ -82,7 +82,7 @@ class Record:
         self._words: dict[Any, int] = {}
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-        """Record that the rank enters a phase. step (from 1), patience: new values; None: unchanged."""
+        """Record that the rank enters a phase. step: number from 1. patience: factor of the watchdog's time limit. None: unchanged."""
         self.phase, self.awaited, self.at = phase, None, time.monotonic()
         self.step = self.step if step is None else step
         self.patience = self.patience if patience is None else patience
@@ -152,7 +152,7 @@ class Record:
 
 
 def balanced(total: float) -> bool:
-    """Return whether the sum of all ranks' tokens shows that they ran the same collectives."""
+    """Return whether all ranks ran the same collectives. total: sum of the hashes that the ranks' `token` returned."""
     return total % _MODULUS == 0
 
 

@@ -20,17 +20,17 @@ from parallel.mesh.mesh import Axis
 
 
 def run_lengths(total: int, ranks: int) -> list[int]:
-    """Return the number of rows in each rank's run of `total` rows."""
+    """Return each rank's number of rows if `total` rows are divided among the ranks."""
     return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
 def cut_runs(rows: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's run of `rows`, a tensor that all ranks have."""
+    """Return this rank's consecutive rows of `rows`, a tensor that all ranks have."""
     return rows if axis.size == 1 else paired(rows, axis, _own, _all, total=len(rows))
 
 
 def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
-    """Return all `total` rows on every rank. run: this rank's run of them."""
+    """Return all `total` rows on every rank. run: this rank's consecutive rows."""
     return run if axis.size == 1 else paired(run, axis, _all, _own, total=total)
 
 
@@ -47,8 +47,9 @@ class _Runs(StartedRows):
 
 
 def start_runs(run: Tensor, axis: Axis) -> StartedRows:
-    """Start to gather the ranks' runs, which have equal lengths. `finish_rows` waits for them. In the backward pass, gradients are
-    summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function waits for it."""
+    """Start to gather all ranks' rows; `run` is this rank's, and all have equal numbers of rows. `finish_rows` waits for them. In the
+    backward pass, gradients are summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function
+    waits for it."""
     return begun(run, _Runs(axis, [], []))
 
 

@@ -58,7 +58,7 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, ...]) -> Tensor:
-    """Return `squares` of gradients on one GPU, by at most ten kernels together instead of five for each gradient."""
+    """Return the sum of squares of each family's gradients, all on one GPU. Runs at most ten kernels, instead of five for each gradient."""
     norms = torch.stack(torch._foreach_norm([grad for _, grad in owned], 2, dtype=torch.float32))
     of_family = on_device(torch.tensor([[mine == family for mine, _ in owned] for family in families]), norms.device)
     return torch.where(of_family, norms.double().square(), 0.0).sum(1)

@@ -88,8 +88,8 @@ def open_pending() -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights` for the caller to store as an attribute of ctx; () if their gradients cannot be deferred, because they were made
-    for one pass. An attribute would keep such weights in memory as long as ctx exists, which is longer than a saved tensor."""
+    """Return `weights` for the caller to store as an attribute of ctx; () if their gradients cannot be deferred, because these tensors were
+    made for a single pass. An attribute would keep such weights in memory as long as ctx exists, which is longer than a saved tensor."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 

@@ -73,7 +73,8 @@ class Given(Rule):
         return made
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return the names of a parameter's optimizer states (see Rule). Raises BadInput if checkpoints cannot save or load them."""
+        """Return a parameter's optimizer states: name -> None, because each has the parameter's shape. Raises BadInput if checkpoints
+        cannot save or load them."""
         if (name, num_dims) not in self._kept:
             self._kept[name, num_dims] = self._tried(name, num_dims)
         return self._kept[name, num_dims]

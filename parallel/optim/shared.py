@@ -89,7 +89,8 @@ class _Matrices:
     owners: list[tuple[int, ...]]
 
     def of(self, index: int) -> list[int]:
-        """Return the numbers (0 to K - 1) of the matrices with an owner that has this index on the next axis."""
+        """Return the numbers (0 to K - 1) of the matrices to send to the rank with this index on the next axis, because their owner has
+        this index."""
         return [k for k, owner in enumerate(self.owners) if owner[0] == index]
 
     def shape_of(self, index: int) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ def check(schedule: Schedule) -> Schedule:
 
 
 def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> ActionGraph:
-    """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock.
-    all_reduce_blocks: if True, a rank continues after S, an all-reduce of gradients, only when all replicas of the stage have reached S."""
+    """Return the schedule's ActionGraph, which is cached in the schedule. Raises BadInput for a deadlock. all_reduce_blocks: a rank
+    continues after an all-reduce (S) only when all replicas of the stage have reached S."""
     cached: dict[bool, ActionGraph] = schedule.__dict__.setdefault("_graphs", {})
     if all_reduce_blocks not in cached:
         cached[all_reduce_blocks] = ActionGraph(schedule, all_reduce_blocks)
@@ -82,8 +82,8 @@ class ActionGraph:
         return Message(op, stage, microbatch, self.ranks[n], self.target[n])
 
     def _connect(self, all_reduce_blocks: bool) -> None:
-        """Fill `source`, `target` and `more`. They leave out needed actions that come earlier in the same rank's order, or that no rank
-        has."""
+        """Fill `source`, `target` and `more`. A needed action is left out if it comes earlier in the same rank's order, or if no rank runs
+        it."""
         actions, ranks, homes, per_update = self.actions, self.ranks, self.schedule.homes, self.schedule.microbatches_per_update
         source, target, more = self.source, self.target, self.more
         width = 1 + max((action.microbatch for action in actions), default=0)

@@ -79,8 +79,11 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     by_other = environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment  # SLURM or Open MPI sets the rank
     if "RANK" not in environment and not by_other:
         if (size := environment.get("WORLD_SIZE") or "1") != "1":
-            got, fix = f"{size} without RANK, so on rank 0 by default", "start with moe train --nproc N, or unset WORLD_SIZE"
-            raise BadInput("WORLD_SIZE", got=got, needed="both variables, or neither", fix=fix)
+            got, fix = (
+                f"{size}, but RANK is not set, so this process would be on rank 0",
+                "start with moe train --nproc N, or unset WORLD_SIZE",
+            )
+            raise BadInput("WORLD_SIZE", got=got, needed="both WORLD_SIZE and RANK, or neither", fix=fix)
         return World()
     try:
         ranks = int(values["size"] or 1)

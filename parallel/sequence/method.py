@@ -41,7 +41,8 @@ class Known:
         return Tokens(self.order.ranges(rank), like.device, self.document_BS, self.window)
 
     def keys(self, rank: int, like: Tensor) -> Tokens:
-        """Return positions and documents of the keys that a rank holds. In cross attention, they differ from those of its queries."""
+        """Return positions and documents of the keys that a rank holds. In cross attention, they differ from those of its queries. like: a
+        tensor on the device."""
         if self.source_document_BS is None:
             return self.tokens(rank, like)
         order = Order("contiguous", self.order.size, self.source_document_BS.shape[1], causal=False)
@@ -85,8 +86,9 @@ class Method(ABC):
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `once(compute)`: returns compute() in the forward pass, and the stored result during recomputation, so that attention is not
-        computed again (DistFlashAttn, arXiv 2310.03294, 3.4)."""
+        bias: a position bias of the logits. sink_H, document_BS, source_document_BS: see Known. `once(compute)`: returns compute() in the
+        forward pass, and the stored result during recomputation, so that attention is not computed again (DistFlashAttn, arXiv 2310.03294,
+        3.4)."""
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
         out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, source_document_BS, self, once)
         return out

@@ -31,7 +31,7 @@ from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
-QUERIES = 512  # queries computed at a time without a fused kernel, which limits the memory of scores
+QUERIES = 512  # without a fused kernel, queries are computed in groups of this size, to limit the memory of scores
 
 
 @dataclass(frozen=True)

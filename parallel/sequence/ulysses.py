@@ -38,7 +38,8 @@ class Ulysses:
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. options: for `inside`. Collective."""
+        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. options: further arguments of `inside`,
+        which computes attention for this rank's heads. Collective."""
         if bias is not None:
             bias = bias._replace(table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:

@@ -168,9 +168,9 @@ def _not_finite(temporary: Path, rank: int, tensors: list[tuple[Entry, Tensor]])
     bad = next((entry["key"] for entry, tensor in tensors if not finite(tensor)), None)
     if bad is None:
         return None
-    got = f"values of {bad} that are not finite, on rank {rank}"
-    fix = "start again: the run goes on from the newest checkpoint, which stays"
-    return BadInput(temporary.stem, got=got, needed="finite numbers; this checkpoint is not saved", fix=fix)
+    got = f"values of {bad} that are not finite, on rank {rank}, so this checkpoint is not saved"
+    fix = "start again: the run goes on from the newest saved checkpoint"
+    return BadInput(temporary.stem, got=got, needed="finite numbers", fix=fix)
 
 
 def _write_file(path: Path, tensors: list[tuple[Entry, Tensor]]) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _newest(folder: Path, log: Callable[[str], None]) -> int:
         raise BadInput(
             str(folder),
             got="checkpoints, none of which verifies" if there else "no folder, or a broken link",
-            needed="at least one that verifies",
+            needed="at least one checkpoint that verifies",
             fix="restore a checkpoint, or start over with --fresh, which sets the folder aside",
         )
     return _NONE

@@ -31,7 +31,8 @@ _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links or wait for pipes
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, what: str = "--out") -> Iterator[None]:
-    """Return a context that makes the folder and locks it, if the launcher has not. Raises BadInput if another process holds the lock."""
+    """Return a context that makes and locks the folder, unless the launcher holds its lock already. Raises BadInput if another process
+    holds the lock. what: the flag that the message names."""
     held = None if is_held(folder) else _hold(folder, what)
     try:
         yield

@@ -41,7 +41,8 @@ class Saver:
         self._told: int | None = None
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write a checkpoint in the calling thread, without a copy in memory. Collective. Arguments and errors: see checkpoint.save."""
+        """Write a checkpoint in the calling thread, without a copy in memory. Collective. held: (kind, piece) for all tensors that this
+        rank owns. state: the trainer's state. prune: remove old checkpoints. Raises BadInput on all ranks if one cannot write."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self.known = step

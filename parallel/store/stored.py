@@ -133,7 +133,8 @@ class TensorFile:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Return whether the tensor has no NaN and no infinity. Only an 8-bit tensor is copied: minimum and maximum are NaN if any value is."""
+    """Return whether the tensor has no NaN and no infinity, by its minimum and maximum, which are NaN if any value is. Copies only 8-bit
+    tensors."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     tensor = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no aminmax of 8 bits
@@ -159,9 +160,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
-    needed = "a file that can be read; no older checkpoint is taken, because this one may be intact"
-    fix = "give this user permission to read it, or wait until its disk answers, and start again"
-    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
+    fix = "give this user permission to read it, or wait until its disk answers (no older one is taken: this one may be intact)"
+    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed="a file that can be read", fix=fix)
 
 
 def damaged(path: Path, name: str) -> BadInput:

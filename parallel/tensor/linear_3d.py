@@ -32,13 +32,13 @@ from parallel.tensor.style import Shape, Style
 
 # i, j, k: indices on tp_depth, tp_row and tp_col. I, O: a rank's numbers of inputs and outputs once its weight is gathered over tp_depth
 
-# place -> (axis over which x is gathered, axis over which y is summed and scattered, dim of the weight [out, in] that tp_depth also cuts)
+# place of a product in its layer -> (axis to gather x, axis to sum and scatter y, dim of the weight [out, in] that tp_depth also cuts)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
 class Cube(Style):
-    """A weight [out, in] split over the whole cube. place: "second" for the last product of a layer, else "first".
+    """A weight [out, in] of which each rank of the cube holds another block. place: "second" for the last product of a layer, else "first".
     Replaces the function with which a module multiplies by its weight (attribute `product`), and, if place is "first", the function with
     which a layer multiplies one x by several weights (attribute `products`). copied: there are fewer key-value heads than rows of the cube,
     so neighbours along tp_row hold the same outputs."""
@@ -68,7 +68,7 @@ def products(
     x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor] = (), *, into: Axis, out: Axis, depth: Axis, deep: int
 ) -> Sequence[Tensor]:
     """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype; then x A^T for each A of
-    `narrow_rI`, which is cut along its inputs alone, and not over depth.
+    `narrow_rI`, which is cut along its inputs over `out`, but not over `depth`.
     `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
     so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
     found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, len(weights_OI), *weights_OI, *narrow_rI)

@@ -51,8 +51,8 @@ def column_products(
     sliced: bool = False,
     recast: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, which ranks hold whole, in x's dtype. x is
-    [B, L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
+    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, in x's dtype. Each rank holds all of A. x is [B,
+    L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
 
     The gradient of x is summed over the axis. recast: save no cast weights for the backward pass, but cast them again (moe/nn/linear.py).
     chunks: largest number of chunks."""
@@ -177,7 +177,8 @@ def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tenso
 def _weight_gradients(
     weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor | None, *, wide: int | None = None
 ) -> Sequence[Tensor | None]:
-    """Return the weights' gradients. x: None if all weights are frozen."""
+    """Return the weights' gradients. grads: gradient of each product's output. x: input of the products; None if all weights are frozen.
+    wide: number of leading weights with gradients that may be deferred; None: all."""
     if x is None:
         return [None] * len(weights_OI)
     return gradients_of_trained(weights_OI, lambda which: [gradient_of(weights_OI[i], grads[i], x) for i in which], wide=wide)

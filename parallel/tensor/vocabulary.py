@@ -84,7 +84,7 @@ class VocabularyBlock(_Vocabulary):
 
 @dataclass(frozen=True)
 class VocabularyCube(_Vocabulary):
-    """3D: rows over tp_row, channels over tp_col, then tp_depth. Logits have other sequences than x, like the output of a first product."""
+    """3D: rows over tp_row, channels over tp_col, then tp_depth. A rank's logits are of other sequences than its x (linear_3d.py)."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))
@@ -112,8 +112,8 @@ class VocabularyCube(_Vocabulary):
 @dataclass(frozen=True)
 class OtherRows:
     """The collectives of embedding, head and loss between the ranks of `axis`, which hold shards of a vocabulary matrix of `size` rows.
-    Class `Others` of moe/nn/vocabulary.py describes each function. `turned_back`, used in 3D, sends logits of the whole vocabulary to the
-    ranks that hold these sequences between layers."""
+    They implement the protocol `Others` of moe/nn/vocabulary.py, which describes each. `turned_back`, used in 3D, sends logits of the whole
+    vocabulary to the ranks that hold these sequences between layers."""
 
     axis: Axis
     size: int
@@ -134,8 +134,8 @@ class OtherRows:
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
-    """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: the same two numbers for
-    this rank's rows alone; the logit of a target in another rank's rows is 0."""
+    """Return [2, N] for the whole vocabulary, equal on all ranks: log-sum-exps and targets' logits. scores_2N: these two numbers computed
+    from this rank's rows of the vocabulary; the logit of a target in another rank's rows is 0."""
     found: Tensor = _Merged.apply(scores_2N, axis)
     return found
 

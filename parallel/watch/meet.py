@@ -117,8 +117,9 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > until or isinstance(error, UnicodeError):
-                needed = f"a name or address of rank 0's machine that {node} knows ({getattr(error, 'strerror', None) or error})"
-                raise BadInput("MASTER_ADDR", got=host, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
+                got = f"{host}, which {node} cannot resolve ({getattr(error, 'strerror', None) or error})"
+                needed = "a name or address of rank 0's machine that can be resolved"
+                raise BadInput("MASTER_ADDR", got=got, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
         time.sleep(_LOOK_S)
 
 
@@ -131,8 +132,8 @@ def _stay(store: Any, size: int, *, until: float) -> None:
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:
-    """Ask rank 0 for the name of this start; return "" if rank 0 does not answer in time. The question is a random number; it is part
-    of the answer's key."""
+    """Ask rank 0 for the name of this start of the run, with which its keys in torchrun's store begin. Return "" if rank 0 does not answer
+    in time. The question is a random number; it is part of the answer's key."""
     question = uuid.uuid4().hex
     store.set(f"asks/{rank}", question)
     while not store.check([f"told/{question}"]):
@@ -143,7 +144,7 @@ def _ask(store: Any, rank: int, *, until: float) -> str:
 
 
 def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
-    """Return a function that rank 0 calls while it waits: it writes the name of this start for each rank that has asked since the last
+    """Return a function that rank 0 calls while it waits: it answers `_ask` with `name` for each rank that has asked since the last
     call."""
     told: set[str] = set()
 
@@ -161,7 +162,8 @@ def _nothing() -> None: ...
 
 def _wait(store: Any, rank: int, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
     """Wait until all ranks have come, and return "". If a rank cannot start, or at the time limit, return the reason instead. Only rank 0
-    reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks."""
+    reads the keys of all ranks; the others wait for rank 0's result. So the number of reads grows linearly with the number of ranks.
+    answer: called between two reads. limit: the time limit in words. at: address of the store."""
     keys, until = ([f"here/{n}" for n in range(size)], until) if rank == 0 else ([_DEVICES], until + _MARGIN_S)
     tell = time.monotonic() + _TELL_S if rank == 0 else math.inf
     while not store.check(keys):  # store.wait with a time limit would fill the output with torch's warnings

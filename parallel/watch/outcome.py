@@ -20,7 +20,7 @@ from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 40_000  # bytes of a line, which has four fields: cut() shortens each, and JSON needs at most 12 bytes for a character
+_LONGEST = 40_000  # most bytes of a line: four fields of at most 800 characters (`cut`), each character at most 12 bytes in JSON
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ FIRST = 5.0  # factor of the time limit until the end of the first step, and whi
 ANSWER_S = 3.0, 10.0  # a rank has a twentieth of the time limit to answer, but at least 3 s and at most 10 s
 _AGAIN_S = 0.3  # wait before the answers are read again
 _LOOK_S = 0.02  # wait between two reads of a key
-_LEAVE_S = 2.0  # longest wait for the watchdog's own end
+_LEAVE_S = 2.0  # longest wait for a thread, the store or the other ranks when the watchdog stops
 _STORE = "a store operation that did not end"
 # parts of messages of errors that are consequences of another rank's end
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
@@ -228,7 +228,8 @@ class Watchdog:
         return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question answered."""
+        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the watchdog's question to
+        which `line` is the answer; 0: none."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind
@@ -335,7 +336,8 @@ def current() -> Watchdog | None:
 
 
 def enter(phase: str, *, step: int | None = None, patience: float | None = None) -> None:
-    """Record that this rank enters another phase of its work: see Record.enter."""
+    """Record that this rank enters another phase of its work. step: number from 1. patience: factor of the watchdog's time limit. None:
+    unchanged."""
     if _of_process is not None:
         _of_process.record.enter(phase, step=step, patience=patience)
 

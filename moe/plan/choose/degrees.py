@@ -1,7 +1,7 @@
 """Finds the sets of degrees (pp, tp, sp, dp, ep) that can have the fastest plan: round 1 of planned.py.
 
-A set of degrees is as good as the lower bound of its fastest plan. Plans with a few values of the other settings (FIRST) stand for all, and
-each with its fastest schedule. Memory is that of 1F1B, which no other schedule undercuts. The sets are found in the order of their bounds,
+A set of degrees is judged by the lower bound of its fastest plan. Only a few values of the other settings (FIRST) are tried, each plan with
+its fastest schedule. Memory is that of 1F1B; all other schedules need at least as much. The sets are found in the order of their bounds,
 until these exceed the exact seconds of a plan that was found.
 
     ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> a set is found
@@ -59,8 +59,8 @@ def fastest_degrees(
     """Return the sets of degrees that can have the fastest plan, at least `count` if so many have a plan that fits. Sets that have only
     plans that are not recommended come last.
 
-    plans: with 1F1B. seconds: the exact seconds of a step, and lower bounds. schedules: (name, stages on each rank), as in Space.
-    recompute: kinds in order of preference; the last needs the least memory."""
+    plans: with 1F1B. seconds: `How` -> function that returns a step's exact seconds or one of the lower bounds. schedules: (name, stages on
+    each rank). recompute: kinds in order of preference; the last needs the least memory."""
 
     @cache
     def scheduled(plan: Plan) -> list[Plan]:

@@ -209,7 +209,8 @@ class _Accepted:
 
 
 def _storing(run: Run) -> Callable[[Plan], Plan]:
-    """Return a function that gives a plan the bytes per element that its engine stores with the recipe's precision."""
+    """Return a function: plan -> the plan with the bytes that its engine stores for each parameter and activation in the recipe's
+    precision."""
     stored = {engine: as_stored(replace(plan_of(run), engine=engine, pp=1), run) for engine in ENGINES}
 
     def kept(plan: Plan) -> Plan:
@@ -316,7 +317,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[GuideRule]:
     return guide_rules(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
-GUIDED = Space(  # values among which the best plans are searched that illustrate the guide's rules
+GUIDED = Space(  # space of the plans that illustrate the guide's rules
     engines=("ddp", "zero1", "zero3", "fsdp"),
     tensors=("sliced", "1d"),
     sequences=("ring",),

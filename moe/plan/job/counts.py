@@ -61,13 +61,13 @@ def layer(network: Network, plan: Plan, index: int) -> Elements:
 
 
 def _adapters(network: Network, plan: Plan, index: int) -> Elements:
-    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the side of A
-    or B along which it cuts the matrix (parallel/tensor/style.py); networks of MoE layers are divided by ep and etp alone."""
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the dim of A
+    or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0
     units = plan.grid.units
-    outside = units if plan.tensor in GRIDS else 1  # shards of a side of `width`
+    outside = units if plan.tensor in GRIDS else 1  # number of shards of a dim of size `width`
     if n.trains("attention"):
         *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
         # outputs of the latents' down-projections, which are whole on every tp rank
@@ -152,7 +152,8 @@ def attention_matrices(network: Network, t: int, *, over: int) -> float:
 
 
 def inner_gains(network: Network, *, over: int) -> float:
-    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. over: as in `attention_matrices`."""
+    """Number of parameters in the norms of a layer's queries, keys and latents on a rank. over: number of ranks among which the heads are
+    divided."""
     n = network
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0
     return {"none": 0, "heads": 2, "whole": (n.heads + max(n.groups, over)) / over}[n.qk_norm] * n.channels + latents

@@ -37,8 +37,8 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 
 def steady(schedule: str, ranks: int, microbatches: int) -> int:
-    """Return the number of micro-batches of the shortest step that differs from a step of `microbatches` micro-batches only in having fewer
-    of the equal rounds between filling and draining the pipeline."""
+    """Return the number of micro-batches of a shorter step that stands for a step of `microbatches` micro-batches. Both fill and drain the
+    pipeline in the same way; the shorter step has fewer of the equal rounds in between."""
     fewer = range(STEADY * ranks + microbatches % ranks, microbatches, ranks)
     return next((n for n in fewer if possible(schedule, ranks, n)), microbatches)
 
@@ -99,5 +99,5 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    frees = all(map(le, more.freed, less.freed))  # FSDP has freed the weights of a stage in `more` only if it has in `less`
+    frees = all(map(le, more.freed, less.freed))  # each stage whose weights FSDP has freed at `more` is freed at `less` too
     return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -72,7 +72,7 @@ class Experts:
     router: Router = Router()
     gates: int = 0  # number of gates that weigh shared experts
     dropout: bool = False  # inside the experts, which then keep one more tensor of the hidden size
-    free: int = 0  # number of experts that compute nothing
+    free: int = 0  # number of zero-computation experts: the router can choose them, but they have no weights
     products: str | None = None  # dtype of the experts' matrix products (device.py); None: the compute dtype
     fused: bool = True  # one kernel computes an expert's whole network, so that it keeps only its input and pre-activations
     open_groups: tuple[int, int] = (1, 1)  # (number of groups of experts from which a token may choose, number of all groups)
@@ -171,7 +171,7 @@ class Network:
     latent: Latent | None = None
     adapters: Adapters | None = None
     frozen: tuple[str, ...] = ()  # parts in moe/recipe/frozen.py that are not trained in any layer
-    frozen_layers: tuple[int, ...] = ()  # layers of the model that are not trained; only of the decoder
+    frozen_layers: tuple[int, ...] = ()  # indices, in the whole model, of layers that are not trained; () in the encoder's Network
     ahead: int = 0  # number of depths of multi-token prediction: further tokens that each token predicts
     core_work: float = 1.0  # (query, key) pairs that attention computes / pairs in causal attention, as a mean over layers
     windows_in_chunks: float = 0.0  # fraction of layers that compute sliding windows in chunks and so keep keys and values twice

@@ -108,7 +108,7 @@ class Cluster:
     sources: tuple[Text, ...] = ()
 
     def crowd(self, world: int) -> float:
-        """Compute time of a rank if `world` ranks share the cores of a CPU host, divided by its time with one core of its own. 1 for
+        """Factor on a rank's compute time if `world` ranks share the cores of a CPU host. 1: the rank has one core of its own. Always 1 for
         accelerators."""
         here = min(self.devices_per_node, world)
         if not self.cores:

@@ -114,7 +114,8 @@ def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a layer's norm keeps for each element of its input: on tensor grids the input alone, else also what `_norm` counts."""
+    """Bytes that a layer's norm keeps for each element of its input. On tensor grids: the input in the compute dtype. Otherwise `_norm`
+    also counts a wider dtype of the input, and x / rms(x)."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 

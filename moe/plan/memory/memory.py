@@ -121,9 +121,9 @@ class _Full(NamedTuple):
 class _Engine:
     """Bytes that depend on a plan's data-parallel engine: the states of each parameter, and the engine's additional bytes at each moment.
 
-    dense, expert: bytes of the model states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of the
-    parameter's gradient that do not exist until its first backward pass. of_head: bytes of an element of a tied head's separate gradient.
-    """
+    dense, expert: bytes of the model states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of such a
+    parameter's gradient that are allocated only in a step's first backward pass. of_head: bytes of an element of the gradient that a tied
+    head has in addition to the embedding's."""
 
     def __init__(self, plan: Plan, stack: Stack) -> None:
         self.plan, self.stack, self.by_moment = plan, stack, differs_by_moment(plan, stack)

@@ -73,7 +73,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # bytes of a product's input and output gradient, which a deferred weight gradient needs / their bytes in the compute dtype
+    # a deferred weight gradient needs a product's input and the gradient of its output: their bytes / their bytes in the compute dtype
     pending: float = 1.0
 
 

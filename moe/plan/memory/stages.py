@@ -97,7 +97,8 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, _Now]:
-    """Return `Rank.candidates` of a rank with these stages. moments: (micro-batches in flight, no backward pass has ended)."""
+    """Return, among moments with the same key, the one with the most kept bytes (`Rank.candidates`). moments: (micro-batches in flight,
+    whether no backward pass has ended yet)."""
     found = dict[_Key, _Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:

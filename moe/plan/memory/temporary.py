@@ -83,8 +83,8 @@ def _widest_decoded(network: Network, *, sparse: bool) -> float:
 
 
 def _apart(network: Network) -> bool:
-    """Return whether the experts' activation function has a backward kernel of its own, as with LoRA adapters. The peak of the layer's
-    memory is then in this kernel, when no rows are sent between ranks."""
+    """Return whether the experts' activation function has a backward kernel of its own, as with LoRA adapters. Then the layer needs the
+    most memory while this kernel runs, and no rows are being sent between ranks at that moment."""
     return network.adapters is not None and network.experts is not None and not network.experts.fused
 
 

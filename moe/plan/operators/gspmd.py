@@ -78,7 +78,8 @@ def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) 
     for dim, (size, axes) in enumerate(zip(shape, found.dims, strict=True)):
         if size % (ranks := num_parts(axes, mesh)):
             got = f"{'+'.join(axes)} ({counted(ranks, 'rank')}) on dim {dim} of size {size}"
-            raise BadInput(what, got=got, needed="equal parts", fix=f"set the size to {-(-size // ranks) * ranks}, or write _ there")
+            needed, fix = f"a size that {ranks} divides", f"set the size to {-(-size // ranks) * ranks}, or write _ there"
+            raise BadInput(what, got=got, needed=needed, fix=fix)
 
 
 def propagate(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Propagated:

@@ -43,8 +43,8 @@ def plan_of(program: Program) -> Plan:
     kind = _Kind.nearest(program)
     idle = [axis for axis in program.mesh if program.mesh[axis] > 1 and axis not in (*kind.data, *kind.tensor)]
     if idle:
-        got = f"an axis {idle[0]} that cuts neither batch nor heads and hidden units"
-        needed = "axes that all divide a layer's dense work (experts use the same ranks)"
+        got = f"an axis {idle[0]} that cuts neither the batch nor heads and hidden units"
+        needed = "axes that each cut one of them, because experts use no ranks of their own"
         raise BadInput("mesh", got=got, needed=needed, fix=f"cut batch by {idle[0]}, or leave the axis out")
     if len(kind.tensor) > 1:
         raise _other("heads and hidden units", "+".join(kind.tensor), "one axis", f"leave out {kind.tensor[1]}")

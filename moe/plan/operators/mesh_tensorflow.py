@@ -69,7 +69,7 @@ def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
         if dim.name in layout and dim.size % mesh[layout[dim.name]]:
             ways = mesh[layout[dim.name]]
             got, fix = f"{dim.name} of size {dim.size} over {ways} ranks", f"make it {-(-dim.size // ways) * ways}, or leave {dim.name} out"
-            raise BadInput(f"layout {dim.name}:{layout[dim.name]}", got=got, needed="equal parts", fix=fix)
+            raise BadInput(f"layout {dim.name}:{layout[dim.name]}", got=got, needed=f"a size that {ways} divides", fix=fix)
     for where, letters in together(graph).items():
         for a, b in combinations((graph.dims[letter].name for letter in letters), 2):
             if a in layout and layout.get(b) == layout[a]:
@@ -144,7 +144,7 @@ def best_layout(
 ) -> Best:
     """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among layouts with
     equal seconds, the one with the fewest bytes is returned, and vice versa. of_weight: bytes for each element of a weight, with its
-    gradient and optimizer states, as in Program.bytes. Raises BadInput if every layout needs more than `most_bytes`."""
+    gradient and optimizer states. Raises BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:
@@ -282,8 +282,8 @@ def _seconds(graph: Graph, mesh: Sizes, machine: Machine, tensor: str, read: tup
 
 
 def _sizes(graph: Graph, mesh: Sizes) -> dict[str, _Table]:
-    """Return a dict: tensor -> table, choice of mesh axes -> number of the tensor's elements on a rank. Tensors with equal letters share a
-    table."""
+    """Return a dict: tensor -> table. The table maps a choice of mesh axes to the number of the tensor's elements on a rank. Tensors with
+    equal letters share a table."""
     found: dict[str, _Table] = {}
     for name in tensors(graph):
         letters = graph.letters(name)

@@ -27,7 +27,7 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); a JOIN's numbers mean nothing
+Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); for a JOIN, arbitrary numbers
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
 

@@ -76,7 +76,7 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:
-        got = f"{counted(layers, 'layer')} on {counted(devices, 'device')}"
+        got = f"none that fit into memory, for {counted(layers, 'layer')} on {counted(devices, 'device')}"
         fix = "give devices more memory, or take more devices or smaller micro-batches"
         raise BadInput("stages", got=got, needed="stages that fit into memory", fix=fix)
     return found

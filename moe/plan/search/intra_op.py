@@ -76,7 +76,9 @@ def intra_op(
     if values is None:
         least = sum(min(s.state_bytes + s.output_bytes * in_flight * (name in program.kept) for s in one) for name, one in options.items())
         fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), more devices, or smaller micro-batches"
-        raise BadInput("memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="room for some choice of strategies", fix=fix)
+        raise BadInput(
+            "memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="enough for at least one choice of strategies", fix=fix
+        )
     chosen = program.read(values) if whole else program.rounded(values)
     for share in (0.97, 0.94, 0.9, 0.8):  # if the rounded choice does not fit, try again with this fraction of the memory
         if whole or memory_bytes == inf or program.held(chosen, in_flight) <= memory_bytes:
@@ -102,8 +104,8 @@ class _Program:
         self.rows: list[tuple[dict[int, float], float, float]] = []  # (column -> coefficient, lower bound, upper bound)
         for name, one in options.items():
             if not one:
-                needed, fix = "a strategy that gives the sharding in `fixed`", "fix a sharding that divides the operator's sizes"
-                raise BadInput("operators", got=name, needed=needed, fix=fix)
+                got, fix = "no strategy that gives the sharding in `fixed`", "fix a sharding that divides the operator's sizes"
+                raise BadInput(f"operator {name}", got=got, needed="at least one", fix=fix)
             self.first[name] = len(self.costs)
             self.costs += [s.seconds * self.paid[name] for s in one]
             self.rows.append(({self.first[name] + i: 1.0 for i in range(len(one))}, 1.0, 1.0))
@@ -183,8 +185,8 @@ class _Program:
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:
-        """Round the relaxation. Returns operator -> the cheapest, given earlier choices, of its strategies with more than half of its
-        largest value."""
+        """Round the relaxation's solution. Returns operator -> strategy. Only strategies with more than half of the operator's largest
+        value are considered. Of these, each operator in turn gets the cheapest, given the choices for earlier operators."""
         chosen: dict[str, Strategy] = {}
         for op in self.graph.operators:
             one, first = self.options[op.name], self.first[op.name]

@@ -172,7 +172,7 @@ def _best(candidates: Iterable[_Candidate], machine: Machine, microbatches: int,
             needed = f"at most {machine.memory_bytes / 2**30:.1f} GiB"
         else:
             got, more = "no layout that the trainer runs", ""
-            needed = "one whose sizes the mesh divides, and that the recipe's checks accept"
+            needed = "one with sizes that the mesh divides, and that the recipe's checks accept"
         raise BadInput(f"--search {search}", got=got, needed=needed, fix=f"--search enumerate, which has stages and ZeRO as well{more}")
     return best
 

@@ -62,8 +62,8 @@ class Folded:
 
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: of all layers with equal operators, keep the first. A layer may read only the last output of the layer before it,
-    and outputs of layers that equal no other (an encoder-decoder's embedding and last encoder layer)."""
+    """Fold a graph: keep only the first of layers with equal operators. A layer may read the last output of the previous layer, and outputs
+    of layers without an equal layer (an encoder-decoder's embedding and last encoder layer)."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}
@@ -125,8 +125,8 @@ class Runnable:
         return (plan.dp * inner // plan.ep, plan.ep // inner, plan.sp, plan.tp)
 
     def cuts(self, plan: Plan) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return a dict: operator of `joined` -> (cut, scatter) of its strategy. Both have a letter for each mesh axis, the dim that
-        the axis cuts, or "" (see Strategy)."""
+        """Return a dict: operator of `joined` -> (cut, scatter). cut: for each mesh axis, the letter of the dim that it cuts. scatter: for
+        each mesh axis, the letter of the dim over which partial sums are reduce-scattered. "": none."""
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:

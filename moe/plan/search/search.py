@@ -36,8 +36,9 @@ from parallel.errors import BadInput
 class SearchResult:
     """Result of a search. seconds: time of a step with `plan` by the search's cost model. free_seconds: time of a step with the optimum,
     even if the trainer cannot run it. assignment: operator -> letters of its cut dims with the numbers of parts, from the most distant to
-    the nearest ranks, such as `b8 f4`; for layouts.py, its candidate's `rules`. stages: Alpa's stages; () for other searches. nearest: True
-    if the trainer cannot run the optimum, so that `plan` is another plan. said: a line for the user about optimum and plan."""
+    the nearest ranks, such as `b8 f4`; for the searches in layouts.py (mesh-tf, gspmd), the rules of the layout or annotations. stages:
+    Alpa's stages; () for other searches. nearest: True if the trainer cannot run the optimum, so that `plan` is another plan. said: a line
+    for the user about optimum and plan."""
 
     search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
@@ -121,7 +122,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
         if no strategies fit into `limit`."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
-        how |= {"large": 0} if again else {}  # round the relaxation, because integer programs are slow if memory is tight
+        how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
@@ -165,7 +166,7 @@ def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
 
 
 def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, ...], ...]:
-    """Return the `sums` of a _Solution. The embedding is counted in the first layer, the head in the last."""
+    """Return cumulative sums over the layers (`_Solution.sums`). The embedding is counted in the first layer, the head in the last."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "output_bytes"):
@@ -209,7 +210,7 @@ def flexflow(
     seed: int = 0,
 ) -> SearchResult:
     """Find the best placement by a random walk (FlexFlow), and the fastest plan that the trainer can run. The walk's cuts use all devices,
-    and it has no stages: micro-batches run one after another."""
+    and it has no stages: micro-batches run one after another. budget: number of proposals. seconds: time limit of the walk."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded
@@ -239,5 +240,5 @@ def flexflow(
     free = walk.seconds * settings.microbatches
     texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}
     own = near <= walk.seconds * (1 + 1e-9)
-    said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits: one of {plan.pp} stages"
+    said = _said(own, near, walk.seconds) if near < inf else f"no plan without stages fits; the fastest has {plan.pp} stages"
     return SearchResult("flexflow", plan, runnable.seconds(plan), free, texts, (), not own, said)

@@ -97,7 +97,8 @@ def _unbeaten(group: list[Strategy]) -> list[Strategy]:
 def strategy(
     op: Operator, graph: Graph, mesh: Mesh, settings: Settings, *, cut: tuple[str, ...], scatter: tuple[str, ...], sharded: Sharded
 ) -> Strategy | None:
-    """Return the strategy with these cuts (as in Strategy) and its costs; None if a size does not divide."""
+    """Return a strategy with its costs; None if the mesh does not divide a size. cut: letter of the dim that each mesh axis cuts, or "".
+    scatter: letter of the dim over which each axis reduce-scatters partial sums, or "". sharded: ZeRO stage."""
     last = [letter if letter in op.output else to for letter, to in zip(cut, scatter, strict=True)]
     gives = tuple(_place(op.output, letter) for letter in last)
     reads = tuple(tuple(_place(term, a) if not a or a in term else LATER for a in cut) for term in op.terms)
@@ -146,7 +147,8 @@ def _sums(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str], scatter: S
 
 
 def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequence[str], sharded: Sharded) -> tuple[float, float]:
-    """Return (seconds per micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its model states on a rank)."""
+    """Return (seconds per micro-batch to sum a parameter's gradient and to gather the parameter, bytes of its model states on a rank).
+    size: number of its elements. term: letters of its dims. cut: for each mesh axis the letter that it cuts, or "". sharded: ZeRO stage."""
     mine = size / _ways(term, cut, mesh)
     copies = [axis for axis, letter in enumerate(cut) if mesh.sizes[axis] > 1 and (not letter or letter not in term)]
     summed = [axis for axis in copies if cut[axis]]  # ranks along other axes already have the whole gradient

@@ -209,9 +209,9 @@ class Spare:
 
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
-    """Return the spare time of a rank, computed from its last actions as if it never waited. `others`: after this rank's last input
-    gradient, the earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight
-    gradients. 0 if two ranks hold each stage."""
+    """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, the
+    earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight gradients: this time
+    is `others`. It is 0 if two ranks hold each stage."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

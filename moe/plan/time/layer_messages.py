@@ -74,14 +74,14 @@ def sharing(network: Network, plan: Plan) -> tuple[Message, ...]:
     return (Message("tp", "all_gather", math.ceil(tokens / plan.tp) * size, plan.tp),)
 
 
-# collective in `grouping` -> number of kernels that copy its data, 1 for others: the router's kernels read gathered choices in place
+# collective in `grouping` -> number of kernels that copy its data; not listed: 1. The router's kernels read gathered choices in place
 _AROUND = {"all_gather": 0}
 
 
 def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return the messages of one MoE layer's (forward, backward) pass by which ranks route together. This is needed if the tokens of one
     group (`router.group`) are on several ranks of sp and tp. These ranks exchange logits, choices or gates (moe/router/slices.py). router:
-    Program.router."""
+    `kernels` or `operations` (Program.router); with kernels on a GPU, counts are not sent."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()
@@ -94,7 +94,7 @@ def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, 
     groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
     gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
     back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
-    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # unequal parts of groups on the ranks have no kernel
+    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # kernels need equal parts of a group on all ranks
     sent = 0 if router == "kernels" and e.router.gathered_counts and aligned else groups * e.router.counts
     counts = Message(axis, "all_reduce", sent, ranks)
     return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()

@@ -209,7 +209,7 @@ def _ffns(
     part: Literal["dense", "experts"],
     count: float = 1,
 ) -> Passes:
-    """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens."""
+    """Times of `count` feed-forward networks with `f` hidden units on this rank, each on `rows` tokens. part: the networks' kind."""
     n, d = rows, network.width
     moved = (3 if gated else 2) * _pointwise_bytes(plan, program) * f * n * count * program.pointwise
     products, how = [(n, f * (2 if gated else 1), d), (n, d, f)], network.learning(part) | {"matrices": 3 if gated else 2}
@@ -264,7 +264,7 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
         core = _fused(count * network.length / plan.sp * encoder.length, 2 * network.channels, plan, cluster)
     else:
         core = _scores(network, plan, cluster, count=count, keys=encoder.length)
-    core = over_sequence(core, encoder, plan, cluster, program)  # the encoder's keys and values are sent
+    core = over_sequence(core, encoder, plan, cluster, program)  # sp ranks send the encoder's keys and values
     return passes + core + cross_sums(network, encoder, plan, cluster, program)
 
 

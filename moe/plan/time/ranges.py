@@ -39,7 +39,8 @@ class Range:
     rows: int
 
     def holds(self, device: str, *, across: bool) -> bool:
-        """Return whether a run belongs to the group. device: the name of its devices. across: data parallelism crosses nodes."""
+        """Return whether a run belongs to this Range's group. device: the name of its devices. across: whether its data parallelism crosses
+        nodes."""
         known = not self.devices or any(word in device.lower() for word in self.devices)
         return known and self.across in (None, across)
 
@@ -53,7 +54,7 @@ class Range:
 
 @lru_cache
 def ranges() -> tuple[Range, ...]:
-    """Return the ranges of all groups, the most specific group first."""
+    """Return the Range of each group of published runs, the most specific group first."""
     return tuple(Range(**{**each, "devices": tuple(each["devices"])}) for each in yaml_text.load(read_text(FILE)))
 
 

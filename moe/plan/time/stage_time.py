@@ -102,7 +102,9 @@ def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts
 def _of_ranks(
     layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
 ) -> tuple[Counts, ...]:
-    """Return the result of `rank_layers`. sparse: layers with experts. before: number of encoder layers. given: Plan.stage_layers."""
+    """Return the numbers of layers (Counts) of each pipeline rank. sparse: layers with experts. before: number of encoder layers. given:
+    Plan.stage_layers. where: placement of stages on ranks. every: 1 to count all layers, or Plan.recompute_every to count the recomputed
+    ones."""
     homes = homes_at(where, pp, chunks)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)

@@ -27,7 +27,7 @@ class Setup:
     """The input from which an engine starts: layouts, mesh, values of the recipe's section `sharding`, and functions of the model.
     working: parameter name -> the dtype in which the model reads it; None: the parameter's own dtype. casts: whether weights are cast to
     this dtype at each use or once a step (precision.casts). units: returns FSDP's units, in the order in which the model runs them.
-    scatter, gather: see Replicas in parallel/data/dp.py."""
+    scatter, gather: for engine dp, functions that split the arguments of a forward pass among the replicas, and that join their outputs."""
 
     layouts: Layouts
     mesh: Mesh
@@ -101,9 +101,9 @@ class EngineKind:
     casts: the values of precision.casts that this engine supports.
     threads: replicas are threads of one process. master_copy: there are fp32 master weights next to the weights that the model reads.
     offloads: pairs (states, place) that the engine can offload, such as ("optimizer", "cpu").
-    with_stages: name of the engine that is used instead of this one if there are pipeline stages; None: this one. Fields with the same
-    meaning for other cases: unless_flat, if the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal; planned_as,
-    in the planner.
+    with_stages: name of the engine that is used instead of this one if there are pipeline stages; None: this one. Three more fields name
+    the engine that is used instead: unless_flat, if the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal;
+    planned_as, in the planner.
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.

@@ -6,7 +6,8 @@
 
     plan = envpipe(4, 8, read_profile("profile.json"), idle_power=40)      # plan.clocks, plan.saved, plan.slowdown
 
-Slack of an action: the seconds by which it alone could be longer without changing the makespan. Transfers cost time but no energy.
+Slack of an action: the seconds by which it could be longer without changing the makespan, if all other actions keep their lengths.
+Transfers cost time but no energy.
 """
 
 from __future__ import annotations

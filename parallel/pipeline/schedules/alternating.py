@@ -46,7 +46,7 @@ class Alternating:
         self.ended: dict[Action, float] = {}
 
     def orders(self) -> list[list[Action]]:
-        """Return the order of each rank, without U."""
+        """Return the order of each rank, without weight updates (U)."""
         self._warm_up()
         for _ in range(1, self.microbatches):
             for rank in self._ranks_with_forward():
@@ -85,8 +85,8 @@ class Alternating:
             self._do(Op.I, rank)
 
     def _forward_ends(self) -> list[list[float]]:
-        """Return for each rank the estimated end times of its first forward passes F, as many as memory allows. One F follows the other
-        directly or, if `waiting`, waits for its input."""
+        """Return for each rank the estimated end times of its first forward passes (F), as many as memory allows. Each F starts when the
+        rank's previous F ends or, if `waiting`, when its input has arrived, if that is later."""
         ends: list[list[float]] = []
         for rank in self.ranks:
             now, of = self.free[rank], [self.free[rank]]

@@ -40,7 +40,8 @@ def dualpipe_v_refusal(size: Size) -> BadInput | None:
 
 
 def dualpipe(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Build DualPipe. `ranks` and `microbatches` must be even, and `microbatches` at least 2 * ranks. paired: as for `dualpipe_v`."""
+    """Build DualPipe. `ranks` and `microbatches` must be even, and `microbatches` at least 2 * ranks. paired: a forward pass F and the
+    backward pass B of another micro-batch run as one block; False: one after the other."""
     half = dualpipe_v(ranks // 2, microbatches // 2, paired=paired)
     orders = [_order(half.orders[min(rank, ranks - 1 - rank)], rank, ranks, microbatches // 2) for rank in range(ranks)]
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]
@@ -102,8 +103,8 @@ def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list
 
 def _order(side: tuple[Action, ...], rank: int, ranks: int, each: int) -> list[Action]:
     """Return the order of a DualPipe rank, without updates, made from `side`, the order of a DualPipe-V rank.
-    each: number of micro-batches of each pipeline. The pipeline down has the first `each`, the pipeline up the rest. S follows a stage's
-    last B or W."""
+    each: number of micro-batches of each pipeline. Micro-batches 0 to `each` - 1 go down the ranks, the others up. The all-reduce S follows
+    a stage's last B or W."""
     first_half, complete, found = 2 * rank < ranks, stage_complete_at(side), []
     for at, (op, stage, microbatch, _) in enumerate(side):
         if op is Op.U:

@@ -18,7 +18,8 @@ from parallel.pipeline.schedules.one_f_one_b import alternate
 
 
 def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync: bool = False) -> Schedule:
-    """Build PipeDream for batches * microbatches micro-batches, with one update after each."""
+    """Build PipeDream for batches * microbatches micro-batches, with one update after each. vertical_sync: all stages read the weight
+    version that the first stage reads."""
     total = batches * microbatches
     orders = []
     for rank in range(ranks):

@@ -68,7 +68,8 @@ def search(
 ) -> Schedule:
     """Return the fastest schedule that is found for a placement. Raises BadInput if none fits into `memory`.
 
-    cost, transfer_time, overlap: as for `simulate`; times must not depend on the micro-batch. chunks: stages a rank, for `loop`.
+    cost: (rank, action) -> time, which must not depend on the micro-batch. transfer_time: of one message, as a number or a function of the
+    message. overlap: ranks compute during transfers and all-reduces. chunks: stages a rank, for `loop`.
     memory: maximum number of micro-batches whose activations a rank keeps until their weight gradients (W), counted over all of its stages;
     None: no limit.
     rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""
@@ -77,7 +78,7 @@ def search(
     problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap, homes)
     found = [schedule for schedule in (*_of_catalog(problem), *_heuristic(problem)) if problem.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed="at least 1 (one micro-batch of a rank's layers)", fix=Set("it", 1))
+        raise BadInput("memory", got=memory, needed="at least 1, the activations of one micro-batch on one rank", fix=Set("it", 1))
     best = min(found, key=problem.time)
     return check(replace(_improved(best, problem, rounds), name="search"))
 
@@ -132,7 +133,7 @@ class _Greedy:
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 
     def orders(self) -> list[list[Action]] | None:
-        """Return the order of each rank, without U; None if memory is full and no action that frees memory is ready."""
+        """Return the order of each rank, without updates (U); None if memory is full and no action that frees memory is ready."""
         choices = {rank: self._choice(rank) for rank in range(self.problem.ranks)}
         queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # outdated entries stay until they are popped
         heapify(queue)

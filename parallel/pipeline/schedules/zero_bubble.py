@@ -35,7 +35,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Action]:
-    """Return a rank's order: `ahead` forward passes, then I and F in turn. W of micro-batch j follows I of micro-batch j + `delay`."""
+    """Return a rank's order: `ahead` forward passes (F), then gradients of inputs (I) and F in turn. The gradients of weights (W) of
+    micro-batch j follow I of micro-batch j + `delay`."""
     order = [Action(Op.F, rank, j) for j in range(min(ahead, microbatches))]
     for j in range(microbatches):
         order.append(Action(Op.I, rank, j))

@@ -38,7 +38,8 @@ class Placed(NamedTuple):
 
 
 class Bubble(NamedTuple):
-    """An interval in which a rank waits. start, end: counted from the start of a step."""
+    """An interval in which a rank waits. start, end: counted from the start of a step. first_step_only: in later steps, the interval is the
+    end of the previous step's last bubble."""
 
     rank: int
     start: float

@@ -55,7 +55,8 @@ def rank_peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return `RankPeaks.most` of a rank. A micro-batch counts from F until B or W: I frees about as much memory as it allocates for W."""
+    """Return a rank's possible peaks, each as the number of micro-batches in flight for each of its stages (`RankPeaks.most`). A
+    micro-batch counts from F until B or W: I frees about as much memory as it allocates for W."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
     now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
@@ -70,7 +71,7 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
-    """Return `RankPeaks.with_i` of a rank."""
+    """Return the possible peaks of a rank with actions I and W (`RankPeaks.with_i`)."""
     stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
     seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:

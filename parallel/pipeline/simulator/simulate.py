@@ -126,8 +126,9 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """Return `period` for a schedule of one batch that drains. This batch is simulated again and again until each batch delays all ranks
-    and links by the same time (steady state), at most `batches` times. Costs must not depend on the micro-batch."""
+    """Return the time that one more batch adds in a long run, for a schedule of one batch that drains. This batch is simulated again and
+    again until each batch delays all ranks and links by the same time (steady state), at most `batches` times. Costs must not depend on the
+    micro-batch."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):

@@ -71,7 +71,7 @@ def test_a_port_that_is_none_is_refused_before_anybody_waits_there(port: str, mo
 
 def test_a_master_without_an_address_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     here = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"}
-    with pytest.raises(BadInput, match="MASTER_ADDR: got no.such.host.invalid, needed a name or address of rank 0's machine"):
+    with pytest.raises(BadInput, match="MASTER_ADDR: got no.such.host.invalid, which .* cannot resolve .*needed a name or address"):
         meet(1, 2, environment=here, timeout_s=0.2)
     assert capfd.readouterr() == ("", "")
 

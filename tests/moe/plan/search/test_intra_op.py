@@ -203,7 +203,7 @@ def test_a_recomputed_layer_pays_its_forward_pass_twice_and_keeps_its_last_outpu
             for x, name, _ in graph.edges
         )
         assert held <= limit * (1 + 1e-9) and mine == pytest.approx(best, rel=1e-6)
-    with pytest.raises(BadInput, match="needed room for some choice"):
+    with pytest.raises(BadInput, match="needed enough for at least one choice"):
         intra_op(graph, on, settings, memory_bytes=1.01 * min(costs)[0], in_flight=3)
 
 
