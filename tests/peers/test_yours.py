@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe.cli.main import main as moe
 from moe.verify import record
 from moe.verify.yours.align import common, nearest, parts
+from moe.verify.yours.causes import explain
 from moe.verify.yours.judge import Comparison
 from moe.verify.yours.recorder import Step
 from moe.verify.yours.rows import _global
@@ -103,6 +104,28 @@ def test_a_strided_shard_has_the_elements_that_torch_gives_it() -> None:
     for rank, held in enumerate(run_on_ranks(work, 4)):
         first = 6 * (rank % 2)
         assert held == [*range(first, first + 6), *range(first + 12, first + 18)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11], "3 blocks (such as q, k, v) were each cut over ranks before they were joined along dim 0"),
+        ([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5], "the shards together are equal up to a permutation along dim 0 (here [6, 7"),
+        ([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 10], "other values before the step"),
+    ],
+)
+def test_rows_that_another_rank_holds_are_named_as_an_order(rows: list[int], said: str) -> None:
+    """Found with transformers' Kimi Linear and Bailing hybrid: q, k and v were each cut over FSDP's ranks, then joined."""
+    weight = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+
+    def of(rank: int, w: Tensor, **placed: Any) -> Recorded:
+        return Recorded(rank, 2, pieces={Key("weight", "conv.weight"): [replace(Piece.of(w, "conv.weight", 99), **placed)]})
+
+    ranks = [of(rank, weight[rows].chunk(2)[rank], whole=(12, 5), offset=(6 * rank, 0)) for rank in range(2)]
+    comparison = Comparison(of(0, weight), ranks, [of(0, weight)])
+    comparison.run(explain)
+    (deviation,) = [d for d, _ in comparison.found]
+    assert not deviation.passed and said in deviation.cause
 
 
 @pytest.mark.parametrize(("error", "passed"), [(1e-8, True), (5e-8, False)])

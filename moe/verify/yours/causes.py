@@ -75,22 +75,41 @@ def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
                 dim, _, chunk, _ = part.cut
                 return f"wrong slice: rank {s.rank} holds chunk {chunk} of dim {dim} instead of chunk {s.part.cut[2]}"
         if s.one.dim() > 0 and (order := _order(s.one, s.here)) is not None:
-            return f"order: equal up to a permutation along dim 0 (here {order})"
+            return f"order: equal up to a permutation along dim 0 (here {order[:8]})"
         if not parts(whole.shape, piece.whole, None):
             return "another shape"
     if all(float(s.here.abs().max()) == 0 for s in bad):
         return "zero before the step: not loaded, or lost"
+    if order_of_shards := _order_of_shards(of, key, bad):
+        return order_of_shards
     return (_times(factor) + "; " if factor is not None else "") + "other values before the step: other seed, not loaded, or stale"
 
 
+def _order_of_shards(of: Comparison, key: Key, bad: list[Seen]) -> str:
+    """Return text if the shards of all ranks together have the single process's rows in another order; "" otherwise."""
+    held = [of.ranks[s.rank].pieces[key][0] for s in bad]
+    dim = next((d for d, (own, whole) in enumerate(zip(held[0].shape, held[0].whole, strict=True)) if own < whole), None)
+    if dim is None or len(bad) < len(of.ranks):
+        return ""
+    one, here = (torch.cat([getattr(s, side).movedim(dim, 0) for s in bad]) for side in ("one", "here"))
+    if (order := _order(one, here)) is None:
+        return ""
+    for blocks in range(2, 9):
+        if len(one) % (blocks * len(bad)) == 0:
+            rows = torch.arange(len(one)).reshape(blocks, len(bad), -1).transpose(0, 1).flatten()
+            if order == rows.argsort().tolist():
+                return f"order: {blocks} blocks (such as q, k, v) were each cut over ranks before they were joined along dim {dim}"
+    return f"order: the shards together are equal up to a permutation along dim {dim} (here {order[:8]})"
+
+
 def _order(one: Tensor, here: Tensor) -> list[int] | None:
-    """Return the first 8 entries of a permutation of dim 0 that makes `here` equal to `one`; None if there is none."""
+    """Return a permutation of dim 0 that makes `here` equal to `one`; None if there is none, or if it changes nothing."""
     if one.dim() == 0 or one.shape != here.shape or not 2 <= len(one) <= 1024:
         return None
     order = nearest(one.reshape(len(one), -1), here.reshape(len(one), -1))
     if order is None or order.tolist() == list(range(len(one))) or not torch.allclose(here[order], one, rtol=1e-3, atol=0):
         return None
-    return order.tolist()[:8]
+    return order.tolist()
 
 
 def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
@@ -141,7 +160,7 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
                 if all(_proportional(of, total, s.here, bound) for s in bad if s.here.shape == total.shape):
                     return f"reduced over ranks {', '.join(map(str, ranks))} only"
     if (order := _order(bad[0].one, bad[0].here)) is not None:
-        return f"order: equal up to a permutation along dim 0 (here {order})"
+        return f"order: equal up to a permutation along dim 0 (here {order[:8]})"
     return _precision(of, key, bad) or _rows(bad, bound, "gradient") or "the computation of this gradient differs (not its reduction)"
 
 
@@ -202,7 +221,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     if precision := _precision(of, key, bad):
         return precision
     if (order := _order(one_rows, here_rows)) is not None:
-        return f"order: the same rows in another order (here {order})"
+        return f"order: the same rows in another order (here {order[:8]})"
     partial = int((~right).sum())
     of_tokens = f"only {partial} of {len(right)} tokens: " if partial < len(right) else ""
     if key.kind == "output":
