@@ -74,6 +74,24 @@ def test_a_record_has_what_the_step_computed(tmp_path: Path) -> None:
     assert order.index(Key("output gradient", "3")) < order.index(Key("output gradient", "0")) < order.index(Key("norm", "total"))
 
 
+def test_the_order_of_gradients_does_not_depend_on_the_number_of_micro_batches(tmp_path: Path) -> None:
+    """A parameter's gradient comes after its own module's output gradient and before that of the module below, so that the first deviation
+    in backward order is the first cause."""
+    orders = []
+    for micro in (1, 3):
+        net, optimizer, x = _net()
+        for _ in record(tmp_path / "r", net, optimizer):
+            optimizer.zero_grad()
+            for part in torch.cat((x, x[:2])).chunk(micro):
+                net(part).square().mean().backward()
+            optimizer.step()
+        one = Recording.read(tmp_path / "r", what="ONE")
+        orders.append([key for key in Comparison.of(one, one).order if key.kind in ("output gradient", "gradient")])
+    assert orders[0] == orders[1]
+    last, above, first = (Key("output gradient", "3"), Key("gradient", "3.weight"), Key("output gradient", "0"))
+    assert orders[1].index(last) < orders[1].index(above) < orders[1].index(first)
+
+
 def test_samples_of_parts_have_elements_of_the_sample_of_the_whole() -> None:
     whole = torch.arange(256.0 * 320).reshape(256, 320)
     one = Piece.of(whole, "layers.0.weight", 2**10)
