@@ -146,7 +146,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
     "muon": {
         "optimizer": {"kind": "muon"},
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
-        "experts": {"shared": 1, "shared_gate": True},
+        "experts": {"shared": 1, "shared_gate": True, "biases": True},
     },
     "adafactor": {
         "optimizer": {"kind": "adafactor"},
