@@ -449,8 +449,8 @@ MUTATIONS = (
     ),
     Mutation(
         "copied_expert_biases_counted_in_the_norm",
-        "The norm counts experts' output biases once for each rank that has a copy: copies are looked for in another group than the experts' "
-        "(in the report, with Muon)",
+        "The norm counts experts' output biases once for each rank that has a copy: copies are looked for in a wrong group (in the report, "
+        "with Muon)",
         "NVIDIA/Megatron-LM#6099",
         "expert",
         Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),

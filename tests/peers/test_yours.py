@@ -197,6 +197,34 @@ def test_counts_of_tokens_are_sums_over_micro_batches_and_ranks() -> None:
         assert [d.passed for d, _ in comparison.found] == [last == 1]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "terms", "said"),
+    [
+        (torch.bfloat16, 1, "rounded to bf16"),
+        (torch.bfloat16, 2, "sums of numbers that were rounded to bf16"),
+        (torch.bfloat16, 4, "sums of numbers that were rounded to bf16"),
+        (torch.float16, 1, "rounded to fp16"),
+        (torch.float16, 2, "sums of numbers that were rounded to fp16"),
+        (torch.float32, 2, "the computation of this gradient differs"),
+    ],
+)
+def test_gradients_summed_in_16_bits_are_named(dtype: torch.dtype, terms: int, said: str) -> None:
+    """Terms in fp32 have errors as large as those of bf16, but are not rounded to it."""
+    draws = torch.Generator().manual_seed(0)
+    weight, parts = torch.randn(8, 30, generator=draws), torch.randn(terms, 8, 30, generator=draws)
+    wrong = parts.to(dtype).float() * (1 if dtype != torch.float32 else 1 + 4e-3 * torch.rand(parts.shape, generator=draws))
+
+    def of(rank: int, gradient: Tensor) -> Recorded:
+        values = {"weight": weight, "gradient": gradient}
+        return Recorded(rank, 2, pieces={Key(kind, "w"): [Piece.of(value, "w", 999)] for kind, value in values.items()})
+
+    one = of(0, parts.sum(0))
+    comparison = Comparison(one, [of(rank, wrong.sum(0)) for rank in range(2)], [one])
+    comparison.run(explain)
+    (deviation,) = [d for d, _ in comparison.found if not d.passed]
+    assert deviation.cause.startswith(said), deviation
+
+
 def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:
     one = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     padded = torch.cat((one[[3, 1]], torch.ones(2, 3), one[[0, 4, 2]], torch.ones(1, 3)))

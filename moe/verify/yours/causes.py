@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.verify.yours.align import Seen, factor_of, nearest, parts
 from moe.verify.yours.judge import OF_PARAMETERS, Comparison
 from moe.verify.yours.rows import of_experts
-from moe.verify.yours.values import Key
+from moe.verify.yours.values import MASTER, Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
@@ -116,6 +116,12 @@ def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
     gradients = [d for d, _ in of.found if d.kind == "gradient" and d.name == key.name]
     if gradients and not gradients[0].passed:
         return "follows from its gradient"
+    for kind, said in (
+        ("weight", "stale master weights: before the step they differ from the weights that the model reads"),
+        ("weight after", "the master weights are updated, but the model's weights are not refreshed from them"),
+    ):
+        if any(_apart(of, key._replace(kind=kind), s.rank) for s in bad):
+            return said
     before = of.one.pieces.get(key._replace(kind="weight"))
     if before and all(bool((s.here - s.one).any()) for s in bad):
         steps = []
@@ -128,6 +134,13 @@ def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
         if steps and max(steps) - min(steps) < 1e-3 * max(steps):
             return f"the update is {steps[0]:.4g} x: learning rate, weight decay or clipping"
     return "the gradient is right: optimizer, its states, weight decay or clipping"
+
+
+def _apart(of: Comparison, key: Key, rank: int) -> bool:
+    """Return whether the rank has a master weight that differs from the weight `key` by more than the rounding to its dtype."""
+    pieces = of.ranks[rank].pieces
+    model, master = (pieces.get(k) for k in (key, key._replace(slot=MASTER)))
+    return model is not None and master is not None and not torch.equal(model[0].values, master[0].values.to(model[0].values.dtype))
 
 
 def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
@@ -255,12 +268,27 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
 
 
 def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
-    """Return text if all elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype; "" otherwise."""
-    here = torch.cat([s.here.flatten() for s in bad])
-    wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
-    exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))
-    name = next(exact, "") if wide and int((here != 0).sum()) > 8 else ""
-    return f"rounded to {name}: every element is a number of that precision" if name else ""
+    """Return text if the elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype, or are sums of a few numbers of such a
+    dtype; "" otherwise."""
+    here, one = (torch.cat([getattr(s, side).flatten() for s in bad]) for side in ("here", "one"))
+    if int((here != 0).sum()) <= 8 or not all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, [])):
+        return ""
+    found, expected = _significant_bits(here), _significant_bits(one)
+    median = float(found.double().median())
+    for name, dtype, least in (("bf16", torch.bfloat16, 0), ("fp16", torch.float16, 10)):  # few sums of bf16 numbers fit into fp16
+        if torch.equal(here.to(dtype).double(), here) and median >= least:
+            return f"rounded to {name}: every element is a number of that precision"
+    if float((found <= 16).double().mean()) > 0.95 and float((expected <= 16).double().mean()) < 0.5:
+        name = "bf16" if median <= 10 else "fp16"
+        return f"sums of numbers that were rounded to {name}: nearly all elements have at most 16 significant bits"
+    return ""
+
+
+def _significant_bits(values: Tensor) -> Tensor:
+    """Return how many bits the significand of each element that is not 0 needs in fp32."""
+    fractions, _ = torch.frexp(values[values != 0].float())
+    integers = (fractions.abs().double() * 2**24).long()
+    return 24 - (integers & -integers).double().log2().long()
 
 
 def _same(rows: Tensor, limit: float) -> bool:
