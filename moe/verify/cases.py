@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "optimizer": LINEAR,
         "model": {
-            "sliding_window": 4, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
+            "sliding_window": 5, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
             "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
         },
         "router": {"preset": "gpt_oss", "num_choices": 3, "balance_scope": "sequence"},
@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that nothing is clipped
         "router": {
             "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
-            "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",
+            "expert_scale": "learned", "capacity_factor": 1.0, "capacity_multiple": 2, "min_capacity": 1, "balance_counts": "unbiased",
         },
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
