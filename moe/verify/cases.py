@@ -103,7 +103,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent": {
         "model": {
             "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}, "sliding_window": 5,
-            "rope": {"pairs": "neighbours", "scaling": "yarn", "factor": 3.0, "trained_length": 40, "mscale": 0.8, "mscale_all": 1.2},
+            "rope": {
+                "pairs": "neighbours", "base": 1000.0, "scaling": "yarn", "factor": 3.0, "trained_length": 400,
+                "mscale": 0.8, "mscale_all": 1.2,
+            },
         },
         "router": {
             "preset": "deepseek_v2", "num_choices": 2, "expert_groups": 4, "top_groups": 2, "capacity_factor": 1.25, "min_capacity": 1,
