@@ -15,6 +15,7 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor, check_tiling
 from moe.experts.dispatch.catalog import check_dispatch
+from moe.kernels import check_widths
 from moe.kernels.products import PRODUCTS
 from moe.plan.pipeline import continuous
 from moe.recipe.idle import check_settings
@@ -121,8 +122,18 @@ def _check_dispatch(run: Run) -> None:
         if products.whole_rows is not None and shards != 1:
             needed = f"1 with {products.name} products of the experts: {products.whole_rows}"
             raise BadInput(key, got=shards, needed=needed, fix=f"set {key} to 1")
+    if sparse:
+        _check_widths(run, units // etp)
     ranks = ep if sparse and isinstance(ep, int) and ep > 1 else 1
     check_dispatch(run.dispatch, ranks=ranks, held=math.gcd(*(count // ranks for count in run.experts.counts)) if ranks > 1 else 0)
+
+
+def _check_widths(run: Run, units: int) -> None:
+    """units: number of an expert's hidden units on a rank. `tiling.ffn` cuts them further."""
+    tiles, compute = run.tiling.ffn, run.precision.compute
+    name = "a tile's d_ff" if tiles > 1 else "a rank's d_ff" if run.degrees.etp > 1 else "d_ff"
+    widths = {"d_model": run.model.d_model, name: units // tiles}
+    check_widths(run.experts.kernels, widths, dtype=compute, element_bytes=2 if compute in ("bf16", "fp16") else 4)
 
 
 def _check_precision(run: Run) -> None:

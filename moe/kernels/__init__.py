@@ -15,6 +15,7 @@ a GPU that Triton supports, else `cpu`. All sums have a fixed order, so results 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -24,6 +25,7 @@ from parallel.fixes import Set
 
 _NAMES = ("auto", "reference", "cpu", "grouped_mm", "triton", "triton_persistent")
 UNFUSED = ("grouped_mm",)  # kernels that save every intermediate tensor of a network for the backward pass
+_ALIGNED_BYTES = {"grouped_mm": 16}  # kernels -> the size in bytes of which each row of their products must be a multiple
 
 
 def choose(name: str = "auto") -> ModuleType:
@@ -35,6 +37,16 @@ def choose(name: str = "auto") -> ModuleType:
     if name.startswith("triton"):
         _check_triton(name)
     return import_module(f"moe.kernels.{name}")
+
+
+def check_widths(kernels: str, widths: Mapping[str, int], *, dtype: str, element_bytes: int) -> None:
+    """Raise BadInput if these kernels do not multiply rows of these widths (name -> number of elements)."""
+    unit = max(1, _ALIGNED_BYTES.get(kernels, 1) // element_bytes)
+    for name, size in widths.items():
+        if size % unit:
+            near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
+            got, needed = f"{kernels} for {name} {size}", f"a multiple of {unit} in {dtype}, such as {near}"
+            raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto"))
 
 
 def _check_triton(name: str) -> None:

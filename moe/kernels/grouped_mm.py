@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.kernels import check_widths
 from moe.kernels.auto import combine, kept, kernels_of, permute, plan, reorder, top_k
 from moe.kernels.network import Counts, Network, aligned_start
 from moe.kernels.rows import Plan
@@ -29,7 +30,6 @@ __all__ = ["combine", "grouped_ffn", "kept", "kernels_of", "permute", "plan", "r
 # R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNED_BYTES = 16
 
 
 class _Product(torch.autograd.Function):
@@ -67,12 +67,8 @@ def _check(rows_RD: Tensor, network: Network) -> None:
     if rows_RD.dtype not in _DTYPES:
         got, needed = f"grouped_mm for {rows_RD.dtype}", "float32, bfloat16 or float16"
         raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto", "reference"))
-    unit = _ALIGNED_BYTES // rows_RD.dtype.itemsize
-    for name, size in zip(("d_model", "d_ff"), network.w1.shape[1:], strict=True):
-        if size % unit:
-            near = " or ".join(str(n) for n in (size // unit * unit, -(-size // unit) * unit) if n)
-            got, needed = f"grouped_mm for {name} {size}", f"a multiple of {unit} in {rows_RD.dtype}, such as {near}"
-            raise BadInput("experts.kernels", got=got, needed=needed, fix=Set("it", "auto"))
+    width, hidden = network.w1.shape[1:]
+    check_widths("grouped_mm", {"d_model": width, "d_ff": hidden}, dtype=str(rows_RD.dtype), element_bytes=rows_RD.dtype.itemsize)
 
 
 def _compute(rows_RD: Tensor, network: Network, counts_E: Tensor, dropped_RF: Tensor | None) -> Tensor:

@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "optimizer": LINEAR,
         "model": {
-            "sliding_window": 4, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
+            "sliding_window": 5, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
             "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
         },
         "router": {"preset": "gpt_oss", "num_choices": 3, "balance_scope": "sequence"},
@@ -103,7 +103,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent": {
         "model": {
             "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}, "sliding_window": 5,
-            "rope": {"pairs": "neighbours", "scaling": "yarn", "factor": 3.0, "trained_length": 40, "mscale": 0.8, "mscale_all": 1.2},
+            "rope": {
+                "pairs": "neighbours", "base": 1000.0, "scaling": "yarn", "factor": 3.0, "trained_length": 400,
+                "mscale": 0.8, "mscale_all": 1.2,
+            },
         },
         "router": {
             "preset": "deepseek_v2", "num_choices": 2, "expert_groups": 4, "top_groups": 2, "capacity_factor": 1.25, "min_capacity": 1,
@@ -123,7 +126,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "optimizer": {"clip_norm": 50.0},  # above every gradient norm, so that gradients are never clipped
         "router": {
             "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
-            "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",
+            "expert_scale": "learned", "capacity_factor": 1.0, "capacity_multiple": 2, "min_capacity": 1, "balance_counts": "unbiased",
         },
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
@@ -146,7 +149,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
     "muon": {
         "optimizer": {"kind": "muon"},
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
-        "experts": {"shared": 1, "shared_gate": True},
+        "experts": {"shared": 1, "shared_gate": True, "biases": True},
     },
     "adafactor": {
         "optimizer": {"kind": "adafactor"},

@@ -585,6 +585,16 @@ CASES: list[tuple[str, str, str]] = [
         "degrees.etp: got 3, needed a divisor of the experts' d_ff=512",
         "set degrees.etp to 1 and",
     ),
+    (
+        T + "--nproc 4 --degrees.etp 4 --experts.d_ff 40 --experts.kernels grouped_mm --precision.compute bf16",
+        "experts.kernels: got grouped_mm for a rank's d_ff 10, needed a multiple of 8 in bf16, such as 8 or 16",
+        "set it to auto",
+    ),
+    (
+        T + "--tiling.ffn 4 --experts.d_ff 40 --experts.kernels grouped_mm --precision.compute fp32",
+        "experts.kernels: got grouped_mm for a tile's d_ff 10, needed a multiple of 4 in fp32, such as 8 or 12",
+        "set it to auto",
+    ),
     (T + "--nproc 4 --degrees.etp 2 --degrees.ep 4", "degrees.ep * degrees.etp: got 8, needed a divisor of dp * sp * tp = 4", "[1, 2]"),
     (T + "--degrees.etp 0", "degrees.etp: got 0", "set degrees.etp to 1"),
     # dispatchers

@@ -228,6 +228,18 @@ def _copies_counted(real: Any) -> Any:
     return wrong
 
 
+def _copied_biases_counted(real: Any) -> Any:
+    """The output biases of experts, of which each rank has a copy, are counted on each rank."""
+
+    def wrong(self: Any) -> Any:
+        yield from real(self)
+        for name, grad in self.gradients():
+            if name.endswith(".output_bias") and not self.layouts[name].is_owner(self.mesh):
+                yield self.layouts[name].family, grad
+
+    return wrong
+
+
 class _EvenStarts(Cut):
     """Shards that begin where they would if ranks had about equally many elements; the last ranks have fewer."""
 
@@ -260,6 +272,15 @@ MUTATIONS = (
         "NVIDIA/Megatron-LM#5916",
         "data",
         _EP,
+        (Edit("parallel.data.ddp:data_axis", _experts_over_dp),),
+    ),
+    Mutation(
+        "parts_of_experts_summed_over_dp",
+        "Experts that are not spread over ep, but cut over more ranks than dense parameters, are reduced over the dense parameters' group: "
+        "gradients of different parts are summed",
+        "NVIDIA/Megatron-LM#6080",
+        "expert",
+        Case("glam", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
         (Edit("parallel.data.ddp:data_axis", _experts_over_dp),),
     ),
     Mutation(
@@ -425,6 +446,15 @@ MUTATIONS = (
         "data",
         _DENSE,
         (Edit("parallel.data.stepped:Stepped.owned_gradients", _copies_counted),),
+    ),
+    Mutation(
+        "copied_expert_biases_counted_in_the_norm",
+        "The norm counts experts' output biases once for each rank that has a copy: copies are looked for in a wrong group (in the report, "
+        "with Muon)",
+        "NVIDIA/Megatron-LM#6099",
+        "expert",
+        Case("gpt_oss", "ddp", 2, 1, 1, "fp32", etp=2, experts=8),
+        (Edit("parallel.data.stepped:Stepped.owned_gradients", _copied_biases_counted),),
     ),
     Mutation(
         "uneven_shards_begin_early",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe.router.scores import chosen_scores
 from moe.verify.cases import Case
+from parallel.mesh.collectives import all_reduce
 from tests.mutations.mutation import Edit, Mutation
 
 
@@ -72,6 +73,25 @@ def _behind_rank_0(real: Any) -> Any:
 def _own_part(real: Any) -> Any:
     """Partial sums of ranks are cut, but not added."""
     return lambda x, axis: x.chunk(axis.size)[axis.index]
+
+
+def _others_not_masked(real: Any) -> Any:
+    """Choices of experts of all ranks are taken for choices of this rank's experts."""
+
+    def wrong(self: Any, place_AK: Tensor, *, held: int) -> Any:
+        return self.kernels.plan((place_AK - 1).clamp(min=0) % held, place_AK > 0, num_experts=held)
+
+    return wrong
+
+
+def _rows_of_all_ranks(real: Any) -> Any:
+    """Each rank computes the choices of all ranks."""
+
+    def wrong(self: Any, place_TK: Tensor, held: int) -> tuple[int, int, list[int]]:
+        longest, most, rows_N = real(self, place_TK, held)
+        return longest, most, [int(all_reduce((place_TK > 0).sum(), self.axis))] * len(rows_N)
+
+    return wrong
 
 
 def _seconds_from_the_start(real: Any) -> Any:
@@ -410,6 +430,18 @@ MUTATIONS = (
         "expert",
         Case("glam", "ddp", 2, 2, 1, "fp32", rows="all_gather", experts=8),
         (Edit("parallel.mesh.collectives:reduce_scatter", _own_part),),
+    ),
+    Mutation(
+        "other_ranks_experts_not_masked",
+        "Each rank also computes the choices of other ranks' experts, with its own: the mask that removes them is never applied (in the "
+        "report, results of other ranks' experts stayed in the sum as they were in memory)",
+        "huggingface/transformers#48201",
+        "expert",
+        Case("glam", "ddp", 2, 2, 1, "fp32", rows="all_gather", experts=8),
+        (
+            Edit("moe.experts.dispatch.all_gather:Gathered._plan_held", _others_not_masked),
+            Edit("moe.experts.dispatch.all_gather:Gathered._agree", _rows_of_all_ranks),
+        ),
     ),
     Mutation(
         "second_choices_queue_from_the_start",

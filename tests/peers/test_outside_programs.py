@@ -19,7 +19,7 @@ TRIED = {
     "tensor": ["wrong slice of the output weight"],
     "megatron_tp": ["2: gathered logits as a part"],
     "megatron_cp": ["5: padding of another group's rank"],
-    "deepspeed_moe": ["", "experts begin alike on each rank"],
+    "deepspeed_moe": ["", "stale master weights", "weights not refreshed from the masters", "bf16 sums"],
     "transformers_ep": ["", "each rank divides by its own tokens"],
 }
 

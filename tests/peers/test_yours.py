@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe.cli.main import main as moe
 from moe.verify import record
 from moe.verify.yours.align import common, nearest, parts
+from moe.verify.yours.causes import explain
 from moe.verify.yours.judge import Comparison
 from moe.verify.yours.recorder import Step
 from moe.verify.yours.rows import _global
@@ -73,6 +74,24 @@ def test_a_record_has_what_the_step_computed(tmp_path: Path) -> None:
     assert order.index(Key("output gradient", "3")) < order.index(Key("output gradient", "0")) < order.index(Key("norm", "total"))
 
 
+def test_the_order_of_gradients_does_not_depend_on_the_number_of_micro_batches(tmp_path: Path) -> None:
+    """A parameter's gradient comes after its own module's output gradient and before that of the module below, so that the first deviation
+    in backward order is the first cause."""
+    orders = []
+    for micro in (1, 3):
+        net, optimizer, x = _net()
+        for _ in record(tmp_path / "r", net, optimizer):
+            optimizer.zero_grad()
+            for part in torch.cat((x, x[:2])).chunk(micro):
+                net(part).square().mean().backward()
+            optimizer.step()
+        one = Recording.read(tmp_path / "r", what="ONE")
+        orders.append([key for key in Comparison.of(one, one).order if key.kind in ("output gradient", "gradient")])
+    assert orders[0] == orders[1]
+    last, above, first = (Key("output gradient", "3"), Key("gradient", "3.weight"), Key("output gradient", "0"))
+    assert orders[1].index(last) < orders[1].index(above) < orders[1].index(first)
+
+
 def test_samples_of_parts_have_elements_of_the_sample_of_the_whole() -> None:
     whole = torch.arange(256.0 * 320).reshape(256, 320)
     one = Piece.of(whole, "layers.0.weight", 2**10)
@@ -103,6 +122,28 @@ def test_a_strided_shard_has_the_elements_that_torch_gives_it() -> None:
     for rank, held in enumerate(run_on_ranks(work, 4)):
         first = 6 * (rank % 2)
         assert held == [*range(first, first + 6), *range(first + 12, first + 18)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11], "3 blocks (such as q, k, v) were each cut over ranks before they were joined along dim 0"),
+        ([6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5], "the shards together are equal up to a permutation along dim 0 (here [6, 7"),
+        ([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 10], "other values before the step"),
+    ],
+)
+def test_rows_that_another_rank_holds_are_named_as_an_order(rows: list[int], said: str) -> None:
+    """Found with transformers' Kimi Linear and Bailing hybrid: q, k and v were each cut over FSDP's ranks, then joined."""
+    weight = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
+
+    def of(rank: int, w: Tensor, **placed: Any) -> Recorded:
+        return Recorded(rank, 2, pieces={Key("weight", "conv.weight"): [replace(Piece.of(w, "conv.weight", 99), **placed)]})
+
+    ranks = [of(rank, weight[rows].chunk(2)[rank], whole=(12, 5), offset=(6 * rank, 0)) for rank in range(2)]
+    comparison = Comparison(of(0, weight), ranks, [of(0, weight)])
+    comparison.run(explain)
+    (deviation,) = [d for d, _ in comparison.found]
+    assert not deviation.passed and said in deviation.cause
 
 
 @pytest.mark.parametrize(("error", "passed"), [(1e-8, True), (5e-8, False)])
@@ -154,6 +195,34 @@ def test_counts_of_tokens_are_sums_over_micro_batches_and_ranks() -> None:
         comparison = Comparison(one, ranks, [one])
         comparison.run(lambda *_: (None, ""))
         assert [d.passed for d, _ in comparison.found] == [last == 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "terms", "said"),
+    [
+        (torch.bfloat16, 1, "rounded to bf16"),
+        (torch.bfloat16, 2, "sums of numbers that were rounded to bf16"),
+        (torch.bfloat16, 4, "sums of numbers that were rounded to bf16"),
+        (torch.float16, 1, "rounded to fp16"),
+        (torch.float16, 2, "sums of numbers that were rounded to fp16"),
+        (torch.float32, 2, "the computation of this gradient differs"),
+    ],
+)
+def test_gradients_summed_in_16_bits_are_named(dtype: torch.dtype, terms: int, said: str) -> None:
+    """Terms in fp32 have errors as large as those of bf16, but are not rounded to it."""
+    draws = torch.Generator().manual_seed(0)
+    weight, parts = torch.randn(8, 30, generator=draws), torch.randn(terms, 8, 30, generator=draws)
+    wrong = parts.to(dtype).float() * (1 if dtype != torch.float32 else 1 + 4e-3 * torch.rand(parts.shape, generator=draws))
+
+    def of(rank: int, gradient: Tensor) -> Recorded:
+        values = {"weight": weight, "gradient": gradient}
+        return Recorded(rank, 2, pieces={Key(kind, "w"): [Piece.of(value, "w", 999)] for kind, value in values.items()})
+
+    one = of(0, parts.sum(0))
+    comparison = Comparison(one, [of(rank, wrong.sum(0)) for rank in range(2)], [one])
+    comparison.run(explain)
+    (deviation,) = [d for d, _ in comparison.found if not d.passed]
+    assert deviation.cause.startswith(said), deviation
 
 
 def test_rows_left_over_are_padding_only_if_they_are_alike() -> None:

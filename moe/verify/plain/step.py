@@ -71,7 +71,7 @@ class PlainStep:
         total = norms(gradients)["total"]
         factor = 1.0 if s.clip_norm is None or total <= s.clip_norm else s.clip_norm / total
         for name, p in parameters.items():
-            by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", *_GATES} & set(name.split("."))
+            by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", "output_bias", *_GATES} & set(name.split("."))
             lr = s.lr * s.muon.lr_factor if by_muon else s.lr
             gradient = gradients[name] * factor
             if s.kind == "adafactor":

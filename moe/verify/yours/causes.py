@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.verify.yours.align import Seen, factor_of, nearest, parts
 from moe.verify.yours.judge import OF_PARAMETERS, Comparison
 from moe.verify.yours.rows import of_experts
-from moe.verify.yours.values import Key
+from moe.verify.yours.values import MASTER, Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
@@ -75,28 +75,53 @@ def _of_weight(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
                 dim, _, chunk, _ = part.cut
                 return f"wrong slice: rank {s.rank} holds chunk {chunk} of dim {dim} instead of chunk {s.part.cut[2]}"
         if s.one.dim() > 0 and (order := _order(s.one, s.here)) is not None:
-            return f"order: equal up to a permutation along dim 0 (here {order})"
+            return f"order: equal up to a permutation along dim 0 (here {order[:8]})"
         if not parts(whole.shape, piece.whole, None):
             return "another shape"
     if all(float(s.here.abs().max()) == 0 for s in bad):
         return "zero before the step: not loaded, or lost"
+    if order_of_shards := _order_of_shards(of, key, bad):
+        return order_of_shards
     return (_times(factor) + "; " if factor is not None else "") + "other values before the step: other seed, not loaded, or stale"
 
 
+def _order_of_shards(of: Comparison, key: Key, bad: list[Seen]) -> str:
+    """Return text if the shards of all ranks together have the single process's rows in another order; "" otherwise."""
+    held = [of.ranks[s.rank].pieces[key][0] for s in bad]
+    dim = next((d for d, (own, whole) in enumerate(zip(held[0].shape, held[0].whole, strict=True)) if own < whole), None)
+    if dim is None or len(bad) < len(of.ranks):
+        return ""
+    one, here = (torch.cat([getattr(s, side).movedim(dim, 0) for s in bad]) for side in ("one", "here"))
+    if (order := _order(one, here)) is None:
+        return ""
+    for blocks in range(2, 9):
+        if len(one) % (blocks * len(bad)) == 0:
+            rows = torch.arange(len(one)).reshape(blocks, len(bad), -1).transpose(0, 1).flatten()
+            if order == rows.argsort().tolist():
+                return f"order: {blocks} blocks (such as q, k, v) were each cut over ranks before they were joined along dim {dim}"
+    return f"order: the shards together are equal up to a permutation along dim {dim} (here {order[:8]})"
+
+
 def _order(one: Tensor, here: Tensor) -> list[int] | None:
-    """Return the first 8 entries of a permutation of dim 0 that makes `here` equal to `one`; None if there is none."""
+    """Return a permutation of dim 0 that makes `here` equal to `one`; None if there is none, or if it changes nothing."""
     if one.dim() == 0 or one.shape != here.shape or not 2 <= len(one) <= 1024:
         return None
     order = nearest(one.reshape(len(one), -1), here.reshape(len(one), -1))
     if order is None or order.tolist() == list(range(len(one))) or not torch.allclose(here[order], one, rtol=1e-3, atol=0):
         return None
-    return order.tolist()[:8]
+    return order.tolist()
 
 
 def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
     gradients = [d for d, _ in of.found if d.kind == "gradient" and d.name == key.name]
     if gradients and not gradients[0].passed:
         return "follows from its gradient"
+    for kind, said in (
+        ("weight", "stale master weights: before the step they differ from the weights that the model reads"),
+        ("weight after", "the master weights are updated, but the model's weights are not refreshed from them"),
+    ):
+        if any(_apart(of, key._replace(kind=kind), s.rank) for s in bad):
+            return said
     before = of.one.pieces.get(key._replace(kind="weight"))
     if before and all(bool((s.here - s.one).any()) for s in bad):
         steps = []
@@ -109,6 +134,13 @@ def _of_update(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: 
         if steps and max(steps) - min(steps) < 1e-3 * max(steps):
             return f"the update is {steps[0]:.4g} x: learning rate, weight decay or clipping"
     return "the gradient is right: optimizer, its states, weight decay or clipping"
+
+
+def _apart(of: Comparison, key: Key, rank: int) -> bool:
+    """Return whether the rank has a master weight that differs from the weight `key` by more than the rounding to its dtype."""
+    pieces = of.ranks[rank].pieces
+    model, master = (pieces.get(k) for k in (key, key._replace(slot=MASTER)))
+    return model is not None and master is not None and not torch.equal(model[0].values, master[0].values.to(model[0].values.dtype))
 
 
 def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor: float | None) -> str:
@@ -141,7 +173,7 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
                 if all(_proportional(of, total, s.here, bound) for s in bad if s.here.shape == total.shape):
                     return f"reduced over ranks {', '.join(map(str, ranks))} only"
     if (order := _order(bad[0].one, bad[0].here)) is not None:
-        return f"order: equal up to a permutation along dim 0 (here {order})"
+        return f"order: equal up to a permutation along dim 0 (here {order[:8]})"
     return _precision(of, key, bad) or _rows(bad, bound, "gradient") or "the computation of this gradient differs (not its reduction)"
 
 
@@ -202,7 +234,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     if precision := _precision(of, key, bad):
         return precision
     if (order := _order(one_rows, here_rows)) is not None:
-        return f"order: the same rows in another order (here {order})"
+        return f"order: the same rows in another order (here {order[:8]})"
     partial = int((~right).sum())
     of_tokens = f"only {partial} of {len(right)} tokens: " if partial < len(right) else ""
     if key.kind == "output":
@@ -236,12 +268,27 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
 
 
 def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
-    """Return text if all elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype; "" otherwise."""
-    here = torch.cat([s.here.flatten() for s in bad])
-    wide = all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, []))
-    exact = (n for n, d in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if torch.equal(here.to(d).double(), here))
-    name = next(exact, "") if wide and int((here != 0).sum()) > 8 else ""
-    return f"rounded to {name}: every element is a number of that precision" if name else ""
+    """Return text if the elements of the ranks' fp32 or fp64 tensors are rounded to a 16-bit dtype, or are sums of a few numbers of such a
+    dtype; "" otherwise."""
+    here, one = (torch.cat([getattr(s, side).flatten() for s in bad]) for side in ("here", "one"))
+    if int((here != 0).sum()) <= 8 or not all(p.dtype in ("float32", "float64") for s in bad for p in of.ranks[s.rank].pieces.get(key, [])):
+        return ""
+    found, expected = _significant_bits(here), _significant_bits(one)
+    median = float(found.double().median())
+    for name, dtype, least in (("bf16", torch.bfloat16, 0), ("fp16", torch.float16, 10)):  # few sums of bf16 numbers fit into fp16
+        if torch.equal(here.to(dtype).double(), here) and median >= least:
+            return f"rounded to {name}: every element is a number of that precision"
+    if float((found <= 16).double().mean()) > 0.95 and float((expected <= 16).double().mean()) < 0.5:
+        name = "bf16" if median <= 10 else "fp16"
+        return f"sums of numbers that were rounded to {name}: nearly all elements have at most 16 significant bits"
+    return ""
+
+
+def _significant_bits(values: Tensor) -> Tensor:
+    """Return how many bits the significand of each element that is not 0 needs in fp32."""
+    fractions, _ = torch.frexp(values[values != 0].float())
+    integers = (fractions.abs().double() * 2**24).long()
+    return 24 - (integers & -integers).double().log2().long()
 
 
 def _same(rows: Tensor, limit: float) -> bool:

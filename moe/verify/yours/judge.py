@@ -26,7 +26,7 @@ from torch import Tensor
 from moe.verify.yours.align import Part, Samples, Seen, common, joined, multiple, parts, renamed, samples, shifted
 from moe.verify.yours.rows import by_rows, numbered
 from moe.verify.yours.sums import by_columns, of_calls, sums
-from moe.verify.yours.values import Deviation, Key, Piece, Recorded, Recording, roundoff
+from moe.verify.yours.values import MASTER, Deviation, Key, Piece, Recorded, Recording, roundoff
 
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
@@ -81,7 +81,9 @@ class Comparison:
                 continue
             self.found.append((Deviation(key.name, key.kind, number, worst, bound, factor, cause, worst <= bound), seen))
         known = {*self.order, *(k._replace(kind="local gradient") for k in self.order if k.kind == "gradient")}
-        for key in (key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient"):
+        for key in (
+            key for rank in self.ranks for key in rank.pieces if key not in known and key.kind != "local gradient" and key.slot != MASTER
+        ):
             self.refused.setdefault(key, "the run on one process has no such value")
 
     @cached_property
@@ -92,7 +94,7 @@ class Comparison:
         for key in self.one.pieces:
             if key.kind == "local gradient" and key._replace(kind="gradient") in self.one.pieces:
                 keys.append(key._replace(kind="gradient"))
-            elif key.kind not in ("gradient", "local gradient"):
+            elif key.kind not in ("gradient", "local gradient") and key.slot != MASTER:
                 keys.append(key)
         keys += [k for k in gradients if k not in set(keys)]
         phase = {**dict.fromkeys(FORWARD, 0), "output gradient": 1, "gradient": 1, "norm": 2, "weight after": 3}

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from moe.verify.yours.choices import FILE, Choices, Given, read
 from moe.verify.yours.reordered import Reordered
-from moe.verify.yours.values import MOST, Key, Piece, Recorded
+from moe.verify.yours.values import MASTER, MOST, Key, Piece, Recorded
 from parallel.errors import BadInput
 
 _WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
@@ -133,6 +133,7 @@ class Step:
         """Return a context in which this step is recorded."""
         for name, tensor in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
             self._keep(Key("weight", name), _whole(tensor))
+        self._masters("weight")
         for name, parameter in self._parameters():
             self._hook(name, parameter)
         for name, module in self.model.named_modules():
@@ -162,6 +163,13 @@ class Step:
                 self.record.pieces[key] = [pieces[call] for call in sorted(pieces)]
             for name, parameter in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
                 self._keep(Key("weight after", name), _whole(parameter))
+            self._masters("weight after")
+
+    def _masters(self, kind: str) -> None:
+        """Record the master weights of DeepSpeed's ZeRO 1 and 2."""
+        for name, parameter in self._parameters():
+            if hasattr(parameter, "_hp_mapping") and (master := _of_engine(parameter, "safe_get_full_fp32_param", None)) is not None:
+                self._keep(Key(kind, name, MASTER), master)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(_name(name), parameter) for name, parameter in self.model.named_parameters()]

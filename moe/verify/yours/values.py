@@ -28,6 +28,7 @@ from parallel.errors import BadInput, counted
 PERIOD = 64
 MOST = 2**14
 VERSION = 3
+MASTER = "master"  # slot of a master weight, which DeepSpeed's optimizer updates: it must be equal to the weight that the model reads
 
 
 class Key(NamedTuple):

@@ -41,6 +41,14 @@ def test_each_replica_of_dp_sees_its_own_documents() -> None:
     assert max(compare(compute(case), reference(case)).values()) < 1e-5
 
 
+def test_muon_leaves_the_biases_of_experts_to_adamw() -> None:
+    """Found by --draws: the twin took the output biases of a layer's experts, which are vectors, for one matrix."""
+    values: Any = copy.deepcopy(random_recipe._TINY) | {"optimizer": {"kind": "muon"}, "experts": {"num_experts": 3, "biases": True}}
+    values["model"]["moe_every"] = 1
+    case = as_written(values, 1, name="drawn")
+    assert max(compare(compute(case), reference(case)).values()) < 1e-5
+
+
 def test_equal_seeds_draw_equal_recipes_which_are_accepted() -> None:
     draws, again, others = ([draw(f"{seed}/{number}", 8) for number in range(10)] for seed in (5, 5, 6))
     assert [one.values for one in draws] == [one.values for one in again] != [one.values for one in others]

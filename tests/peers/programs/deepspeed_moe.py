@@ -118,10 +118,17 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "second expert at random": ("blocks.0.moe", "other choices", "expert_sampling=False", "expert_sampling=True"),
     "branch detached": ("blocks.1.mix", "zero", "x = x + self.mix(mean)", "x = x + self.mix(mean).detach()"),
     "stale master weights": (
-        "",
-        "optimizer",
+        "embedding.weight",
+        "stale master weights",
         "    for step",
         "    engine.optimizer.single_partition_of_fp32_groups[0].data.mul_(2)\n    for step",
+    ),
+    "weights not refreshed from the masters": (
+        "embedding.weight",
+        "not refreshed",
+        "            engine.step()",
+        "            old = [p.detach().clone() for p in model.parameters()]\n            engine.step()\n"
+        "            [p.data.copy_(o) for p, o in zip(model.parameters(), old)]",
     ),
     "bf16 sums": ("head.weight", "bf16", '"zero_optimization"', '"communication_data_type": "bf16", "zero_optimization"'),
     "rate of all ranks": ("embedding.weight", "learning rate", "lr=1e-2", "lr=1e-2 * world"),
