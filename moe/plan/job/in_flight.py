@@ -91,11 +91,11 @@ def fullest_ranks(
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
     """Return (micro-batches in flight, whether no backward pass has ended, so that no gradients exist) at the moments that may be the
     rank's peak. The moment after the step's first backward pass is included."""
-    found = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
-    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1]
+    found = [(of, not any(of.begun) if of.begun else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
+    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.begun]
     return (*found, *((of, False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    frees = all(map(le, more.freed, less.freed))  # FSDP has freed no more of its weights
-    return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.begun, less.begun))  # no less of FSDP's weights, and of gradients
+    return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -1,6 +1,6 @@
 """Computes the update of the plain twin (the second implementation, twin.py): weight decay, gradient norm, clipping, AdamW, Muon,
-Adafactor, K-FAC, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step. m: Muon's momentum,
-mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selection bias of expert e.
+Adafactor, K-FAC, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step. m: Muon's
+momentum, mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selection bias of expert e.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
@@ -57,8 +57,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class PlainStep:
-    """AdamW, Muon, Adafactor or K-FAC. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second moment;
-    for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
+    """AdamW, Muon, Adafactor or K-FAC. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second
+    moment; for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps, self.kfac = settings, 0, PlainKfac(settings.kfac)
