@@ -183,7 +183,7 @@ def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
 
 def _started(plan: Plan, stack: Stack, summed: Elements) -> float:
     """Bytes of the buckets that may be summed at the same time during the last backward pass. summed: as in Moment."""
-    if stack.gathers != "moments" or not summed.total:
+    if stack.gathers != "moments" or not (summed.total and stack.bucket_elements):
         return 0.0
     return stack.reduce_bytes * stack.bucket_elements * min(MOST_STARTED, _in_buckets(plan, summed) // stack.bucket_elements)
 
