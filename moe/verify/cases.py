@@ -153,7 +153,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
-    "kfac": {  # factors from steps 0, 3 and 6, whose inverses are used from steps 1, 4 and 7 on
+    "kfac": {  # factors from steps 0, 3 and 6, with inverses that are used from steps 1, 4 and 7 on
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 3, "delay": 1}},
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
         "experts": {"shared": 1, "shared_gate": True},

@@ -59,7 +59,7 @@ def _with_small_buckets(rank: int, ranks: int, case: str) -> dict[str, Any]:
 
 
 def test_zero_1s_buckets_that_are_summed_during_the_backward_pass_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real ranks, whose sums are slow. Eight buckets are about a third of all gradients; activations are smaller and larger than these."""
+    """Real ranks with slow sums. Eight buckets are about a third of all gradients; activations are smaller and larger than these."""
     model = {"num_layers": 12, "d_model": 96, "num_heads": 3, "d_ff": 256, "vocab_size": 256}
     zero_1: dict[str, Any] = {"degrees": {"dp": 2}, "sharding": {"kind": "zero", "stage": 1}}
     load_engines([kind_of("zero1")])

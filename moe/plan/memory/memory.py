@@ -194,8 +194,8 @@ def _sums_itself(plan: Plan) -> bool:
 
 
 def _in_buckets(plan: Plan, trained: Elements) -> float:
-    """Return the number of these trained parameters whose gradients are summed in the buckets of parallel/data/buckets.py: all in ZeRO-1
-    (`_sums_itself`), and in DDP with pipeline stages; in DDP without stages those of experts."""
+    """Return the number of these trained parameters with gradients that are summed in the buckets of parallel/data/buckets.py: all in
+    ZeRO-1 (`_sums_itself`), and in DDP with pipeline stages; in DDP without stages those of experts."""
     if not _sums_itself(plan) and plan.kind.gradients != "buckets":
         return 0.0
     apart = _sums_itself(plan) or plan.pp > 1

@@ -42,7 +42,7 @@ class Moment(NamedTuple):
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. With stages, if gradients are
     reduce-scattered after each pass: freed: parameters of freed gathered weights. reducing: parameters of gradients being reduced.
-    summed: in the last backward pass, trained parameters whose gradient is complete, so that engines with buckets may be summing it.
+    summed: in the last backward pass, trained parameters with a complete gradient, which engines with buckets may be summing.
     """
 
     at: At

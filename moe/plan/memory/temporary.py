@@ -242,7 +242,7 @@ def gathered(
     plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements, to_come: Elements = NOTHING
 ) -> Callable[[At], float]:
     """Return a function: kind of moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
-    table: parameters of the embedding or head. to_come: trained parameters whose gradient does not exist yet."""
+    table: parameters of the embedding or head. to_come: trained parameters without a gradient yet."""
     form = plan.carrier.gathered
     if form is None:
         return lambda at: 0.0
