@@ -52,7 +52,7 @@ def test_a_decoded_matrix_is_encoded_to_the_bit(form: Form, sizes: tuple[int, in
 
 
 def test_a_block_whose_sample_has_no_factor_that_fits_is_encoded_from_all_elements() -> None:
-    """Most elements are 0, so that a sample bounds the factor too little or not at all; there are more blocks than are encoded at a time."""
+    """Most elements are 0, so that a sample bounds the factor too little. There are more blocks than are encoded at a time."""
     (matrix,) = fp8(1, 10 * FP8_BLOCK, FP8_BLOCK)
     mostly = torch.rand(matrix.shape, generator=DRAWS) < 0.998
     mostly[5:, :FP8_BLOCK:2] = True
