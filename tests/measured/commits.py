@@ -1,7 +1,7 @@
 """Compares the speed of a bench between this checkout and an earlier commit, in turn on one machine.
 
     python -m tests.measured commits --before 903419f7 --bench step --only fp32
-    python -m tests.measured commits --before 903419f7 --bench dispatch --only swiglu --pairs 7
+    python -m tests.measured commits --before 903419f7 --bench dispatch --only E64 --pairs 7
 
 In each pair both sides run `moe bench BENCH` twice, every second pair in reverse order: once the bench reads the processor time of its
 process, which other programs on the machine change little, and once the clock. A ratio is the median of this checkout's times over the
