@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe.recipe import sections
+from moe.recipe.sections.training import Kfac
 
 
 class Watched(dict[str, Tensor]):
@@ -47,7 +47,7 @@ def _sum(rows: Tensor) -> Tensor:
 class PlainKfac:
     """K-FAC's factors over the updates. factors: name -> [A, G] so far; None: no row yet. used: name -> (P, Q)."""
 
-    settings: sections.Kfac
+    settings: Kfac
     updates: int = 0
     factors: dict[str, list[Tensor | None]] = field(default_factory=dict)
     used: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -71,7 +71,8 @@ class PlainKfac:
 
     def _inverse(self, factor: Tensor) -> Tensor:
         added = max(math.sqrt(self.settings.damping), len(factor) * 2.0**-23)  # at least fp32's rounding
-        return torch.linalg.inv(factor + added * torch.eye(len(factor), dtype=factor.dtype))
+        inverse: Tensor = torch.linalg.inv(factor + added * torch.eye(len(factor), dtype=factor.dtype))
+        return inverse
 
     def direction(self, name: str, moment: Tensor) -> Tensor | None:
         """Return Q M P for a matrix [O, I], P M Q for an expert's [I, O]; None for a parameter that AdamW updates."""
