@@ -26,6 +26,7 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
+_AT_ONCE, _SAMPLE = 8, 16  # encoding of fp8: number of blocks at a time; first only every 16th element of a block determines its factor
 _LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 
@@ -125,27 +126,51 @@ def _to_mxfp4(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_fp8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode values that were decoded from fp8, without loss, although their factors are not known: find each block's factor.
-
-    Each number in _LARGEST is tried as the fp8 value of the block's largest element. All other fp8 values follow from it, and each gives a
-    lower and an upper bound of the factor. A factor within all bounds decodes to the same values."""
+    """Encode values that were decoded from fp8, without loss, although their factors are not known. A few blocks at a time are encoded, so
+    that a processor's cache holds them."""
     rows, columns = matrix_OI.shape
     padded = F.pad(matrix_OI, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     down, across = len(padded) // FP8_BLOCK, padded.shape[1] // FP8_BLOCK
     block_NS = padded.unflatten(1, (across, FP8_BLOCK)).unflatten(0, (down, FP8_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
-    value_NS, factor_N = block_NS.to(torch.float8_e4m3fn), torch.ones(len(block_NS), device=matrix_OI.device)
-    most_N = block_NS.abs().amax(1)
-    done = most_N == 0
-    left = (~done).nonzero().flatten()
-    for largest in _LARGEST:
-        here, found = block_NS[left], (block_NS[left] * (largest / most_N[left])[:, None]).to(torch.float8_e4m3fn)
-        for factor in _factors(here.abs(), found.float().abs()):
-            exact = ((found.float() * factor[:, None]).to(torch.bfloat16).float() == here).all(1)
-            value_NS.view(torch.uint8)[left[exact]], factor_N[left[exact]] = found.view(torch.uint8)[exact], factor[exact]
-            done[left[exact]] = True
-        left = (~done).nonzero().flatten()
+    found = [_blocks_to_fp8(part_NS) for part_NS in block_NS.split(_AT_ONCE)]
+    value_NS, factor_N = (torch.cat(parts) for parts in zip(*found, strict=True))
     values = value_NS.unflatten(0, (down, across)).unflatten(2, (FP8_BLOCK, FP8_BLOCK)).transpose(1, 2).flatten(2).flatten(0, 1)
-    return values[:rows, :columns], factor_N.view(down, across)
+    return values[:rows, :columns].view(torch.float8_e4m3fn), factor_N.view(down, across)
+
+
+def _blocks_to_fp8(block_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (fp8 values as uint8, factor) of each block. Each number in _LARGEST is tried as the fp8 value of the block's largest element.
+    Almost always a sample of the elements determines the factor; if not, all elements do."""
+    value_NS, factor_N = torch.zeros_like(block_NS, dtype=torch.uint8), torch.ones(len(block_NS), device=block_NS.device)
+    left = block_NS.any(1).nonzero().flatten()  # blocks without a factor
+    for every in (_SAMPLE, 1):
+        for largest in _LARGEST:
+            if len(left):
+                values, factors, exact = _fitted(block_NS[left], largest, every)
+                value_NS[left[exact]], factor_N[left[exact]] = values[exact], factors[exact]
+                left = left[~exact]
+    return value_NS, factor_N
+
+
+def _fitted(block_NS: Tensor, largest: int, every: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode blocks with `largest` as the fp8 value of the largest element. All other fp8 values follow from it, and each gives a lower and
+    an upper bound of the factor. A factor within all bounds decodes to the same values; only every `every`-th element gives bounds. Return
+    (fp8 values as uint8, factor, whether it decodes to the block) of each block."""
+    scale_N1 = (largest / block_NS.abs().amax(1)).unsqueeze(1)
+
+    def exact(value_NS: Tensor, factor_N: Tensor, block_NS: Tensor) -> Tensor:
+        return ((value_NS * factor_N.unsqueeze(1)).to(torch.bfloat16).float() == block_NS).all(1)
+
+    some_NS = block_NS[:, ::every]
+    value_NS = (some_NS * scale_N1).to(torch.float8_e4m3fn).float()
+    factor_N, fits_N = torch.ones_like(scale_N1[:, 0]), torch.zeros(len(block_NS), dtype=torch.bool, device=block_NS.device)
+    for candidate_N in _factors(some_NS.abs(), value_NS.abs()):
+        factor_N = torch.where(fits_N, factor_N, candidate_N)
+        fits_N |= exact(value_NS, candidate_N, some_NS)
+    if not fits_N.any():
+        return torch.zeros_like(block_NS, dtype=torch.uint8), factor_N, fits_N
+    values = (block_NS * scale_N1).to(torch.float8_e4m3fn)
+    return values.view(torch.uint8), factor_N, exact(values.float(), factor_N, block_NS)
 
 
 def _factors(block_NS: Tensor, value_NS: Tensor) -> tuple[Tensor, ...]:

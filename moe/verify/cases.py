@@ -156,6 +156,22 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
+    "kfac": {  # factors from steps 0, 3 and 6, with inverses that are used from steps 1, 4 and 7 on
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 3, "delay": 1}},
+        "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
+        "experts": {"shared": 1, "shared_gate": True},
+    },
+    "kfac_at_once": {  # the first step uses inverses
+        "optimizer": {"kind": "kfac"},
+        "model": {"ahead": 1, "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+    },
+    "kfac_t5": {
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 2, "experts": False}},
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+        "data": {"objective": "span_corruption"},
+    },
     "frozen": {
         "train": {"freeze": ["experts", "embedding", "router"]},
         "router": {"preset": "glam", "min_capacity": 1},

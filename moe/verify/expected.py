@@ -155,7 +155,7 @@ class Expected:
         one = compute(own_order(case), delayed_as=self.twin)
         if rounds(case):
             return replace(self, result=one)
-        return replace(self, result=replace(self.result, weights=self.result.weights | updated(case.run(), one.gradients)))
+        return replace(self, result=replace(self.result, weights=self.result.weights | updated(case, one.gradients)))
 
 
 def _of_values(twin: Case) -> Expected:

@@ -40,7 +40,7 @@ FACTORS: dict[str, tuple[str, ...]] = {  # feature -> its values, the simplest f
 }
 # feature -> its values in further rows, in fp32, with other models and few sequences in a micro-batch
 FEW: dict[str, tuple[str, ...]] = {
-    "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor"),
+    "model": ("gshard", "deepseek", "megatron", "t5", "t5_untied", "muon", "frozen", "olmoe", "latent", "adafactor", "kfac"),
     "schedule": ("none", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v", "dualpipe", "chimera"),
     "tensor": ("none", "1d", "sliced", "2d"),
     "sequence": ("none", "zigzag", "ulysses"),

@@ -103,10 +103,10 @@ def not_compared(run: Run) -> list[str]:
 
 
 def known(run: Run) -> bool:
-    """Return whether the plain twin (moe/verify/twin.py) implements the recipe: its optimizer is AdamW, Muon or Adafactor, and no plug-in
-    changes numbers."""
+    """Return whether the plain twin (moe/verify/twin.py) implements the recipe: its optimizer is AdamW, Muon, Adafactor or K-FAC, and no
+    plug-in changes numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
-    return run.optimizer.kind in ("adamw", "muon", "adafactor") and not named
+    return run.optimizer.kind in ("adamw", "muon", "adafactor", "kfac") and not named
 
 
 def not_in_the_twin(run: Run) -> str | None:

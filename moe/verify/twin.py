@@ -29,6 +29,7 @@ from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain import encoder_decoder as plain_encoder_decoder
 from moe.verify.plain import model as plain_model
 from moe.verify.plain.batches import PADDING, batch
+from moe.verify.plain.kfac import Moments, Watched
 from moe.verify.plain.layer import Layer, Weights
 from moe.verify.plain.model import Rounding
 from moe.verify.plain.step import PlainStep, moved_bias, norms
@@ -60,7 +61,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     run, cast = case.run(), rounding or Rounding(torch.float64)
     parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainStep(run.optimizer), ages(case, [*parameters, *biases])
-    trained = set(_adapters(list(parameters)) if run.lora.rank else [name for name in parameters if not _frozen(name, run.train.freeze)])
+    trained = _trained(run, parameters)
     history: list[Weights] = []
     losses: list[float] = []
     first: tuple[float, float, Weights, Weights] | None = None
@@ -68,11 +69,12 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
         history.append(_copy(parameters | biases) if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
         sequences = batch(step, padded=case.padded, packed=case.packed, length=run.model.read_length, size=case.batch)
-        loss, gradients, layers = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
+        passed = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
+        loss, gradients, layers = passed.loss, passed.gradients, passed.layers
         losses.append(loss)
         norm, skipped = norms(gradients), case.overflow and step == OVERFLOWS
         if not skipped:
-            optimizer.step({name: parameters[name] for name in gradients}, gradients)
+            optimizer.step({name: parameters[name] for name in gradients}, gradients, passed.moments)
             for name in biases:
                 biases[name] = moved_bias(biases[name], layers[name.removesuffix(".router.bias")].counts, run.router.bias_rate or 0.0)
         if first is None:
@@ -85,10 +87,17 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     return Result(losses, *first)
 
 
-def updated(run: Run, gradients: Weights) -> Weights:
-    """Return the parameters (float64) of a new model after its first update, made with these gradients."""
-    parameters = {name: value.double() for name, value in first_values(run)[0].items()}
-    PlainStep(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()})
+def updated(case: Case, gradients: Weights) -> Weights:
+    """Return the parameters (float64) of a new model after its first update, made with these gradients. K-FAC's factors are the twin's
+    own."""
+    run = case.run()
+    parameters, biases = ({n: t.double() for n, t in tensors.items()} for tensors in first_values(run))
+    moments: Moments = {}
+    if run.optimizer.kind == "kfac":
+        first = batch(0, padded=case.padded, packed=case.packed, length=run.model.read_length, size=case.batch)
+        own = _gradients(run, parameters | biases, _trained(run, parameters), first, step=0, cast=Rounding(torch.float64), tape=None)
+        moments = own.moments
+    PlainStep(run.optimizer).step({n: parameters[n] for n in gradients}, {n: g.double() for n, g in gradients.items()}, moments)
     return parameters
 
 
@@ -104,10 +113,24 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
     return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))
 
 
-def _gradients(
-    run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None
-) -> tuple[float, Weights, dict[str, Layer]]:
-    """Run a batch forward and backward. Return (mean loss, gradients of the weights in `trained`, MoE layer's name -> its results)."""
+@dataclass(frozen=True)
+class _Pass:
+    """Results of a batch's forward and backward pass. loss: mean over targets. layers: name of an MoE layer -> its results. moments: for
+    K-FAC, otherwise {}."""
+
+    loss: float
+    gradients: Weights
+    layers: dict[str, Layer]
+    moments: Moments
+
+
+def _trained(run: Run, parameters: Weights) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    return set(_adapters(list(parameters)) if run.lora.rank else [name for name in parameters if not _frozen(name, run.train.freeze)])
+
+
+def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Pass:
+    """Run a batch forward and backward. The weights in `trained` get gradients."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
@@ -117,14 +140,16 @@ def _gradients(
             tape.note(step, name, places, values)
 
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
-    passed = twin.forward(run, _with_adapters(leaves, run.lora), sequences, step=step, cast=cast, note=note)
+    read = _with_adapters(leaves, run.lora)
+    read = Watched(read) if run.optimizer.kind == "kfac" else read
+    passed = twin.forward(run, read, sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
     whole = mean + sum(layer.auxiliary(run.router) for layer in passed.layers.values())
     if passed.ahead is not None:
         whole = whole + run.model.ahead_weight * passed.ahead / (sequences[:, :-1] != PADDING).sum().item()
     whole.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
-    return mean.item(), gradients, passed.layers
+    return _Pass(mean.item(), gradients, passed.layers, read.moments() if isinstance(read, Watched) else {})
 
 
 def _frozen(name: str, parts: Sequence[str]) -> bool:

@@ -158,7 +158,7 @@ def test_two_ranks_train_it_as_one_process_does(listed: None, five_steps: None) 
     rows = [
         case for case in cases(2, kinds=("pipeline",)) if case.schedule in ROWS and (case.precision, case.recompute) == ("fp32", "none")
     ]
-    assert {(case.schedule, case.microbatches) for case in rows} == {(EAGER, 4), (SYNCED, 1)} and len(rows) == 7
+    assert {(case.schedule, case.microbatches) for case in rows} == {(EAGER, 4), (SYNCED, 1)} and len(rows) == 8
     ran = list(layouts.run_world([case for case in rows if case.model == "gshard"], 2))
     assert [case.schedule for case, _ in ran] == list(ROWS)
     for case, found in ran:

@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +35,30 @@ LAYOUTS = {
 def main(*, before: str, steps: int = 20, only: str = "", json: str | None = None) -> int:
     """Print a row for each pair with `only` in its name. Returns 1 if a loss differs from the commit `before`."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder / "before"), before], cwd=ROOT, check=True)
-        try:
-            for recipe in RECIPES:
-                for layout, flags in LAYOUTS.items():
-                    if only in f"{recipe} {layout}":
-                        sides = [losses(tree, recipe, [*flags.split(), "--train.steps", str(steps)]) for tree in (folder / "before", ROOT)]
-                        rows.append({"recipe": recipe, "layout": layout, "losses": sides[1], "passed": agree(*sides)})
-                        said = sides[1] if isinstance(sides[1], str) else f"{len(sides[1])} losses, the last {sides[1][-1]!r}"
-                        verdict = ("refused" if isinstance(sides[1], str) else "equal") if rows[-1]["passed"] else "DIFFERENT"
-                        print(f"{recipe:<16}{layout:<8}{verdict:<10}{said}", flush=True)
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(folder / "before")], cwd=ROOT, check=True)
+    with checked_out(before) as earlier:
+        for recipe in RECIPES:
+            for layout, flags in LAYOUTS.items():
+                if only in f"{recipe} {layout}":
+                    sides = [losses(tree, recipe, [*flags.split(), "--train.steps", str(steps)]) for tree in (earlier, ROOT)]
+                    rows.append({"recipe": recipe, "layout": layout, "losses": sides[1], "passed": agree(*sides)})
+                    said = sides[1] if isinstance(sides[1], str) else f"{len(sides[1])} losses, the last {sides[1][-1]!r}"
+                    verdict = ("refused" if isinstance(sides[1], str) else "equal") if rows[-1]["passed"] else "DIFFERENT"
+                    print(f"{recipe:<16}{layout:<8}{verdict:<10}{said}", flush=True)
     if json:
         write_json(json, verb="measured losses", rows=rows, before=before)
     return exit_codes.of(all(row["passed"] for row in rows))
+
+
+@contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """Return a context with a temporary folder that has the files of this commit."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "before"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), commit], cwd=ROOT, check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=True)
 
 
 def agree(before: list[float] | str, after: list[float] | str) -> bool:

@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from moe.bench.training.sharded import kind_of, load_engines
 from moe.plan.choose.recipe_of import with_values
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.memory.memory import memory, peak
 from moe.plan.memory.stack import OURS_ON_CPU
 from moe.recipe.load import build_run
+from parallel.mesh import gradients
 from tests.counted.alive import Alive
 from tests.planner import memory as planner_memory
-from tests.planner import planner
+from tests.planner import planner, runs
 from tests.planner import steps as planner_steps
 from tests.planner.read_tables import COLUMNS, read_table
+from tests.support.ranks import run_on_ranks
 
 RUN = {
     **{"kind": "measured", "source": "Megatron-LM", "model": "GPT", "family": "dense", "layers": 24, "hidden": 2048, "heads": 16},
@@ -32,6 +37,39 @@ FIGURE = {  # 175B of Korthikanti's Figure 1, tp 8, pp 8, 3 chunks; activations:
     **{"kind": "FORMULA", "source": "Korthikanti et al. 2022", "family": "dense", "layers": 96, "hidden": 12288, "heads": 96, "seq": 2048},
     **{"gpus": 64, "tp": 8, "pp": 8, "vpp": 3, "microbatch": 1, "recompute": "none, no SP", "memory_kind": "activations GiB"},
 }
+
+
+class _Unfinished:
+    """A started sum that ends only when it is waited for, as the sum of a slow network."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.wait = work.wait
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _with_small_buckets(rank: int, ranks: int, case: str) -> dict[str, Any]:
+    start, elements = gradients.start_flat, 60_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "_BUCKET_ELEMENTS", elements)
+        patch.setattr(gradients, "start_flat", lambda *args, **named: _Unfinished(start(*args, **named)))
+        patch.setattr(runs, "OURS_ON_CPU", replace(OURS_ON_CPU, bucket_elements=elements))
+        return runs.measure(rank, ranks, case, "fp32")
+
+
+def test_zero_1s_buckets_that_are_summed_during_the_backward_pass_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ranks with slow sums. Eight buckets are about a third of all gradients; activations are smaller and larger than these."""
+    model = {"num_layers": 12, "d_model": 96, "num_heads": 3, "d_ff": 256, "vocab_size": 256}
+    zero_1: dict[str, Any] = {"degrees": {"dp": 2}, "sharding": {"kind": "zero", "stage": 1}}
+    load_engines([kind_of("zero1")])
+    for length, batch, microbatches in ((32, 8, 4), (96, 2, 1)):
+        train = {"global_batch": batch, "eval_sequences": batch}
+        case = zero_1 | {"model": model | {"max_length": length}, "train": train, "pipeline": {"microbatches": microbatches}}
+        monkeypatch.setitem(runs.CASES, "in flight", case)
+        row = run_on_ranks(_with_small_buckets, 2, 2, "in flight", timeout_s=120)[0]
+        assert row["predicted_bytes"] == pytest.approx(row["measured_bytes"], rel=0.02)
+        assert row["parts"]["gradient buckets"] == 8 * 4 * 60_000 and row["parts"]["activations"] > 0
 
 
 def write(folder: Path, name: str, *lines: dict[str, Any], columns: tuple[str, ...] = COLUMNS) -> Path:

@@ -93,11 +93,12 @@ def fullest_ranks(
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
     """Return (micro-batches in flight, whether no backward pass has ended, so that no gradients exist) at the moments that may be the
     rank's peak. The moment after the step's first backward pass is included."""
-    found = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
-    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1]
+    found = [(of, not any(of.begun) if of.begun else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
+    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.begun]
     return (*found, *((of, False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    frees = all(map(le, more.freed, less.freed))  # each stage whose weights FSDP has freed at `more` is freed at `less` too
-    return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    # each stage whose weights FSDP has freed at `more`, or which has no gradients yet at `more`, is so at `less` too
+    holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.begun, less.begun))
+    return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan
 from moe.plan.job.states import States, model_states
-from moe.plan.memory.moments import Moment, RankMoments, ranks_of, without_order
+from moe.plan.memory.moments import MOST_STARTED, Moment, RankMoments, ranks_of, without_order
 from moe.plan.memory.rows import FP32_BYTES
 from moe.plan.memory.stack import OURS, Stack
 from moe.plan.memory.stages import differs_by_moment
@@ -35,7 +35,6 @@ from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10  # bytes that the allocator reserves, as a multiple of the allocated bytes
 CONTEXT_BYTES = 1.5e9  # of CUDA's context
-MOST_STARTED = 8  # at most this number of buckets of DDP or ZeRO-1 are summed at the same time (parallel/data/buckets.py)
 EMPTY = Moment("forward")  # no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits
 PARTS = (
@@ -134,6 +133,7 @@ class _Engine:
             self.of_dense, self.of_expert = self.dense.gradients * freed[0], self.expert.gradients * freed[1]
             self.of_head = plan.storage.gradients if plan.stage < 3 or self.by_moment else 0.0
         self.bucket_at_loss, self.bucket = _bucket(plan, stack, "loss"), _bucket(plan, stack, "work")
+        self.late = stack.gathers == "moments" and plan.stage == 3 and plan.pp > 1 and not plan.reshard and plan.copies > 1
 
     def states(self, rank: RankMoments) -> float:
         """Bytes of the states of all parameters that the rank holds."""
@@ -143,20 +143,29 @@ class _Engine:
         frozen = dense.parameters * held.frozen_dense + expert.parameters * held.frozen_expert + self.plan.storage.blocks * held.blocks
         return trained + older + frozen
 
+    def _missing(self, to_come: Elements) -> float:
+        """Bytes of these parameters' gradients, if they are freed between steps."""
+        return self.of_dense * to_come.dense + self.of_expert * to_come.expert
+
     def fullest_moment(self, rank: RankMoments) -> _Full:
         """Return the moment of the step at which the rank needs most memory."""
         plan, stack = self.plan, self.stack
         whole = _gathered(plan, stack, rank) if plan.stage == 3 and not self.by_moment else None
+        sharded = self._missing(rank.held.trained)
         found = [
             _Full(
                 one,
-                self.of_dense * one.to_come.dense + self.of_expert * one.to_come.expert,
+                sharded if self.late else self._missing(one.to_come),
                 self.of_head * one.waiting,
                 whole(one) if whole else one.gathered,
-                self.bucket_at_loss if one.at == "loss" else self.bucket,
+                max(self.bucket_at_loss if one.at == "loss" else self.bucket, _started(plan, stack, one.summed)),
             )
             for one in rank.moments
         ]
+        if self.late and whole:  # the first and the last scatter of a step
+            unit, trained = plan.copies * self._missing(rank.largest.trained), plan.copies * sharded
+            found.append(_Full(EMPTY._replace(at="sums"), sharded, 0.0, whole(EMPTY._replace(at="sums")) + unit, 0.0))
+            found.append(_Full(EMPTY._replace(at="sums"), 0.0, 0.0, trained + unit, 0.0))
         if stack.gathers == "moments" and plan.kind.gradients == "buckets" and plan.copies == 2 and plan.pp == 1:
             found.append(_new_buckets(plan, rank))
         if stack.gathers == "moments" and (copies := _copied(plan, stack, rank)):
@@ -165,17 +174,33 @@ class _Engine:
 
 
 def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
-    """Bytes of the copies of gradients that are reduced after a stage's last backward pass. If two pipeline ranks hold each stage, all
-    gradients are copied. Otherwise only the buckets that are reduced at the same time are copies. ZeRO-1 has such buckets if gradients are
-    in fp32 and states are not offloaded (parallel/data/zero.py); DDP has them with pipeline stages."""
+    """Bytes of the copies of gradients that are summed over ranks after a stage's last backward pass. If two pipeline ranks hold each
+    stage, all gradients are copied. Otherwise only the last buckets, which are summed at the same time, are copies."""
     if plan.pp > 1 and placed(plan.schedule) == "both_ways":
         return _states(plan, rank.held)[0].gradients
-    zero_1 = plan.stage == 1 and plan.storage.gradients == FP32_BYTES and plan.offload_optimizer == "none"
-    if not zero_1 and (plan.pp == 1 or plan.kind.gradients != "buckets"):
+    return stack.reduce_bytes * min(_in_buckets(plan, rank.held.trained), MOST_STARTED * stack.bucket_elements)
+
+
+def _started(plan: Plan, stack: Stack, summed: Elements) -> float:
+    """Bytes of the buckets that may be summed at the same time during the last backward pass. summed: as in Moment."""
+    if stack.gathers != "moments" or not (summed.total and stack.bucket_elements):
         return 0.0
-    trained = rank.held.trained
-    elements = (trained.dense if plan.copies > 1 else 0.0) + (trained.expert if plan.edp > 1 else 0.0)
-    return stack.reduce_bytes * min(elements, MOST_STARTED * stack.bucket_elements)
+    return stack.reduce_bytes * stack.bucket_elements * min(MOST_STARTED, _in_buckets(plan, summed) // stack.bucket_elements)
+
+
+def _sums_itself(plan: Plan) -> bool:
+    """Return whether the engine is ZeRO-1 with this project's buckets instead of DeepSpeed's: with fp32 gradients and without offload."""
+    return plan.stage == 1 and plan.storage.gradients == FP32_BYTES and plan.offload_optimizer == "none"
+
+
+def _in_buckets(plan: Plan, trained: Elements) -> float:
+    """Return the number of these trained parameters with gradients that are summed in the buckets of parallel/data/buckets.py: all in
+    ZeRO-1 (`_sums_itself`), and in DDP with pipeline stages; in DDP without stages those of experts."""
+    if not _sums_itself(plan) and plan.kind.gradients != "buckets":
+        return 0.0
+    apart = _sums_itself(plan) or plan.pp > 1
+    of_experts = plan.edp > 1 and (apart or (plan.ep, plan.etp) != (1, plan.tp))
+    return (trained.dense if apart and plan.copies > 1 else 0.0) + (trained.expert if of_experts else 0.0)
 
 
 def _new_buckets(plan: Plan, rank: RankMoments) -> _Full:
@@ -193,7 +218,8 @@ def _gathered(plan: Plan, stack: Stack, rank: RankMoments) -> Callable[[Moment],
 
         def at(one: Moment) -> float:
             held = rank.held + one.freed.times(-1) if plan.reshard else rank.held
-            return gathered(plan, stack, Unit(rank.largest, 0.0, one.reducing), held=held, table=rank.table)(one.at)
+            unit = Unit(rank.largest, 0.0, one.reducing)
+            return gathered(plan, stack, unit, held=held, table=rank.table, to_come=one.to_come)(one.at)
 
         return at
     size = at_any_moment(plan, stack, held=rank.held.total, table=rank.table.total, units=[of.total for of in rank.gathered])
@@ -248,6 +274,6 @@ def _bucket(plan: Plan, stack: Stack, at: At) -> float:
     at the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
-    if stack.gathers == "moments" and plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss":
+    if stack.gathers == "moments" and (_sums_itself(plan) or (plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss")):
         return 0.0
     return stack.bucket_elements * stack.bucket_bytes

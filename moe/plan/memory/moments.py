@@ -24,13 +24,14 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.memory.kept import casts_kept, keeps_scores
 from moe.plan.memory.rows import FP32_BYTES
 from moe.plan.memory.stack import Stack
-from moe.plan.memory.stages import Rank, StageBytes, Stages, differs_by_moment
+from moe.plan.memory.stages import Now, Rank, StageBytes, Stages, differs_by_moment
 from moe.plan.memory.temporary import NOTHING, LayerBytes, Unit, gathered
 from parallel.data.kinds.kind import At
 from parallel.mesh.grids import GRIDS
 from parallel.pipeline.simulator.held import InFlight
 
 _DEFAULT = Plan()
+MOST_STARTED = 8  # at most this number of buckets of DDP or ZeRO-1 are summed at the same time (parallel/data/buckets.py)
 
 
 class Moment(NamedTuple):
@@ -41,6 +42,7 @@ class Moment(NamedTuple):
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. With stages, if gradients are
     reduce-scattered after each pass: freed: parameters of freed gathered weights. reducing: parameters of gradients being reduced.
+    summed: in the last backward pass, trained parameters with a complete gradient, which engines with buckets may be summing.
     """
 
     at: At
@@ -54,6 +56,7 @@ class Moment(NamedTuple):
     gathered: float = 0.0
     freed: Elements = NOTHING
     reducing: Elements = NOTHING
+    summed: Elements = NOTHING
 
     @property
     def total(self) -> float:
@@ -84,13 +87,25 @@ class RankMoments:
 
 class _AtWork(NamedTuple):
     """A layer in its backward pass. gone: bytes that later layers of its stage have freed. to_come: parameters of the stage that have no
-    gradient yet. freed: parameters of the later layers. behind: parameters with gradients being reduced."""
+    gradient yet. freed: parameters of the later layers. behind: parameters with gradients being reduced. done: parameters of the later
+    layers and the head."""
 
     of: LayerBytes
     gone: float
     to_come: Elements
     freed: Elements
     behind: Elements
+    done: Elements
+
+
+class _Pass(NamedTuple):
+    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (of weights) is later. once: no backward pass of the step
+    has ended. fresh: none of this stage. last: it may be the rank's last, with the only micro-batch in flight."""
+
+    at_i: bool
+    once: bool
+    fresh: bool
+    last: bool
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
@@ -162,6 +177,8 @@ class _Moments:
                 and more.to_come.expert <= one.to_come.expert
                 and more.freed.total <= one.freed.total
                 and more.reducing.total >= one.reducing.total
+                and more.summed.dense >= one.summed.dense
+                and more.summed.expert >= one.summed.expert
                 for more in found
             ):
                 found.append(one)
@@ -170,27 +187,40 @@ class _Moments:
     def _moments(self, rank: Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once, _), now in rank.candidates.items():
+        for (at_i, once, *_), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
             ends = sum([n * of.ends_kept for n, of in zip(count, rank.stages, strict=True)])
             ends += sum([n * of.ends_pending for n, of in zip(pending, rank.stages, strict=True)])
             freed = [stage for stage, freed in zip(rank.stages, now.in_flight.freed, strict=False) if freed]
-            yield from self._at_loss(rank, held, kept, ends, whole, once=once)
-            before = self.outside.elements[rank.stages[0].number == 0, False] if once else NOTHING
-            for number, stage in zip(count, rank.stages, strict=True):
+            yield from self._at_loss(rank, self._without_gradients(rank, now, len(count)), kept, ends, whole, once=once)
+            last = sum(count) == len(count) == 1 and not at_i and (not once or self.plan.microbatches == 1)
+            for at, (number, stage) in enumerate(zip(count, rank.stages, strict=True)):
                 if number or not at_i:
                     left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
                     others = sum([of.elements for of in freed if of is not stage], NOTHING)
-                    yield from self._in_stage(stage, held, kept, left, whole, before, others, at_i=at_i, once=once)
-                before = before + stage.elements if once else NOTHING
+                    fresh = not now.in_flight.begun[at] if now.in_flight.begun else once
+                    before = self._without_gradients(rank, now, at)
+                    yield from self._in_stage(stage, held, kept, left, whole, before, others, _Pass(at_i, once, fresh, last))
 
-    def _at_loss(self, rank: Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
-        """Yield the moments "loss": before the backward pass of layers. kept, ends: bytes that all micro-batches in flight keep, in layers
-        and outside of them. whole: result of `_gathered`. once: no backward pass of the step has ended yet."""
+    def _without_gradients(self, rank: Rank, now: Now, at: int) -> Elements:
+        """Return the parameters that have no gradient yet, without the layers and the head of the stage at index `at` of the rank's stages,
+        which is in its backward pass."""
+        begun = now.in_flight.begun or [not now.once or i > at for i in range(len(rank.stages))]
+        found = NOTHING
+        for i, (stage, has) in enumerate(zip(rank.stages, begun, strict=True)):
+            if not has:
+                found += self.outside.elements[stage.number == 0, stage.number == self.last and i != at]
+                found += stage.elements if i != at else NOTHING
+        return found
+
+    def _at_loss(self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
+        """Yield the moments "loss": before the backward pass of layers. fresh: parameters without gradients. kept, ends: bytes that all
+        micro-batches in flight keep, in layers and outside of them. whole: result of `_gathered`. once: no backward pass of the step has
+        ended yet."""
         outside, plan = self.outside, self.plan
-        named: dict[str, Any] = {"to_come": held.trained if once else NOTHING, "gathered": whole.get("loss", 0.0)}
+        named: dict[str, Any] = {"to_come": fresh.trained, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:
             of_head = self.casts and plan.loss_chunks == 1 and plan.tensor not in GRIDS
             cast = plan.compute_bytes * outside.head.total if of_head else 0.0
@@ -211,18 +241,15 @@ class _Moments:
         whole: dict[At, float],
         before: Elements,
         others: Elements,
-        *,
-        at_i: bool,
-        once: bool,
+        now: _Pass,
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. others:
-        parameters of other stages; FSDP has freed their weights. at_i: the action is I. The other arguments: as for `_at_loss`."""
-        outside = self.outside
+        """Yield the moments of a stage's backward pass. before: result of `_without_gradients`. others: parameters of other stages; FSDP
+        has freed their weights. The other arguments: as for `_at_loss`."""
+        outside, (at_i, once, fresh, last) = self.outside, now
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
-        for of, gone, later, freed, behind in self._at_work(stage, once, at_i):
-            to_come = (before + later).trained if once else NOTHING
+        for of, gone, later, freed, behind, done in self._at_work(stage, now):
             work = of.work_of_i if at_i else of.work
-            named: dict[str, Any] = {"to_come": to_come, "waiting": tied}
+            named: dict[str, Any] = {"to_come": (before + later).trained, "waiting": tied, "summed": done.trained if last else NOTHING}
             if not self.gathers:
                 yield Moment("work", kept - gone, ends, 0.0, work, of.dispatch, freed=others + freed, reducing=behind, **named)
                 continue
@@ -236,7 +263,7 @@ class _Moments:
             layers = self.sizes.layers_in(stage.number)
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
-            to_come, scattered = (before + stage.elements).trained if once else NOTHING, layers[-1].gathered if layers else NOTHING
+            to_come, scattered = (before + (stage.elements if fresh else NOTHING)).trained, layers[-1].gathered if layers else NOTHING
             yield Moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
             yield Moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
@@ -248,8 +275,9 @@ class _Moments:
             # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
-            to_come, sharded = Elements(tied) if once else NOTHING, whole.get("embedding", 0.0)
-            yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others)
+            to_come, sharded = Elements(tied) if fresh else NOTHING, whole.get("embedding", 0.0)
+            summed = stage.elements.trained if last else NOTHING
+            yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others, summed=summed)
 
     def _gathered(self, held: Elements) -> dict[At, float]:
         """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
@@ -263,20 +291,27 @@ class _Moments:
         """Return the parameters that FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
-    def _at_work(self, stage: StageBytes, once: bool, at_i: bool) -> list[_AtWork]:
-        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. once: no backward
-        pass of the step has ended. at_i: action I (input gradients); W (weights) is later."""
+    def _at_work(self, stage: StageBytes, now: _Pass) -> list[_AtWork]:
+        """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. In the last pass,
+        it may also be that of the first layer at which all buckets are being summed."""
+        at_i, once, fresh, last = now
         last_reduced = NOTHING if once else self._reduced_last(stage)
         lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
         first: dict[LayerBytes, _AtWork] = {}
-        gone, freed, to_come = 0.0, NOTHING, stage.elements if once else NOTHING
+        gone, freed, to_come = 0.0, NOTHING, stage.elements if fresh else NOTHING
+        done = self.outside.head if stage.number == self.last and not self.network.tied else NOTHING
+        full: list[_AtWork] = []
         before = last_reduced if not self.gathers else self.outside.head if stage.number == self.last else NOTHING
         for of in reversed(self.sizes.layers_in(stage.number)):
-            lasts.setdefault((of, id(before)), _AtWork(of, gone, to_come, freed, before))
-            if once or at_i:
-                first[of] = _AtWork(of, gone, to_come, freed, before)
-            if once:
+            here = _AtWork(of, gone, to_come, freed, before, done)
+            lasts.setdefault((of, id(before)), here)
+            if fresh or at_i or last:
+                first[of] = here
+            if last and not full and done.total >= MOST_STARTED * self.stack.bucket_elements:
+                full.append(here)
+            if fresh:
                 to_come += of.elements.times(-1)
+            done += of.elements
             gone, freed = gone + of.kept - at_i * of.pending, freed + of.gathered
             before = before if at_i and not self.gathers else of.gathered
-        return [*lasts.values(), *first.values()]
+        return [*lasts.values(), *first.values(), *full]

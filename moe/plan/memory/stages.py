@@ -50,7 +50,7 @@ class StageBytes(NamedTuple):
     of_loss: float
 
 
-class _Now(NamedTuple):
+class Now(NamedTuple):
     """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no backward pass of the step has ended yet.
     total: bytes that all micro-batches in flight keep."""
 
@@ -59,17 +59,17 @@ class _Now(NamedTuple):
     total: float
 
 
-_Key = tuple[bool, bool, tuple[bool, ...]]
+_Key = tuple[bool, bool, tuple[bool, ...], tuple[bool, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed) -> among the moments with
-    these properties, the one with the most kept bytes."""
+    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed and begun) -> among the
+    moments with these properties, the one with the most kept bytes."""
 
     number: int
     versions: int
     stages: tuple[StageBytes, ...]
-    candidates: dict[_Key, _Now]
+    candidates: dict[_Key, Now]
 
     def exceeds(self, other: Rank) -> bool:
         """Return whether, for each of the other rank's candidates, this rank's candidate with the same properties keeps at least as many
@@ -96,16 +96,16 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
     return tuple((stage[kinds.index(kind)], count) for kind, count in Counter(kinds).items())
 
 
-def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, _Now]:
+def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, Now]:
     """Return, among moments with the same key, the one with the most kept bytes (`Rank.candidates`). moments: (micro-batches in flight,
     whether no backward pass has ended yet)."""
-    found = dict[_Key, _Now]()
+    found = dict[_Key, Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once, of.freed
+        key = of.at_i, once, of.freed, of.begun
         if key not in found or found[key].total < total:
-            found[key] = _Now(of, once, total)
+            found[key] = Now(of, once, total)
     return found
 
 

@@ -241,9 +241,11 @@ class Unit(NamedTuple):
     next: Elements = NOTHING
 
 
-def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements) -> Callable[[At], float]:
+def gathered(
+    plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements, to_come: Elements = NOTHING
+) -> Callable[[At], float]:
     """Return a function: kind of moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
-    table: parameters of the embedding or head."""
+    table: parameters of the embedding or head. to_come: trained parameters without a gradient yet."""
     form = plan.carrier.gathered
     if form is None:
         return lambda at: 0.0
@@ -257,7 +259,7 @@ def gathered(plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Ele
         table=shared.of(table),
         layer=layer,
         behind=shared.of(unit.next),
-        trained=shared.of(held.trained),
+        trained=shared.of(held.trained + to_come.times(-1)),
         trained_table=shared.of(table.trained),
         trained_layer=shared.of(unit.at_once.trained),
         trained_behind=shared.of(unit.next.trained),

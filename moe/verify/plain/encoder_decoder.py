@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe.recipe.sections import Run
 from moe.verify.plain.batches import PADDING
-from moe.verify.plain.layer import Layer, Weights
+from moe.verify.plain.layer import Layer, Weights, product
 from moe.verify.plain.model import Note, Passed, Rounding, buckets, dense_or_experts, dropped, norm
 from moe.verify.plain.router import Tokens, wide
 
@@ -130,7 +130,7 @@ def attention(
     size = model.head_size or model.d_model // model.num_heads
 
     def projected(tokens: Tensor, matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
-        flat = cast(tokens @ cast(weights[f"{name}.{matrix}.weight"]).t())
+        flat = product(tokens, weights, f"{name}.{matrix}.weight", cast)
         if model.qkv_bias:
             flat = cast(flat + cast(weights[f"{name}.{matrix}_bias.weight"]))
         if model.qk_norm != "none" and matrix != "v":
@@ -152,4 +152,4 @@ def attention(
             scores = scores.masked_fill(~same, -math.inf)
         mixed.append(cast(scores.softmax(2).to(v.dtype) @ v[group]))
     flat = torch.stack(mixed, 2).reshape(-1, heads * size)
-    return cast(flat @ cast(weights[f"{name}.out.weight"]).t())
+    return product(flat, weights, f"{name}.out.weight", cast)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Swiglu
+from moe.verify.plain.kfac import Watched
 from moe.verify.plain.router import Tokens, best, capped, groups_of, inside, mask_of, route, score, wide
 
 # T tokens, D model, E experts, F hidden
@@ -114,42 +115,51 @@ def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, 
             continue
         if run.router.gate_on == "input":
             seen, gate = cast(wide(seen) * gate), torch.ones_like(gate)
-        w1, w2, w3, b1, b3 = (weights.get(f"{name}.experts.{expert}.{part}") for part in ("w1", "w2", "w3", "b1", "b3"))
-        how: dict[str, Any] = {"ffn": experts.ffn or run.model.ffn, "swiglu": run.model.swiglu, "multiply": PRODUCTS[experts.products]}
-        out = wide(network(seen, w1, w2, w3, cast=cast, scale=None if scale is None else scale[rows], biases=(b1, b3), **how))
+        path, multiply = f"{name}.experts.{expert}", PRODUCTS[experts.products]
+        how: dict[str, Any] = {"ffn": experts.ffn or run.model.ffn, "swiglu": run.model.swiglu, "multiply": multiply}
+        out = wide(network(seen, weights, path, cast=cast, scale=None if scale is None else scale[rows], **how))
         if f"{name}.output_bias" in weights:
             out = out + wide(weights[f"{name}.output_bias"][expert])
         y = y.index_add(0, rows, out * gate)
     return cast(y)
 
 
-PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"plain": torch.matmul}  # (rows [R, I], a matrix [I, O]) -> [R, O]
-
-
+Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [R, I], a matrix [I, O]) -> [R, O]
+PRODUCTS: dict[str, Multiply] = {"plain": torch.matmul}
 _PLAIN_GATING = Swiglu()
+
+
+def product(x: Tensor, weights: Weights, name: str, cast: Cast, *, multiply: Multiply = torch.matmul) -> Tensor:
+    """Return x [R, I] times the matrix `name`, rounded by `cast`. An expert's matrix is stored as [in, out], all others as [out, in]."""
+    matrix = cast(weights[name] if "experts" in name.split(".") else weights[name].t())
+    y = cast(multiply(x, matrix))
+    if isinstance(weights, Watched):
+        weights.note(name, x, y)
+    return y
 
 
 def network(
     x: Tensor,
-    w1: Tensor | None,
-    w2: Tensor | None,
-    w3: Tensor | None,
+    weights: Weights,
+    path: str,
     *,
     ffn: str,
     cast: Cast,
     scale: Tensor | None = None,
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
     swiglu: Swiglu = _PLAIN_GATING,
-    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    multiply: Multiply = torch.matmul,
 ) -> Tensor:
-    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices are [in, out]. biases: added to x w1
-    and x w3; scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant (h sigmoid(alpha h) (g + offset)) w2. There, h
-    is x w1, at most `limit`, and g is x w3, clamped to [-limit, limit].
+    """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2, with the matrices below `path`. Biases b1 and
+    b3, if there are any, are added to x w1 and x w3. scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant
+    (h sigmoid(alpha h) (g + offset)) w2. There, h is x w1, at most `limit`, and g is x w3, clamped to [-limit, limit].
     """
-    assert w1 is not None and w2 is not None
-    hidden, up = (None if w is None else cast(multiply(x, cast(w))) for w in (w1, w3))
-    hidden, up = (y if b is None or y is None else cast(y + cast(b)) for y, b in zip((hidden, up), biases, strict=True))
-    assert hidden is not None
+    ending = "" if "experts" in path.split(".") else ".weight"
+
+    def times(x: Tensor, part: str) -> Tensor:
+        y, bias = product(x, weights, f"{path}.w{part}{ending}", cast, multiply=multiply), weights.get(f"{path}.b{part}")
+        return y if bias is None else cast(y + cast(bias))
+
+    hidden, up = times(x, "1"), times(x, "3") if f"{path}.w3{ending}" in weights else None
     if ffn == "swiglu" and swiglu != _PLAIN_GATING:
         most = math.inf if swiglu.limit is None else swiglu.limit
         assert up is not None
@@ -159,7 +169,7 @@ def network(
     else:
         hidden = hidden.clamp(min=0) if ffn == "relu" else cast(F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh"))
         hidden = hidden if up is None else cast(hidden * up)
-    return cast(multiply(hidden if scale is None else cast(hidden * cast(scale)), cast(w2)))
+    return times(hidden if scale is None else cast(hidden * cast(scale)), "2")
 
 
 def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:

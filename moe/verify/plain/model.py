@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.recipe.sections import Model, Rope, Run, Swiglu
+from moe.recipe.sections import Model, Rope, Run
 from moe.verify.plain.batches import BEGIN, PADDING, predicted
 from moe.verify.plain.batches import ids as ids_of
-from moe.verify.plain.layer import Layer, Weights, moe_layer, network
+from moe.verify.plain.layer import Layer, Weights, moe_layer, network, product
 from moe.verify.plain.router import Tokens, capped, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
@@ -126,11 +126,12 @@ def _ahead_loss(
         ids = ids_of(torch.tensor(known).flatten())
         fresh = cast(norm(cast(cast(weights["embedding"])[ids]), weights[f"{name}.token_norm.weight"], model))
         both = torch.cat((cast(norm(x, weights[f"{name}.hidden_norm.weight"], model)), fresh), 1)
-        x = cast(both @ cast(weights[f"{name}.proj.weight"]).t())
+        x = product(both, weights, f"{name}.proj.weight", cast)
         seen = cast(norm(x, weights[f"{block}.attention_norm.weight"], model))
         x = cast(x + dropped(run, attention(seen, weights, block, run, length, begins, cast), f"{layer}.attention", tokens, cast))
         seen = cast(norm(x, weights[f"{block}.ffn_norm.weight"], model))
-        x = cast(x + dropped(run, dense(seen, weights, f"{block}.ffn", model.ffn, model.swiglu, cast), f"{layer}.ffn", tokens, cast))
+        out = network(seen, weights, f"{block}.ffn", ffn=model.ffn, swiglu=model.swiglu, cast=cast)
+        x = cast(x + dropped(run, out, f"{layer}.ffn", tokens, cast))
         read = cast(norm(x, weights[f"{name}.norm.weight"], model))
         logits = capped(wide(cast(read @ cast(table).t())), model.logit_cap)
         total = total + F.cross_entropy(logits, predicted(torch.tensor(wanted)).flatten(), reduction="sum", ignore_index=PADDING)
@@ -153,7 +154,7 @@ def dense_or_experts(
     """Return the output [T, D] of block `number`'s dense network, or of its MoE layer, whose results are then added to `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
-        out = dense(seen, weights, f"{name}.ffn", model.ffn, model.swiglu, cast)
+        out = network(seen, weights, f"{name}.ffn", ffn=model.ffn, swiglu=model.swiglu, cast=cast)
         note(f"{name}.ffn", out)
         return out
     count = experts.of_layer(model.layers_with_experts().index(number)) + experts.skip + experts.zero
@@ -180,7 +181,7 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
         return _mixed(*_latent_heads(x, weights, f"{name}.attention", model, length, cast), weights, name, model, begins, cast)
 
     def projected(matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
-        flat = cast(x @ cast(weights[f"{name}.attention.{matrix}.weight"]).t())
+        flat = product(x, weights, f"{name}.attention.{matrix}.weight", cast)
         if model.qkv_bias:
             flat = cast(flat + cast(weights[f"{name}.attention.{matrix}_bias.weight"]))
         gain = weights.get(f"{name}.attention.{matrix}_norm.weight")
@@ -203,8 +204,8 @@ def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: 
     content = model.head_size or model.d_model // model.num_heads
     rotary, value = model.latent.rotary_size or content // 2, model.latent.value_size or content
 
-    def product(x: Tensor, matrix: str) -> Tensor:
-        return cast(x @ cast(weights[f"{name}.{matrix}.weight"]).t())
+    def by(x: Tensor, matrix: str) -> Tensor:
+        return product(x, weights, f"{name}.{matrix}.weight", cast)
 
     def normed(x: Tensor, gain: str) -> Tensor:
         rows = wide(x)
@@ -213,10 +214,10 @@ def _latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: 
     def rotated(x: Tensor) -> Tensor:
         return _rotated(x.reshape(-1, length, rotary), model.rope, cast)
 
-    queries = product(x, "q") if model.latent.query_rank is None else product(normed(product(x, "q_down"), "q_down_norm"), "q_up")
-    down = product(x, "kv_down")
+    queries = by(x, "q") if model.latent.query_rank is None else by(normed(by(x, "q_down"), "q_down_norm"), "q_up")
+    down = by(x, "kv_down")
     latent, shared = normed(down[:, : model.latent.key_rank], "kv_down_norm"), rotated(down[:, model.latent.key_rank :])
-    up = product(latent, "kv_up")
+    up = by(latent, "kv_up")
     m = 1 + 0.1 * model.rope.mscale_all * math.log(model.rope.factor) if model.rope.scaling == "yarn" else 1.0
     q, k, v = [], [], []
     for head in range(model.num_heads):
@@ -253,7 +254,7 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: 
         shares = scores.softmax(2)[..., :length]
         outs.append(cast(shares.to(v.dtype) @ v[group]))
     flat = torch.stack(outs, 2).reshape(-1, heads * v.shape[3])
-    out = cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
+    out = product(flat, weights, f"{name}.attention.out.weight", cast)
     return cast(out + cast(weights[f"{name}.attention.out_bias.weight"])) if model.out_bias else out
 
 
@@ -319,21 +320,15 @@ def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
     return torch.tensor([[bucket(key - query) for key in range(keys)] for query in range(queries)])
 
 
-def dense(x: Tensor, weights: Weights, name: str, ffn: str, swiglu: Swiglu, cast: Rounding) -> Tensor:
-    """Output [T, D] of a dense network. Its matrices are stored as [out, in]."""
-    w1, w2, w3 = (None if w is None else w.t() for w in (weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")))
-    return network(x, w1, w2, w3, ffn=ffn, cast=cast, swiglu=swiglu)
-
-
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
     """Return the experts' output y plus the output of the shared experts or of the residual network (PR-MoE), which process every token."""
-    ffn, swiglu = run.experts.ffn or run.model.ffn, run.model.swiglu
+    how: dict[str, Any] = {"ffn": run.experts.ffn or run.model.ffn, "swiglu": run.model.swiglu, "cast": cast}
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
-        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * dense(x, weights, f"{name}.residual", ffn, swiglu, cast)))
+        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * network(x, weights, f"{name}.residual", **how)))
     if f"{name}.shared.w1.weight" not in weights:
         return y
-    shared = dense(x, weights, f"{name}.shared", ffn, swiglu, cast)
+    shared = network(x, weights, f"{name}.shared", **how)
     if f"{name}.shared_gate.weight" in weights:
         shared = cast(cast((wide(x) @ wide(weights[f"{name}.shared_gate.weight"]).t()).sigmoid()) * shared)
     return cast(y + shared)

@@ -1,10 +1,11 @@
 """Computes the update of the plain twin (the second implementation, twin.py): weight decay, gradient norm, clipping, AdamW, Muon,
-Adafactor, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step. m: Muon's momentum,
-mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selection bias of expert e.
+Adafactor, K-FAC, and selection biases of routers. p: a parameter, g: its gradient, wd: weight decay, t: number of the step. m: Muon's
+momentum, mu: its decay rate, s: a factor that depends on the matrix's shape. b_e: selection bias of expert e.
 
     p <- p - lr wd p - lr m' / (sqrt(v') + eps)        m', v': moments, each divided by 1 - beta^t          arXiv 1711.05101
     p <- p - lr wd p - lr s X                          X: g + mu m made orthogonal, with Muon               arXiv 2502.16982
     p <- p - lr wd p - lr rms(p) U                     U: g / sqrt(factored second moment), Adafactor       arXiv 1804.04235
+    p <- p - lr wd p - lr |S| D / |D|                  S: AdamW's step, D: K-FAC's direction (kfac.py)      arXiv 2002.11803
     b_e <- b_e + rate * sign(mean load - load_e)                                                            arXiv 2408.15664
 
 It uses nothing from torch.optim, parallel/numerics/clip.py or moe/router/losses.py.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.recipe import sections
+from moe.verify.plain.kfac import Moments, PlainKfac
 from moe.verify.plain.layer import Weights
 
 _NORMS = "attention_norm cross_norm encoder_norm q_norm k_norm q_down_norm kv_down_norm ffn_norm hidden_norm token_norm norm"
@@ -55,19 +57,20 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class PlainStep:
-    """AdamW, Muon or Adafactor. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second moment;
-    for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
+    """AdamW, Muon, Adafactor or K-FAC. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second
+    moment; for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
-        self.settings, self.steps = settings, 0
+        self.settings, self.steps, self.kfac = settings, 0, PlainKfac(settings.kfac)
         self.exp_avg: Weights = {}
         self.exp_avg_sq: Weights = {}
 
     @torch.no_grad()
-    def step(self, parameters: Weights, gradients: Weights) -> None:
-        """Clip the gradients to the recipe's norm and update the parameters in place."""
+    def step(self, parameters: Weights, gradients: Weights, moments: Moments) -> None:
+        """Clip the gradients to the recipe's norm and update the parameters in place. moments: of the same step's rows, for K-FAC."""
         s = self.settings
         self.steps += 1
+        self.kfac.begin_update(moments)
         total = norms(gradients)["total"]
         factor = 1.0 if s.clip_norm is None or total <= s.clip_norm else s.clip_norm / total
         for name, p in parameters.items():
@@ -78,6 +81,8 @@ class PlainStep:
                 moved = self._by_adafactor(name, gradient, p)
             else:
                 moved = (self._by_muon if by_muon else self._by_adamw)(name, gradient)
+            if s.kind == "kfac" and (direction := self.kfac.direction(name, self.exp_avg[name])) is not None and direction.any():
+                moved = direction * (moved.norm() / direction.norm())
             shrunk = p * (1 - lr * s.weight_decay) if decayed(name) else p
             p.copy_(shrunk - lr * moved)
 

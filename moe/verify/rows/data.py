@@ -12,6 +12,7 @@ from parallel.mesh.mesh import divisors
 
 WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch
 THREE = ("dense", "gshard", "deepseek")
+_BY_KFAC = ("kfac", "kfac_at_once", "kfac_t5")  # models that K-FAC updates
 
 
 def data_cases() -> list[Case]:
@@ -150,6 +151,10 @@ def _options_cases() -> list[Case]:
         for number, kind in enumerate(kinds)
     ]
     found += [Case("latent", "fsdp", 3, 1, 1, "fp32")]  # sizes of matrices are not divisible by 3
+    found += [
+        Case(model, "ddp", world, world, m, "fp32", again) for model in _BY_KFAC for world, m, again in ((1, 3, "none"), (2, 1, "full"))
+    ]
+    found += [Case("kfac", "ddp", 1, 1, 1, "fp32", overflow=True), Case("kfac", "ddp", 2, 2, 3, "fp32", padded=True)]
     return [
         *found,
         Case("mixer", "ddp", 2, 2, 1, "bf16"),

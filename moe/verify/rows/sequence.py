@@ -49,6 +49,7 @@ def sequence_cases() -> list[Case]:
             Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped", packed=attention == "ulysses")
         ]
     found += [Case("ahead_windows", "ddp", 2, 2, 1, "fp32", sp=2, attention="striped")]
+    found += [Case("kfac", "ddp", 2, 2, 3, "fp32", sp=2, attention=attention) for attention in ("zigzag", "ulysses")]
     found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses"), Case("lora", "ddp", 2, 2, 1, "fp32", sp=2)]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")):
         for model, ep, m in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1)):

@@ -18,12 +18,13 @@ class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
-    weights; (): False for all stages."""
+    weights; (): False for all stages. begun: whether the stage has run a B or I, so that it has gradients; (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
     at_i: bool
     freed: tuple[bool, ...] = ()
+    begun: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class RankPeaks:
 
     stages: the rank's stages. most: for each such moment, the number of each stage's micro-batches after their forward pass and before the
     end of their backward pass (B or W); a moment is left out if another moment has at least as many in every stage. versions: number of
-    weight versions that the rank keeps, the newest included. with_i: if the rank has actions I and W, such moments with more detail
-    (InFlight); else ().
+    weight versions that the rank keeps, the newest included. with_i: if the rank has actions I and W, or several stages, such moments with
+    more detail (InFlight); else ().
     """
 
     stages: tuple[int, ...]
@@ -71,22 +72,26 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
-    """Return the possible peaks of a rank with actions I and W (`RankPeaks.with_i`)."""
-    stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
-    seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then whether the action is I
+    """Return the possible peaks of a rank with more detail (`RankPeaks.with_i`)."""
+    stages, before, (kept, pending, whole, begun) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(4))
+    seen: set[tuple[int, ...]] = set()  # `kept`, `pending`, `whole` and `begun` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
-            seen.add((*(count[s] for count in (kept, pending, whole) for s in stages), op is Op.I))
+            seen.add((*(count[s] for count in (kept, pending, whole, begun) for s in stages), op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
         if op in (Op.F, Op.B, Op.I):
-            whole[stage] = op is Op.F
+            whole[stage], begun[stage] = op is Op.F, begun[stage] or op is not Op.F
         pending[stage] += (op is Op.I) - (op is Op.W)
-    if not any(at_i for *_, at_i in seen):
-        return ()
     n = len(stages)
-    found = undominated(sorted(seen, reverse=True))
-    return tuple(InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in of[2 * n : -1]])) for of in found)
+    if n == 1 and not any(at_i for *_, at_i in seen):
+        return ()
+
+    def moment(of: tuple[int, ...]) -> InFlight:
+        whole, begun = of[2 * n : 3 * n], of[3 * n : -1]
+        return InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in whole]), tuple(map(bool, begun)))
+
+    return tuple(map(moment, undominated(sorted(seen, reverse=True))))
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -51,6 +51,16 @@ def test_a_decoded_matrix_is_encoded_to_the_bit(form: Form, sizes: tuple[int, in
     assert held >= BLOCK_BYTES[form] * given.numel() and (held == BLOCK_BYTES[form] * given.numel() or sizes[1] % FP8_BLOCK)
 
 
+def test_a_block_whose_sample_has_no_factor_that_fits_is_encoded_from_all_elements() -> None:
+    """Most elements are 0, so that a sample bounds the factor too little. There are more blocks than are encoded at a time."""
+    (matrix,) = fp8(1, 10 * FP8_BLOCK, FP8_BLOCK)
+    mostly = torch.rand(matrix.shape, generator=DRAWS) < 0.998
+    mostly[5:, :FP8_BLOCK:2] = True
+    matrix = matrix.masked_fill(mostly, 0.0)
+    blocks = Blocks.empty("fp8", (1, *matrix.shape), ALONE)
+    assert blocks.put(0, matrix) and torch.equal(bits(blocks[0]), bits(matrix)) and blocks.scales.unique().numel() > 8
+
+
 @pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_a_matrix_with_one_other_value_is_refused(form: Form) -> None:
     """One element of one block is moved by the distance between neighbours in bf16."""

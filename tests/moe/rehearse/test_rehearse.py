@@ -123,6 +123,13 @@ WIDE = {"num_layers": 3, "d_model": 384, "d_ff": 1280, "num_heads": 6, "vocab_si
 ROWS_OF_8 = {"model": {"moe_every": 2}, "experts": {"num_experts": 8}, "router": {"preset": "switch", "capacity_factor": None}}
 LONG = {"num_layers": 2, "max_length": 800, "num_kv_heads": 1, "d_ff": 320}
 T5 = {"positions": "t5", "num_layers": 2}
+BOTH_WAYS = {
+    "model": {"num_layers": 4},
+    "sharding": {"kind": "fsdp", "allow_slow": True},
+    "degrees": {"pp": 2, "dp": 2},
+    "pipeline": {"schedule": "dualpipe", "microbatches": 4},
+    "train": {"global_batch": 8, "eval_sequences": 8},
+}
 PREDICTED: dict[str, dict[str, Any]] = {
     "relu, recomputed": {"model": {"ffn": "relu"}, "recompute": {"kind": "full"}},
     "gated, recomputed": {"model": {"ffn": "swiglu"}, "recompute": {"kind": "selective"}, "precision": {"compute": "fp32"}},
@@ -165,6 +172,12 @@ PREDICTED: dict[str, dict[str, Any]] = {
         "degrees": {"pp": 2, "dp": 2},
         "pipeline": {"schedule": "zb_h1", "microbatches": 2},
     },
+    "both ways, scattered after each pass": BOTH_WAYS,
+    "both ways, scattered once": BOTH_WAYS | {"sharding": {"kind": "fsdp", "reshard": False}},
+    "both ways of experts": ROWS_OF_8
+    | BOTH_WAYS
+    | {"model": {"num_layers": 4, "moe_every": 2}, "degrees": {"pp": 2, "dp": 2, "ep": 2}, "recompute": {"kind": "full"}},
+    "scattered once": BOTH_WAYS | {"sharding": {"kind": "fsdp", "reshard": False}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
     "16 bits alone": {"precision": {"master": "bf16"}},
     "a wide table": {"model": {"vocab_size": 20_000, "num_layers": 1, "max_length": 160, "d_ff": 320}, "pipeline": {"microbatches": 4}},
     "a table, two ranks": {"model": {"vocab_size": 9_000, "num_layers": 1, "max_length": 16, "d_ff": 320}, "degrees": {"dp": 2}},

@@ -45,6 +45,7 @@ from parallel.data import ddp
 from parallel.data.ddp import DDP
 from parallel.data.zero import Zero
 from parallel.errors import BadInput
+from parallel.kfac import grafted, kfac
 from parallel.mesh.collectives import Started, sum_over
 from parallel.mesh.grids import GRIDS
 from parallel.mesh.layout import Layout
@@ -121,6 +122,23 @@ def test_reorderings_include_the_splits_of_every_16_bit_row_and_no_others() -> N
         cuts = {(c.head_tiles, c.chunks, c.parts, c.blocks) for c in measured}
         assert cuts == {(1, 1, 1, 1), (own.head_tiles, own.chunks, own.parts, own.blocks)}
     assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")
+
+
+@pytest.mark.usefixtures("three_steps")
+def test_the_twin_of_kfac_finds_faults_of_its_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process equals the twin; with more damping, factors by the wrong side, or inverses that come too late it does not."""
+    case = Case("kfac_at_once", "ddp", 1, 1, 1, "fp32", batch=3)
+    want, damped, direct = reference(case), kfac.damped_inverse, grafted.direction
+    assert max(compare(compute(case), want).values()) < 1e-5
+    faults: list[tuple[Any, str, Any]] = [
+        (kfac, "damped_inverse", lambda factor, *, damping: damped(factor, damping=1.1 * damping)),
+        (grafted, "direction", lambda gradient, a, g: direct(gradient, a, torch.eye(g.shape[-1]).expand_as(g))),
+        (kfac.Kfac, "has_inverses", property(lambda found: found.updates > 1)),
+    ]
+    for owner, name, fault in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            assert compare(compute(case), want)["update"] > 1e-5, name
 
 
 @pytest.mark.usefixtures("three_steps")

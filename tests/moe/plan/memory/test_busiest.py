@@ -23,7 +23,7 @@ from moe.recipe.load import load
 from moe.recipe.sections import Dispatch, Run
 
 L, D, F, E, K, B, EP = 96, 64, 480, 16, 2, 3, 4
-PLAN = Plan(dp=8, ep=EP, microbatch=B)
+PLAN = Plan(dp=EP, ep=EP, microbatch=B)
 H100 = load_cluster("h100-8")
 SHARES = (1.0, 1.01, 1.3, 1.7, 2.0, 2.9, 4.0, 9.0)
 
