@@ -133,11 +133,9 @@ def test_all_kernels_and_kfac_compute_it() -> None:
     experts.kernels = Seen(experts, kfac, "layers.1")
     torch.testing.assert_close(experts(x, counts=counts), y)
     assert list(seen) == ["layers.1.w3", "layers.1.w1", "layers.1.w2"] and seen["layers.1.w1"] is x
-    b1, b3 = experts.b1, experts.b3
-    assert b1 is not None and b3 is not None
-    one = (experts.w1[0], experts.w2[0], None if experts.w3 is None else experts.w3[0])
-    given: dict[str, Any] = {"ffn": "geglu", "cast": lambda t: t, "biases": (b1[0], b3[0]), "multiply": _Twin.apply}
-    torch.testing.assert_close(plain_layer.network(x[:3], *one, **given), y[:3])
+    weights = {f"experts.0.{name}": p[0] for name, p in experts.named_parameters()}
+    given: dict[str, Any] = {"ffn": "geglu", "cast": lambda t: t, "multiply": _Twin.apply}
+    torch.testing.assert_close(plain_layer.network(x[:3], weights, "experts.0", **given), y[:3])
 
 
 def test_checks_refuse_what_it_refuses() -> None:
