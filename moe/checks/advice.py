@@ -34,7 +34,7 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
     """Check a run (`check_run`), and return it with its `auto` degrees resolved. A BadInput of the check gets a tested fix (`tried`).
 
     Also checks the file of router.hash_table if it exists (a resumed run reads the table from its checkpoint). origins: key -> origin of
-    its value; a change that would leave a value of the command line without effect is dropped."""
+    its value. A fix is not proposed if it would make a value from the command line have no effect."""
     try:
         checked = check_run(run, world)
     except BadInput as bad:
@@ -44,9 +44,9 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
-    """Return the error `bad` of a recipe on `world` processes, with a tested fix, which is the first of these that exists: single changes
-    after which the recipe is accepted; several changes together; a change after which an error about another key remains; words that no
-    change was found."""
+    """Return the error `bad` of a recipe on `world` processes, with a tested fix. The fix is the first of these that exists: (1) all single
+    changes after which the recipe is accepted; (2) several changes together after which the recipe is accepted; (3) one change that mends
+    this error but leaves an error about another key; (4) a text that no change was found. Advice in words is always kept."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []

@@ -89,8 +89,9 @@ def _check_stages(run: Run) -> None:
     schedule = schedule_of(run)
     bare = empty_rank([len(part) for part in layers_of(run, schedule)], schedule.homes, ends=False)
     if bare is not None:
-        got = f"{written(list(run.pipeline.layers or ()))}, which leaves rank {bare} of the pipeline without adapters"
-        raise BadInput("pipeline.layers", got=got, needed="a layer on every rank", fix=Set("it", None, said="null, for a cut by FLOPs"))
+        got = f"{written(list(run.pipeline.layers or ()))}, which gives rank {bare} of the pipeline no layer and so no adapters to train"
+        fix = Set("it", None, said="null, for a cut by FLOPs")
+        raise BadInput("pipeline.layers", got=got, needed="at least one layer on every rank", fix=fix)
 
 
 def _targets(run: Run, without: str) -> Fix:

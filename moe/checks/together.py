@@ -237,7 +237,8 @@ def _check_path(key: str, given: str) -> None:
 
 
 def _is_empty(root: Path) -> bool:
-    """Return whether no file in a folder, or in the folders in it, has a byte. A folder that this user may not look into may have some."""
+    """Return whether all files in a folder, and in the folders in it, have 0 bytes. Return False if this user may not look into one of the
+    folders, which may have files with text."""
     locked: list[OSError] = []
     for folder, _, files in os.walk(root, onerror=locked.append):
         paths = [os.path.join(folder, name) for name in files]

@@ -247,7 +247,8 @@ def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
     """Return the best plan as a recipe (YAML text). It extends `name` if that is a shipped recipe; otherwise it has all keys."""
     best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # `before` has no overrides, so the new recipe gets them
+    # the shipped recipe is loaded without the command line's overrides: these then count as differences, and get into the new recipe
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)
     tree: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:

@@ -1,15 +1,17 @@
 """Divides a MoE layer's tokens among the ranks of tp, and joins the results, so that only one rank of tp routes a token.
 
-    outside the layer, each rank has           cut: its tokens inside               join
-    copies      x [B L, D]                     its run of the tokens                all-gather of the runs
-    columns     [B L / t, D]: a run of each    the same                             nothing
-                sequence (tensor.sequence_parallel)
-    channels    [B L, D / q] on a grid         its run: all-to-all over tp_col      all-to-all back
+A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. D is the model's
+width, t the number of tp ranks, q the grid's side. There are three ways to hold tokens outside of the layer:
 
-D is the model's width, t the number of tp ranks, q the grid's side. A run is a contiguous chunk of tokens. The lengths of runs differ by at
-most one, so any number of tokens can be divided. The experts' ranks (ep) can include this axis (MoE parallel folding, arXiv 2504.14960). A
-group is a set of tokens that share capacity or a balance loss. If a group has tokens on several ranks, they exchange its choices
-(moe/router/slices.py).
+                a rank has, outside of the layer    cut: its tokens inside           join: back to the layout outside
+    Copies      all tokens, [B L, D]                its run of the tokens            all-gather of the runs
+    Columns     a run of each sequence, [B L / t,   the same tokens                  nothing
+                D] (tensor.sequence_parallel)
+    Exchanged   some channels of all tokens, on a   its run: all-to-all over tp_col  all-to-all back
+                grid, [B L, D / q]                  (parallel/tensor/grid.py)
+
+The experts' ranks (ep) can include the tp axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or
+a balance loss. If a group has tokens on several ranks, they exchange its choices (moe/router/slices.py).
 """
 
 from __future__ import annotations

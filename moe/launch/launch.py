@@ -137,7 +137,7 @@ def _tell_torchrun(error: str) -> None:
         try:
             Path(path).write_text(json.dumps({"message": {"message": error, "extraInfo": {"timestamp": f"{time.time():.0f}"}}}))
         except OSError:
-            Path(path).unlink(missing_ok=True)  # torchrun would fail to read a part of it
+            Path(path).unlink(missing_ok=True)  # a half-written file is not valid JSON, and torchrun would fail to read it
 
 
 def _prints(bad: BadInput, rank: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from parallel.errors import BadInput
 
-_BEGIN = "--- process "  # first words of an attempt's first line
+_BEGIN = "--- process "  # begins the line that each attempt (start of the rank's process) writes into the log first
 FOLDER = "logs"  # in the run's folder
 _END_BYTES, _END_LETTERS = 64 << 10, 300  # end of a log in which `last_line` looks, and most letters that it returns
 

@@ -58,7 +58,8 @@ class Others(Protocol):
         """Sum the rows found by all ranks and return the rows of this rank's tokens. `found` is zero for rows of other ranks."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input x of the product with this rank's rows, given the layer's input."""
+        """Return the input of the product with this rank's rows: x, or x gathered from all ranks if each has x of other tokens. Backward:
+        sum the gradient of x over the ranks, if `product` does not."""
 
     def targets(self, targets: Tensor) -> Tensor:
         """Return the targets of the tokens for which this rank computes logits, given the targets of its own tokens."""

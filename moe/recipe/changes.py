@@ -84,7 +84,7 @@ def check_allowed(allowed: Sequence[str]) -> None:
             raise BadInput(f"--allow-change {key}", got=got, needed=needed, fix=fix)
         if kind != "function":
             what = "a key that needs no permission: its change is printed and applied" if kind != "name" else "a preset of other keys"
-            fix = "remove it" if kind != "name" else "name the keys themselves, which the error without this flag lists"
+            fix = "remove it" if kind != "name" else "name the preset's keys instead: run without --allow-change, and the error lists them"
             raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
 
 

@@ -28,9 +28,9 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True)
 class Meant:
-    """The meaning of another tool's name; one of the four fields is set.
-    keys: keys of a recipe with their values. unit: the corresponding key, and its unit in words, if the other tool's unit differs.
-    flag: a flag of `moe`. needless: why no key is needed."""
+    """How to say in a recipe what a setting of another tool says. One of the four fields is set.
+    keys: the recipe's keys with their values. unit: a text "KEY, its unit or possible values" for a key that needs another value than the
+    other tool's, for example "train.global_batch, in sequences". flag: a flag of `moe`. needless: why no key is needed."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     unit: str | None = None

@@ -192,9 +192,9 @@ def _run_or_default(values: Values) -> Run:
 
 
 def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
-    """Apply a fix of each refusal, until the recipe is accepted. A fix that needs more than `most` processes is not applied. If the fixes
-    of a refusal are only words, or lead back to an earlier recipe, give the refused key or its whole section the values in _TINY. Raises
-    AssertionError if the recipe is never accepted."""
+    """Apply a fix of each refusal, until the recipe is accepted. A fix that needs more than `most` processes is not applied. Fixes in
+    prose, which code cannot apply, and fixes that lead back to an earlier recipe are skipped. If none is left, reset the refused key to its
+    value in _TINY, or else its section, or else the whole recipe. Raises AssertionError if the recipe is never accepted."""
     seen = {_as_text(values, world)}
     refusals: list[Refusal] = []
     for _ in range(_ROUNDS):

@@ -110,8 +110,8 @@ def known(run: Run) -> bool:
 
 
 def not_in_the_twin(run: Run) -> str | None:
-    """Return the first setting of an unchanged recipe that makes a comparison with the twin impossible; None if there is none. An optimizer
-    that the twin lacks is no such setting in fp32: its update is compared with the trainer on one process."""
+    """Return the first setting for which a recipe, used unchanged, cannot be compared with the twin (the plain reference model); None if
+    there is none. An optimizer that the twin lacks is accepted in fp32: its update is compared with the trainer's on one process."""
     sparse, spec, rounded = bool(run.model.layers_with_experts()), run.router, run.precision.compute != "fp32"
     found = {
         "router.group rank": sparse and spec.group == "rank",

@@ -291,7 +291,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
     `zero_optimization`."""
     sharded = {"stage": stage, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
     sharded["overlap_comm"] = device.type == "cuda"  # needs CUDA streams; without them it only costs a second buffer
-    sharded["use_multi_rank_bucket_allreduce"] = False  # sums each gradient on its owner only: half the bytes of an all-reduce
+    # False: each gradient is summed only on the rank that owns it, so half as many bytes are sent as by an all-reduce
+    sharded["use_multi_rank_bucket_allreduce"] = False
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

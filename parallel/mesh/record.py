@@ -47,9 +47,10 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all of them. With the symbols at the top of this file: splits: sum over
-    collectives of `splits` times a hash of the collective's number. weight: w_i - w_(i-1). out, back: h_ij and h_ji for each rank j. last:
-    the last 512 collectives, newest last."""
+    number: count of announced collectives. chain: hash chain of all of them. last: the last 512 collectives, newest last. splits: checksum
+    of the numbers of rows that were sent and received so far: the sum of each collective's `splits` times a hash of its number. weight,
+    out, back: coefficients of the formula at the top of this file, by which ranks notice a difference. weight: w_i - w_(i-1), for `chain`.
+    out, back: for each rank j, h_ij for rows sent to rank j, and h_ji for rows received from rank j."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

@@ -38,7 +38,8 @@ def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tens
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)
-    out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))  # values are known in a rehearsal too: all are written below
+    # a rehearsal computes only with known values: any first values will do, because each is overwritten below with a known one
+    out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))
     step = max(1, _CHUNK // max(width, 1)) if position_T.device.type == "cpu" else len(row_T)
     for start in range(0, len(row_T), step):
         bits = row_T[start : start + step].unsqueeze(1) + column_D

@@ -111,7 +111,8 @@ class Pretended(FakeTensorMode):
             with _disable_current_modes():  # real meta tensors, not fake ones: a real run also builds its model on the meta device
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # C++ code sees all tensors on the CPU (_device_in_cpp), so autograd asks for the CPU
+            # autograd's C++ code sees all tensors on the CPU (_device_in_cpp), and requests new tensors on the CPU
+            kwargs = kwargs | {"device": self.device}
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
         if READS & set(func.tags):

@@ -41,13 +41,14 @@ _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "time
 Why = Literal["slow", "hang", "lost", "failed", "differ"]
 T = TypeVar("T")
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-End = Callable[[str, bool], None]  # (line, True if this rank prints it)
+End = Callable[[str, bool], None]  # (line, prints), as in Watchdog
 
 
 class Watchdog:
     """The watchdog of one rank.
     limit_s: seconds without progress after which the run ends. holder: name of the process that holds the store, for messages.
-    end: called before this process ends, with the line that ends the run, and True if this rank prints it."""
+    end: called as end(line, prints) just before this process ends. line: message that says why the run ends. prints: True if this rank is
+    to print the message; others stay silent."""
 
     def __init__(
         self, record: Record, store: Any, *, world_size: int, limit_s: float, holder: str = "rank 0", end: End | None = None

@@ -91,7 +91,8 @@ def _stored(choice_N, real_N, row, choices):
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     """Write the number of active choices of each expert in each block of a group into out [groups, blocks + 1, E]. Choices of expert -1 are
-    not counted. Also fill `zeros`, [T, K] or None, with 0: `rank` writes only some elements of this tensor.
+    not counted. Also fill `zeros`, if given, with 0: it has one element for each choice. The kernel `rank`, which runs later, writes the
+    sorted choices into this tensor (its `choice_of`), but not into all elements.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)

@@ -33,7 +33,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
-InOrder = Callable[..., Tensor] | None  # function with the parameters of `product` that replaces it for 16-bit rows, or None
+InOrder = Callable[..., Tensor] | None  # function that `product`, below, calls with its own arguments if rows are of 16 bits; or None
 
 
 @dataclass(frozen=True)

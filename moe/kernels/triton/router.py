@@ -148,11 +148,13 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route one block of `each` tokens. The tokens form G groups of `tokens` tokens. `bias` [E] is added to the compared scores. `given`
-    [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K] or None: experts with the
-    highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN: compare logits, not scores.
-    NORMED: gates sum to SCALE. Write four sums over each of B blocks to parts [G, B, 4, W]: probabilities, all choices, the first `counted`
-    choices of each token, and (z loss, entropy, tokens).
+    """Route one block of `each` tokens: each of the G groups has `tokens` tokens, cut into B blocks. `bias` [E] is added to the compared
+    scores. `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K] or None:
+    experts with the highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN (softmax over the
+    chosen experts only): the experts with the highest logits are chosen, not those with the highest scores. NORMED: gates sum to SCALE.
+    Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2, one number for each expert: its probabilities; how
+    often it was chosen; how often it is among the first `counted` choices of a token (of `load`, if given). Row 3: z loss, entropy and
+    number of tokens.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

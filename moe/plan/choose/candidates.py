@@ -25,9 +25,9 @@ from parallel.sequence.kinds import DEFAULT, SEQUENCES
 class Space:
     """Values that are tried for each setting of a plan. tensors, sequences: kinds of tensor and sequence parallelism.
 
-    schedules: (name, stages on each rank). lists: for each schedule, the largest number of cuts of the layers into stages that are tried
-    (moe/plan/job/cut.py). largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's batch are
-    tried.
+    schedules: (name, stages on each rank). lists: largest number of different partitions of the layers into stages that are tried for each
+    schedule (moe/plan/job/cut.py). largest_microbatch: upper limit of the sequences of a micro-batch; None: all divisors of a replica's
+    batch are tried.
     """
 
     engines: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp")

@@ -72,7 +72,7 @@ def too_little_memory(plan: Plan, over_bytes: float) -> Refused:
 
 
 class Refusals(dict[str, Refused]):
-    """Maps each reason to the plans that were refused for it."""
+    """Maps each reason to one Refused: the number of plans that were refused for this reason, and one of them as an example."""
 
     def add(self, more: Refused) -> None:
         before = self.get(more.reason, more)

@@ -189,8 +189,8 @@ def _terms(op: Operator) -> Iterator[tuple[str, str]]:
 
 
 def _uncontended(agreed: ByLetter, shardings: Sequence[ByLetter]) -> ByLetter:
-    """Return `agreed` without contended axes: each letter's list ends before the first axis that shards another letter in one of
-    `shardings`."""
+    """Return `agreed` without contended axes. A letter names a dim; `agreed` maps each letter to the mesh axes that are to shard this dim.
+    Each list of axes is cut before its first axis that shards a dim with another letter in any of `shardings`."""
     letters = _letters_of_axes(shardings)
     return {a: next((axes[:n] for n, axis in enumerate(axes) if letters.get(axis, set()) - {a}), axes) for a, axes in agreed.items()}
 

@@ -81,7 +81,8 @@ def _rates(machine: Machine, mesh: Sizes) -> Rates:
 
 
 def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
-    """Yield layouts with the batch over rows; heads, hidden units and vocabulary over columns; experts as in each of EXPERTS."""
+    """Yield one layout for each mesh and each alternative in EXPERTS, which says how experts are split. The mesh axis `rows` splits the
+    batch; the mesh axis `columns` splits heads, hidden units and vocabulary."""
     names = {dim.name for dim in mesh_tensorflow.renamed(graph).dims.values()}
     for mesh in meshes(machine):
         dense = [f"{name}:columns" for name in BY_TENSOR if name in names and "columns" in mesh]

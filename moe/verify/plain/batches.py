@@ -40,5 +40,5 @@ def ids(tokens: Tensor) -> Tensor:
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """Return the target ids of a batch from `batch`: tokens that are not targets become PADDING."""
+    """Return the target ids of a batch from `batch`: negative numbers, which mark tokens that are not targets, become PADDING."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

@@ -177,7 +177,8 @@ def _adapted_cases() -> list[Case]:
 
 
 def _overlapped_cases() -> list[Case]:
-    """Cases of tensor.overlap_chunks with chunks of unequal size: with sequence_parallel, engines, recompute, bf16, and a pipeline."""
+    """Cases of tensor.overlap_chunks with chunks of unequal size, combined with each of these: sequence_parallel, the engines ddp,
+    fsdp and zero3, recompute, bf16, a pipeline, and sp."""
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
     found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
     found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]

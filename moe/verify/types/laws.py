@@ -117,7 +117,8 @@ class Checked:
 
 
 def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
-    """Check all laws. seen: for each rank, the fields of Seen (moe/verify/types/watch.py)."""
+    """Check what the ranks recorded against the laws at the top of this file. Return the broken laws, and how many were checked. seen: for
+    each rank, the fields of its Seen (moe/verify/types/watch.py)."""
     broken = [*_copies([rank["copies"] for rank in seen]), *_sums([rank["sums"] for rank in seen], run.mesh_degrees())]
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:

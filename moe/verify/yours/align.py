@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moe.verify.yours.values import PERIOD, Piece, Recorded
 
-# one tensor for each dim: its entry i is the index in the single process's tensor that corresponds to index i in the rank's tensor (of a
-# DTensor: in the global tensor)
+# one tensor for each dim: entry i is the index in the single process's tensor that corresponds to index i of the rank's tensor. If the
+# rank's tensor is a DTensor, i is an index of the global tensor, not of the rank's shard
 Maps = list[Tensor]
 _NEAREST = 4096  # largest number of rows that are paired by distance: the matrix of distances grows with its square
 

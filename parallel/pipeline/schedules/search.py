@@ -78,7 +78,7 @@ def search(
     problem = Problem(placement, ranks, microbatches, chunks, cost, transfer_time, memory, overlap, homes)
     found = [schedule for schedule in (*_of_catalog(problem), *_heuristic(problem)) if problem.fits(schedule)]
     if not found:
-        raise BadInput("memory", got=memory, needed="at least 1, the activations of one micro-batch on one rank", fix=Set("it", 1))
+        raise BadInput("memory", got=memory, needed="at least 1 (unit: one micro-batch's activations on one rank)", fix=Set("it", 1))
     best = min(found, key=problem.time)
     return check(replace(_improved(best, problem, rounds), name="search"))
 

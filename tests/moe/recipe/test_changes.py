@@ -202,7 +202,7 @@ def test_the_same_function_in_other_words_is_no_change_of_it() -> None:
         ("model.num_head", "did you mean --allow-change model.num_heads?"),
         ("model.d_ff", "parameters' shapes"),
         ("optimizer.lr", "needs no permission"),
-        ("router.preset", "name the keys themselves"),
+        ("router.preset", "name the preset's keys instead"),
     ],
 )
 def test_a_permission_that_could_not_mean_anything_is_refused(key: str, said: str) -> None:

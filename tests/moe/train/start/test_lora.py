@@ -242,7 +242,7 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
         ),
         (
             {"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}, "model": {"num_layers": 2}, "pipeline": {"layers": [2, 0]}},
-            "pipeline.layers: got .2, 0., which leaves rank 1 of the pipeline without adapters",
+            "pipeline.layers: got .2, 0., which gives rank 1 of the pipeline no layer and so no adapters to train",
         ),
         ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
         ({"lora": {"rank": 4}, "optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with lora.rank=4"),
