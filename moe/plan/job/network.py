@@ -232,7 +232,7 @@ class Network:
         """Return the format of blocks in which frozen matrices of this kind are kept; None: they are parameters."""
         return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
 
-    @property
+    @cached_property
     def of_ahead(self) -> Network:
         """The network of a depth of multi-token prediction: dense layers, which have no adapters and stay whole."""
         return replace(self, experts=None, adapters=None if self.adapters is None else Adapters(self.adapters.rank, ()))
@@ -261,7 +261,7 @@ class Network:
         queries belong to both `attention` and `norms`. With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
-    @property
+    @cached_property
     def balanced(self) -> Network:
         """Copy of the network with equally many rows on all ranks of ep."""
         experts = None if self.experts is None else replace(self.experts, busiest=1.0)
