@@ -61,16 +61,18 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 
 @lru_cache(maxsize=5_000)
 def fullest_ranks(
-    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
+    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], before: int, every: int
 ) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much: it has the
     same layers, at least as many micro-batches in flight and weight versions, gradients if the later rank has them, the same embedding, and
     the head if the later rank has it. A rank without the embedding keeps the inputs that it receives instead, which may be larger.
 
-    sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
+    sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
+    has the encoder's norm. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    of_layer = [(i < before, i == before - 1, i in sparse, repeats(i, every)) for i in range(bounds[-1])]
+    kinds = [[sorted(of_layer[bounds[s] : bounds[s + 1]]) for s in rank.stages] for rank in ranks]
     first, head = ([[s == end for s in rank.stages] for rank in ranks] for end in (0, last))
     moments = [moments_of(rank, microbatches) for rank in ranks]
 
@@ -91,11 +93,11 @@ def fullest_ranks(
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
     """Return (micro-batches in flight, whether no backward pass has ended, so that no gradients exist) at the moments that may be the
     rank's peak. The moment after the step's first backward pass is included."""
-    found = [(of, microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
-    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1]
-    return (*found, *((of, False) for of in later))
+    found = [(of, microbatches == 1 or min(of.kept) == microbatches or not of.summed) for of in rank.moments]
+    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of in rank.moments if min(of.kept) == microbatches > 1]
+    return (*found, *((of._replace(summed=True), False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
     frees = all(map(le, more.freed, less.freed))  # FSDP has freed no more of its weights
-    return frees and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    return frees and more.at_i >= less.at_i and more.summed >= less.summed and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -121,7 +121,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     if which == "all":
         return tuple(step.moments_of(sizes.rank(number, of, now[number])) for number, of in enumerate(ranks))
     sparse, lengths = network.with_experts if network.experts else (), tuple(map(len, stages))
-    numbers = fullest_ranks(*size, lengths, sparse, plan.recompute_every)
+    numbers = fullest_ranks(*size, lengths, sparse, network.before, plan.recompute_every)
     return tuple(map(step.moments_of, sizes.fullest([sizes.rank(number, ranks[number], now[number]) for number in numbers])))
 
 
@@ -170,7 +170,7 @@ class _Moments:
     def _moments(self, rank: Rank, held: Elements) -> Iterator[Moment]:
         """Yield all moments of a step that may be the rank's peak."""
         whole = self._gathered(held)
-        for (at_i, once, _), now in rank.candidates.items():
+        for (at_i, once, _, summed), now in rank.candidates.items():
             count, pending = now.in_flight.kept, now.in_flight.pending
             kept = sum([n * of.kept for n, of in zip(count, rank.stages, strict=True)])
             kept += sum([n * of.pending for n, of in zip(pending, rank.stages, strict=True)])
@@ -183,7 +183,11 @@ class _Moments:
                 if number or not at_i:
                     left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
                     others = sum([of.elements for of in freed if of is not stage], NOTHING)
-                    yield from self._in_stage(stage, held, kept, left, whole, before, others, at_i=at_i, once=once)
+                    waits = at_i and not summed and self.network.adapters is None  # gradients of weights come with the step's first W
+                    yield from self._in_stage(stage, held, kept, left, whole, before, others, at_i=at_i, once=once, waits=waits)
+                    if waits:  # the first W has ended, and other micro-batches still wait for theirs
+                        rest = sum([of.elements for of in rank.stages if of is not stage], NOTHING)
+                        yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
                 before = before + stage.elements if once else NOTHING
 
     def _at_loss(self, rank: Rank, held: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
@@ -214,13 +218,15 @@ class _Moments:
         *,
         at_i: bool,
         once: bool,
+        waits: bool,
     ) -> Iterator[Moment]:
         """Yield the moments of a stage's backward pass. before: parameters of earlier stages, whose gradients do not exist yet. others:
-        parameters of other stages; FSDP has freed their weights. at_i: the action is I. The other arguments: as for `_at_loss`."""
+        parameters of other stages; FSDP has freed their weights. at_i: the action is I. waits: no W has ended, so that no gradients exist
+        but the embedding's. The other arguments: as for `_at_loss`."""
         outside = self.outside
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, later, freed, behind in self._at_work(stage, once, at_i):
-            to_come = (before + later).trained if once else NOTHING
+            to_come = held.trained if waits else (before + later).trained if once else NOTHING
             work = of.work_of_i if at_i else of.work
             named: dict[str, Any] = {"to_come": to_come, "waiting": tied}
             if not self.gathers:
@@ -236,7 +242,8 @@ class _Moments:
             layers = self.sizes.layers_in(stage.number)
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
-            to_come, scattered = (before + stage.elements).trained if once else NOTHING, layers[-1].gathered if layers else NOTHING
+            to_come = held.trained if waits else (before + stage.elements).trained if once else NOTHING
+            scattered = layers[-1].gathered if layers else NOTHING
             yield Moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
             yield Moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
@@ -249,6 +256,7 @@ class _Moments:
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
             to_come, sharded = Elements(tied) if once else NOTHING, whole.get("embedding", 0.0)
+            to_come = held.trained + outside.embedding.trained.times(-1) if waits else to_come
             yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others)
 
     def _gathered(self, held: Elements) -> dict[At, float]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan, repeats
-from moe.plan.memory.kept import cast_weights, inputs_kept, recompute_of
+from moe.plan.memory.kept import between_halves, cast_weights, inputs_kept, recompute_of
 from moe.plan.memory.stack import Stack
 from moe.plan.memory.temporary import NOTHING, LayerBytes, layer_bytes, outside_of
 from parallel.pipeline.simulator.held import InFlight, RankPeaks
@@ -59,12 +59,12 @@ class _Now(NamedTuple):
     total: float
 
 
-_Key = tuple[bool, bool, tuple[bool, ...]]
+_Key = tuple[bool, bool, tuple[bool, ...], bool]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed) -> among the moments with
-    these properties, the one with the most kept bytes."""
+    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed, InFlight.summed) -> among
+    the moments with these properties, the one with the most kept bytes."""
 
     number: int
     versions: int
@@ -101,7 +101,7 @@ def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[Stage
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once, of.freed
+        key = of.at_i, once, of.freed, of.summed
         if key not in found or found[key].total < total:
             found[key] = _Now(of, once, total)
     return found
@@ -153,7 +153,8 @@ class Stages:
         if last and self.casts:
             ends += network.ahead * outside.casts
         of_loss = ends - outside.keeps[first, False] if last else 0.0
-        ends += inputs_kept(plan, stack, layers, first=first, last=last) * outside.crossing
+        whole = inputs_kept(plan, stack, layers, first=first, last=last)
+        ends += whole * outside.crossing + between_halves(network, plan, stack, layers, first=first, whole=whole > 0)
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:

@@ -17,12 +17,14 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
     and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): False for all stages."""
+    since its last B or I, so that FSDP has freed its weights; (): False for all stages. summed: whether the rank has ended a B or W, so that
+    gradients of weights exist."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
     at_i: bool
     freed: tuple[bool, ...] = ()
+    summed: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,22 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     """Return `RankPeaks.with_i` of a rank."""
-    stages, before, (kept, pending, whole) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(3))
-    seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then whether the action is I
+    stages, before, summed, (kept, pending, whole) = schedule.stages_of(rank), Op.U, False, (Counter[int]() for _ in range(3))
+    seen: set[tuple[int, ...]] = set()  # `kept`, `pending` and `whole` of each stage, then `summed`, and whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
-            seen.add((*(count[s] for count in (kept, pending, whole) for s in stages), op is Op.I))
+            seen.add((*(count[s] for count in (kept, pending, whole) for s in stages), summed, op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
         if op in (Op.F, Op.B, Op.I):
             whole[stage] = op is Op.F
         pending[stage] += (op is Op.I) - (op is Op.W)
+        summed |= op in (Op.B, Op.W)
     if not any(at_i for *_, at_i in seen):
         return ()
     n = len(stages)
     found = undominated(sorted(seen, reverse=True))
-    return tuple(InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in of[2 * n : -1]])) for of in found)
+    return tuple(InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in of[2 * n : -2]]), bool(of[-2])) for of in found)
 
 
 def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

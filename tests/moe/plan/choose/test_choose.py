@@ -158,6 +158,9 @@ def test_peak_is_the_largest_memory_of_all_ranks() -> None:
         if draw.random() < 0.4:
             sparse = tuple(sorted(draw.sample(range(layers), draw.randint(1, layers))))
             network = replace(network, experts=Experts(count=4, choices=2, hidden=draw.choice([64, 800])), sparse_layers=sparse)
+        elif draw.random() < 0.3 and layers % 2 == 0:
+            half = replace(network, layers=layers // 2)
+            network = replace(half, length=8, encoder=replace(half, sees="all", length=draw.choice([4, 64])))
         many = {"pipedream": 1, "dualpipe": 4 * pp, "dualpipe_v": 4 * pp}.get(name, pp * draw.choice([1, 2, 5]))
         how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
         plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
