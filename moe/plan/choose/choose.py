@@ -54,8 +54,8 @@ class Refused:
 @dataclass(frozen=True)
 class Ranking:
     """Result of `choose`. tried: number of plans that were tried. ranked: the `top` best that can run and fit, best first. fitting: number
-    of plans that were found to fit. refused: plans that cannot run or do not fit. Plans that are slower than `ranked` are in neither number,
-    because their memory is not computed."""
+    of plans that were found to fit. refused: plans that cannot run or do not fit. Plans that are certainly slower than `ranked` are in
+    neither number, because their memory is not computed."""
 
     tried: int
     fitting: int

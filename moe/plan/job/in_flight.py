@@ -100,4 +100,6 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
     frees = all(map(le, more.freed, less.freed))  # FSDP has freed no more of its weights
-    return frees and more.at_i >= less.at_i and more.summed >= less.summed and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    return (
+        frees and more.at_i >= less.at_i and more.summed >= less.summed and all(map(ge, more.kept + more.pending, less.kept + less.pending))
+    )

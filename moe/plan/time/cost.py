@@ -21,7 +21,7 @@ from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
 from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
-from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, whole_model, transfer_time
+from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
 ADAM_BYTES = 26  # bytes that AdamW moves per parameter: 12 of two moments and master copy are read and written, 2 of the parameter written

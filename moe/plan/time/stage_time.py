@@ -150,8 +150,8 @@ def _stage(
     staged: bool,
     kind: Kind,
 ) -> Stage:
-    """Return the times of a stage or rank. small: result of `of_layer`. added: bytes of a gradient that each micro-batch adds to the running
-    sums; 0 if there is one micro-batch. staged: the plan has pipeline stages."""
+    """Return the times of a stage or rank. small: result of `of_layer`. added: bytes of a gradient that each micro-batch adds to the
+    running sums; 0 if there is one micro-batch. staged: the plan has pipeline stages."""
     layers, repeated, first, last = kind
     held = _held(network, small.only(counts.DIVIDES), layers, first, last)
     ahead = sum(repeats(network.layers + depth, every) for depth in range(network.ahead)) if last else 0

@@ -17,8 +17,8 @@ _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activatio
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between F
     and B or I, with all activations. pending: micro-batches between I and W. at_i: the action is I. freed: whether the stage has run no F
-    since its last B or I, so that FSDP has freed its weights; (): False for all stages. summed: whether the rank has ended a B or W, so that
-    gradients of weights exist."""
+    since its last B or I, so that FSDP has freed its weights; (): False for all stages. summed: whether the rank has ended a B or W, so
+    that gradients of weights exist."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]

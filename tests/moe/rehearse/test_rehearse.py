@@ -157,6 +157,18 @@ PREDICTED: dict[str, dict[str, Any]] = {
         "pipeline": {"schedule": "zb_h1", "microbatches": 4},
         "rank": 1,  # the last stage, which has these layers
     },
+    "every I before the first W": {
+        "model": {"num_layers": 2, "tied_embeddings": False},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+        "rank": 1,
+    },
+    "every I of further tokens before the first W": {
+        "model": {"ahead": 1, "num_layers": 2, "tied_embeddings": False},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+        "rank": 1,
+    },
     "both ways": {"degrees": {"pp": 2}, "pipeline": {"schedule": "dualpipe", "microbatches": 4}, "recompute": {"kind": "full"}},
     "sums of stages": {"model": {"num_layers": 2}, "degrees": {"pp": 2, "dp": 2}, "pipeline": {"microbatches": 2}},
     "scattered after each pass": {

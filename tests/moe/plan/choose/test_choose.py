@@ -110,7 +110,14 @@ NETWORKS = {
     "further tokens": Network(layers=8, width=512, heads=8, hidden=1536, vocab=9000, length=512, ahead=2, tied=False),
     "two halves": replace(ENCODER, sees="past", encoder=ENCODER),
     "experts": Network(
-        layers=9, width=512, heads=8, hidden=1536, vocab=3000, length=512, sparse_layers=(1, 2, 5, 8), experts=Experts(count=8, choices=2, hidden=640)
+        layers=9,
+        width=512,
+        heads=8,
+        hidden=1536,
+        vocab=3000,
+        length=512,
+        sparse_layers=(1, 2, 5, 8),
+        experts=Experts(count=8, choices=2, hidden=640),
     ),
 }
 
