@@ -65,7 +65,6 @@ CACHED = {
     "moe/plan/time/stage_time.py: _kinds": "layers of ranks follow from the sizes that are its arguments",
     "moe/plan/job/counts.py: _layer": "parameters follow from the sizes that are its arguments",
     "moe/plan/job/counts.py: _ends": "likewise",
-    "moe/plan/choose/legal.py: _refusal_of_mesh": "a reason follows from the sizes that are its arguments",
     "moe/plan/job/of_recipe.py: _cut": "layers of stages follow from the costs that are its arguments",
     "moe/plan/job/cut.py: _lists": "likewise",
     "moe/plan/job/cut.py: _by_work": "likewise",

@@ -8,7 +8,6 @@ planner can check a hundred thousand plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 from moe.plan.job.cut import empty_rank
 from moe.plan.job.network import Network, Plan
@@ -25,13 +24,7 @@ KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatc
 
 def refusal(network: Network, plan: Plan) -> str | None:
     """Return the first reason why the plan cannot run, such as `degrees.tp=3 does not divide model.num_heads=8`; None if it can run."""
-    return _refusal_of_mesh(network, plan.only(_OF_MESH)) or next((reason for rule in RULES for reason in rule(network, plan)), None)
-
-
-@lru_cache(maxsize=20_000)
-def _refusal_of_mesh(network: Network, plan: Plan) -> str | None:
-    """Return the first reason of RULES_OF_MESH. Plans that differ only in other settings than _OF_MESH share it."""
-    return next((reason for rule in RULES_OF_MESH for reason in rule(network, plan)), None)
+    return next((reason for rule in RULES for reason in rule(network, plan)), None)
 
 
 def advice(plan: Plan, *, devices_per_node: int | None = None) -> str | None:
@@ -213,6 +206,4 @@ def _offloaded(plan: Plan) -> list[tuple[str, str]]:
 
 
 Rule = Callable[[Network, Plan], Iterator[str]]
-RULES_OF_MESH: tuple[Rule, ...] = (_ahead, _tensor, _sequence, _experts)  # these read only the settings _OF_MESH
-RULES: tuple[Rule, ...] = (_halves, _frozen, _adapters, _stages, _batch, _engine)
-_OF_MESH = ("dp", "tp", "sp", "ep", "etp", "tensor", "depth", "sequence")
+RULES: tuple[Rule, ...] = (_halves, _ahead, _frozen, _adapters, _tensor, _sequence, _experts, _stages, _batch, _engine)
