@@ -136,6 +136,15 @@ PREDICTED: dict[str, dict[str, Any]] = {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4, "document_mask": True},
         "data": {"objective": "span_corruption"},
     },
+    "a half that a stage passes on": {
+        "model": T5 | {"kind": "encoder_decoder", "max_length": 128, "d_ff": 128, "d_model": 128, "num_heads": 2, "vocab_size": 300},
+        "data": {"objective": "span_corruption"},
+        "recompute": {"kind": "full"},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "gpipe", "microbatches": 16},
+        "train": {"global_batch": 16, "eval_sequences": 16},
+        "rank": 1,
+    },
     "halves in 2d": {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4},
         "data": {"objective": "span_corruption"},
