@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
-from math import inf
 from typing import NamedTuple
 
 from moe.plan.choose.legal import advice, refusal
@@ -132,8 +131,8 @@ def choose(
     refused, waiting, ranked, tried, fitting = Refusals(), list[_Waiting](), list[Ranked](), 0, 0
     for plan in chain(() if given is None else (given,), plans):
         tried, size, reason = tried + 1, 0.0, refusal(network, plan)
-        if reason is None and plan is given and (size := held_bytes(given)) > limit_bytes:
-            refused.add(Refused("the recipe's own plan does not fit", 1, given, size - limit_bytes))
+        if reason is None and plan is given and (size := held_bytes(plan)) > limit_bytes:
+            refused.add(Refused("the recipe's own plan does not fit", 1, plan, size - limit_bytes))
         elif reason is None:
             fitting += plan is given
             waiting.append(entry(tried, UNKNOWN, plan if plan is given else plan.but(recompute=recompute[0]), size))
@@ -184,7 +183,8 @@ class Held:
                 return size
             size = self.held_bytes(plan.but(recompute=kind))
             if size > self.limit_bytes:
-                self.too_large[alike, kind] = min((plan.microbatch, size), self.too_large.get((alike, kind), (inf, 0.0)))
+                this = plan.microbatch, size
+                self.too_large[alike, kind] = min(this, self.too_large.get((alike, kind), this))
             return size
 
         if not self.doubtful or held(last) <= none_fits:
