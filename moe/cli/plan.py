@@ -62,7 +62,7 @@ def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
         lines = [said, f"{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}"]
     else:
         made = planned(run, machines, checked=check_run, top=flags.top, num_degrees=None if flags.exhaustive else NUM_DEGREES)
-        lines = _lines(made, run, time.perf_counter() - began)
+        lines = _lines(made, run, time.perf_counter() - began, top=flags.top)
     seconds = time.perf_counter() - began
     print(*lines, sep="\n")
     if flags.order is not None:
@@ -169,9 +169,9 @@ def _batch(run: Run) -> str:
     return f"{counted(run.train.global_batch, 'sequence')} of {counted(run.model.max_length, 'token')}{written} a step"
 
 
-def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
+def _lines(made: Planned, run: Run, seconds: float, *, top: int) -> list[str]:
     found = made.found
-    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
+    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s; {found.fitting} of the fastest fit", ""]
     lines.append(f"{'':>3} {'s a step':>9} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
         note = "   (the recipe's own)" if ranked.plan == made.own else ""
@@ -184,7 +184,7 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     best = found.ranked[0]
     lines += ["", f"time of the best: {best.seconds:.4g} s{_range(made, best)}: {shares(made.time(best.plan).parts, best.seconds)}"]
     lines += [f"memory of its fullest rank: {_bytes(made.memory(best.plan).parts)}", *_busiest(made)]
-    lines += _why(made, best)
+    lines += _why(made, best, top=top)
     lines.append(_own_plan(run, made.cluster))
     lines += ["", "refused plans, counted by their first reason:" if found.refused else "no plan was refused"]
     lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
@@ -218,13 +218,13 @@ def _busiest(made: Planned) -> list[str]:
     return [f"rows of the busiest rank of ep {ep}: {share:.3g} times the mean ({source})"]
 
 
-def _why(made: Planned, best: Ranked) -> list[str]:
+def _why(made: Planned, best: Ranked, *, top: int) -> list[str]:
     """Say how much slower the next plan with other degrees is than the best plan, and in which part of the step. Both plans must be
-    recommended, or not recommended for the same reason. Return at most one line."""
+    recommended, or not recommended for the same reason. Return at most one line. top: number of plans that were asked for."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
     if other is None:
-        return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
+        return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) == top else []
     mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
     more = {name: theirs[name] - mine[name] for name in mine}
     costs = max(more, key=lambda name: more[name])

@@ -1,29 +1,29 @@
 """Ranks plans by predicted seconds of a step. Refuses plans that cannot run or do not fit into memory, each with its first reason.
 
-    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> lower bounds of the seconds -> seconds -> ranking
+    candidates -> legal? -> lower bound of the seconds -> fits? (recompute: none, then selective, then full) -> tighter bounds -> seconds
 
-Memory is checked before time because it is cheaper. A plan that fits without recompute is not tried with recompute, which is slower. `full`
-recompute needs the least memory: if a plan does not fit with it, no other kind is tried. If a micro-batch does not fit, larger
-micro-batches of the same plan with the same recompute do not fit either. The exception is a plan with one micro-batch a step: it may need
-less, because it has no gradients of earlier micro-batches.
+The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds takes its next step: its memory is
+computed, then tighter bounds, and at last its exact seconds. It is ranked when these are smaller than the bounds of all other plans, of
+which neither memory nor exact seconds need be computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT)
+come last. Among equally fast plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
 
-The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds gets its next, tighter bound, and at
-last its exact seconds. It is ranked when these are smaller than the bounds of all other plans, whose exact seconds need not be computed.
-Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT) come last. Among equally fast plans, the one with less
-memory comes first, then the one with fewer kinds of parallelism.
+A plan that fits without recompute is not tried with recompute, which is slower. `full` recompute needs the least memory: if a plan does not
+fit with it, no other kind is tried. If a micro-batch does not fit, larger micro-batches of the same plan with the same recompute do not fit
+either. The exception is a plan with one micro-batch a step: it may need less, because it has no gradients of earlier micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
+UNKNOWN = -1  # level of a plan for which no bound is computed yet
 TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
 ROUNDED = 1 + 1e-9  # tolerance of comparisons, because the order of a sum changes its last digits
 
@@ -52,8 +52,9 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Result of `choose`. tried: number of plans that were tried. fitting: number of them that can run and fit. ranked: the `top` best of
-    these, best first."""
+    """Result of `choose`. tried: number of plans that were tried. ranked: the `top` best that can run and fit, best first. fitting: number
+    of plans that were found to fit. refused: plans that cannot run or do not fit. Plans that are certainly slower than `ranked` are in
+    neither number, because their memory is not computed."""
 
     tried: int
     fitting: int
@@ -84,10 +85,20 @@ class Refusals(dict[str, Refused]):
         return tuple(sorted(self.values(), key=lambda of: -of.count))
 
 
-class _Fitting(NamedTuple):
-    plan: Plan
+class _Waiting(NamedTuple):
+    """A plan that may be ranked next, in the order of the ranking. level: index of the bound that `seconds` is; `exact` is the last.
+    held_bytes: 0 as long as it is not computed."""
+
+    against: bool
+    printed: float
+    tight: bool
+    seconds: float
+    exact: bool
     held_bytes: float
-    advice: str | None
+    kinds: int
+    number: int
+    level: int
+    plan: Plan
 
 
 def choose(
@@ -110,33 +121,50 @@ def choose(
     `seconds`, from the fastest and loosest to the tightest. recompute: kinds in order of preference; the last needs the least memory.
     enough: the ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
-    fitting: dict[bool, list[_Fitting]] = {False: [], True: []}  # False: recommended plans; True: plans with advice against them
-    refused, tried, held = Refusals(), 0, Held(held_bytes, limit_bytes)
+    bounds, held = (*least, seconds), Held(held_bytes, limit_bytes)
+
+    def entry(number: int, level: int, plan: Plan, size: float = 0.0) -> _Waiting:
+        against, value = advice(plan, devices_per_node=devices_per_node) is not None, 0.0 if level < 0 else bounds[level](plan)
+        printed, exact = float(f"{value:.4g}"), level == len(least)
+        return _Waiting(against, printed, size > TIGHT * limit_bytes, value, exact, size, _kinds(plan), number, level, plan)
+
+    refused, waiting, ranked, tried, fitting = Refusals(), list[_Waiting](), list[Ranked](), 0, 0
     for plan in chain(() if given is None else (given,), plans):
-        tried += 1
-        reason = refusal(network, plan)
-        if reason is not None:
+        tried, size, reason = tried + 1, 0.0, refusal(network, plan)
+        if reason is None and plan is given and (size := held_bytes(plan)) > limit_bytes:
+            refused.add(Refused("the recipe's own plan does not fit", 1, plan, size - limit_bytes))
+        elif reason is None:
+            fitting += plan is given
+            waiting.append(entry(tried, UNKNOWN, plan if plan is given else plan.but(recompute=recompute[0]), size))
+        else:
             refused.add(Refused(reason, 1, plan))
-            continue
-        kinds = (plan.recompute,) if plan is given else recompute
-        found, size = held.first_that_fits(plan, kinds)
-        if size > limit_bytes:
-            unfit = too_little_memory(found, size - limit_bytes)
-            refused.add(replace(unfit, reason="the recipe's own plan does not fit") if plan is given else unfit)
-        elif plan is given or found != given:
-            against = advice(found, devices_per_node=devices_per_node)
-            fitting[against is not None].append(_Fitting(found, size, against))
-    ranked = []
-    for one in islice(chain(*(_in_order(of, (*least, seconds), TIGHT * limit_bytes) for of in fitting.values())), top):
-        ranked.append(one)
-        if enough(one):
-            break
-    return Ranking(tried, sum(map(len, fitting.values())), tuple(ranked), refused.sorted())
+    heapify(waiting)
+    while waiting and len(ranked) < top:
+        one = waiting[0]
+        if one.level == UNKNOWN:
+            heapreplace(waiting, entry(one.number, 0, one.plan, one.held_bytes))
+        elif not one.held_bytes:
+            plan, size = held.first_that_fits(one.plan, recompute)
+            if size > limit_bytes:
+                refused.add(too_little_memory(plan, size - limit_bytes))
+            if size > limit_bytes or plan == given:
+                heappop(waiting)
+            else:
+                fitting += 1
+                heapreplace(waiting, entry(one.number, 0, plan, size))
+        elif not one.exact:
+            heapreplace(waiting, entry(one.number, one.level + 1, one.plan, one.held_bytes))
+        else:
+            heappop(waiting)
+            ranked.append(Ranked(one.plan, one.seconds, one.held_bytes, advice(one.plan, devices_per_node=devices_per_node)))
+            if enough(ranked[-1]):
+                break
+    return Ranking(tried, fitting, tuple(ranked), refused.sorted())
 
 
 class Held:
     """Computes the memory of plans, and remembers plans that did not fit. too_large: (plan with microbatch=1 and microbatches=1, kind of
-    recompute) -> (micro-batch size with which the plan did not fit, the plan's bytes with this size)."""
+    recompute) -> (smallest micro-batch with which the plan did not fit, the plan's bytes with it)."""
 
     def __init__(self, held_bytes: Callable[[Plan], float], limit_bytes: float) -> None:
         self.held_bytes, self.limit_bytes = held_bytes, limit_bytes
@@ -155,7 +183,8 @@ class Held:
                 return size
             size = self.held_bytes(plan.but(recompute=kind))
             if size > self.limit_bytes:
-                self.too_large.setdefault((alike, kind), (plan.microbatch, size))
+                this = plan.microbatch, size
+                self.too_large[alike, kind] = min(this, self.too_large.get((alike, kind), this))
             return size
 
         if not self.doubtful or held(last) <= none_fits:
@@ -168,28 +197,6 @@ class Held:
         size = held(last)
         self.doubtful = size > self.limit_bytes
         return plan.but(recompute=last), size
-
-
-def _in_order(fitting: Sequence[_Fitting], bounds: Sequence[Callable[[Plan], float]], tight_bytes: float) -> Iterator[Ranked]:
-    """Yield plans by ascending seconds, and plans above tight_bytes after others with the same printed seconds. bounds: functions that give
-    lower bounds of a plan's seconds; the last gives the exact seconds."""
-    last = len(bounds) - 1
-
-    def entry(number: int, level: int) -> tuple[float, bool, float, bool, float, int, int, int]:
-        plan, held, _ = fitting[number]
-        value = bounds[level](plan)
-        return float(f"{value:.4g}"), held > tight_bytes, value, level == last, held, _kinds(plan), number, level
-
-    waiting = [entry(number, 0) for number in range(len(fitting))]
-    heapify(waiting)
-    while waiting:
-        _, _, value, known, *_, number, level = waiting[0]
-        if known:
-            heappop(waiting)
-            plan, held, against = fitting[number]
-            yield Ranked(plan, value, held, against)
-        else:
-            heapreplace(waiting, entry(number, level + 1))
 
 
 def _kinds(plan: Plan) -> int:

@@ -50,6 +50,7 @@ def fastest_degrees(
     plans: Iterable[Plan],
     *,
     held: Held,
+    ideal: Callable[[Plan], float],
     seconds: Mapping[How, Callable[[Plan], float]],
     schedules: Sequence[tuple[str, int]],
     devices_per_node: int,
@@ -59,8 +60,9 @@ def fastest_degrees(
     """Return the sets of degrees that can have the fastest plan, at least `count` if so many have a plan that fits. Sets that have only
     plans that are not recommended come last.
 
-    plans: with 1F1B. seconds: `How` -> function that returns a step's exact seconds or one of the lower bounds. schedules: (name, stages on
-    each rank). recompute: kinds in order of preference; the last needs the least memory."""
+    plans: with 1F1B. ideal: returns a lower bound of a step's seconds with any schedule. seconds: `How` -> function that returns a step's
+    exact seconds or one of the lower bounds. schedules: (name, stages on each rank). recompute: kinds in order of preference; the last
+    needs the least memory."""
 
     @cache
     def scheduled(plan: Plan) -> list[Plan]:
@@ -79,7 +81,7 @@ def fastest_degrees(
         else:
             refused.add(Refused(reason, 1, plan))
     # (not recommended, lower bound, number of steps done, index of the plan)
-    waiting = [(_against(plan, devices_per_node), seconds["ideal"](plan), 0, number) for number, plan in enumerate(legal)]
+    waiting = [(_against(plan, devices_per_node), ideal(plan), 0, number) for number, plan in enumerate(legal)]
     heapify(waiting)
     found: dict[Degrees, None] = {}
     fastest = inf

@@ -28,7 +28,7 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import Cluster, larger_clusters
 from moe.plan.memory.memory import Memory, peak
-from moe.plan.time.cost import Time, step_time
+from moe.plan.time.cost import Time, ideal_seconds, step_time
 from moe.plan.time.pipeline_time import How
 from moe.recipe.sections import Run
 from parallel.data.kinds.catalog import ENGINES, offloading
@@ -122,6 +122,7 @@ def planned(
             network,
             _plans(run, cluster, _first(space, run, cluster)),
             held=Held(held, limit),
+            ideal=lambda plan: ideal_seconds(network, plan, cluster),
             seconds={how: bound(how) for how in get_args(How)},
             schedules=space.schedules,
             devices_per_node=cluster.devices_per_node,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -53,14 +54,22 @@ class Elements(Summed):
         return Elements(self.dense - self.frozen_dense, self.expert - self.frozen_expert)
 
 
+DIVIDES = ("tp", "ep", "etp", "tensor", "depth")  # settings of a plan that divide a layer's parameters among ranks
+
+
 def layer(network: Network, plan: Plan, index: int) -> Elements:
     """Return the numbers of parameters that a rank holds of one layer, LoRA adapters included. index: the layer's index in the stack
     `network`."""
-    whole = _matrices(network, plan, index)
-    return whole if network.adapters is None else whole + _adapters(network, plan, index)
+    return _layer(network, plan.only(DIVIDES), network.experts is not None and index in network.sparse_layers)
 
 
-def _adapters(network: Network, plan: Plan, index: int) -> Elements:
+@lru_cache(maxsize=5_000)
+def _layer(network: Network, plan: Plan, sparse: bool) -> Elements:
+    whole = _matrices(network, plan, sparse)
+    return whole if network.adapters is None else whole + _adapters(network, plan, sparse)
+
+
+def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
     """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the dim of A
     or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp."""
     n, a = network, network.adapters
@@ -75,7 +84,7 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
         outputs, inputs = sum(rows for rows, _ in first) - of_tokens, sum(columns for _, columns in first)
         of_attention = outputs / units + of_tokens + inputs / outside + last[0] / outside + last[1] / units
         sides += (2 if n.source else 1) * of_attention
-    e = n.experts if index in n.sparse_layers else None
+    e = n.experts if sparse else None
     if n.trains("dense") and e is None:
         sides += (3 if n.gated else 2) * (n.width / outside + n.hidden / units)
     if n.trains("dense") and e is not None and e.shared_hidden:
@@ -85,17 +94,16 @@ def _adapters(network: Network, plan: Plan, index: int) -> Elements:
     return Elements(a.rank * sides, a.rank * of_experts)
 
 
-def _matrices(network: Network, plan: Plan, index: int) -> Elements:
-    n, t = network, plan.grid.matrix
+def _matrices(network: Network, plan: Plan, sparse: bool) -> Elements:
+    n, e, t = network, network.experts, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     of_norms = dense(n, (attentions + 1) * norm(n) / plan.grid.columns, "norms")
     of_norms += dense(n, attentions * inner_gains(n, over=plan.grid.units), "attention", "norms")
     of_attention = attentions * attention_matrices(n, t, over=plan.grid.units)
     found = of_norms + _matrix(n, of_attention, "attention") + dense(n, attentions * attention(n, plan) - of_attention, "attention")
-    if n.experts is None or index not in n.sparse_layers:
+    if e is None or not sparse:
         biases = n.width + n.hidden / t if n.biases else 0
         return found + _matrix(n, network_elements(n, n.hidden, gated=n.gated) / t, "dense") + dense(n, biases, "dense")
-    e = n.experts
     of_router = n.width * (e.count + e.free) * (1 + e.router.noise) + (e.count + e.free) * e.router.vectors
     found += dense(n, of_router, "router") + dense(n, n.width * e.router.norm, "router", "norms")
     found += _matrix(n, network_elements(n, e.shared_hidden, gated=e.gated), "dense")  # whole: tp ranks divide the tokens instead
@@ -172,6 +180,11 @@ def table(network: Network, plan: Plan, part: Literal["embedding", "head"]) -> E
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     """Parameters outside of layers on a rank: embedding, head, positions, final norms, multi-token prediction. first, last: whether the
     rank has the model's first stage, and whether it has the last."""
+    return _ends(network, plan.only(DIVIDES), first, last)
+
+
+@lru_cache(maxsize=5_000)
+def _ends(network: Network, plan: Plan, first: bool, last: bool) -> Elements:
     positions = network.length * network.width if network.learned_positions and first else 0
     stacks = [stack for stack in network.halves if (last if stack is network else first)]
     found = dense(network, sum(map(norm, stacks)) / plan.grid.columns, "norms") + dense(network, positions)

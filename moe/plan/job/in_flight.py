@@ -62,17 +62,19 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 
 @lru_cache(maxsize=5_000)
 def fullest_ranks(
-    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
+    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], before: int, every: int
 ) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much memory. The
     earlier rank then has the same layers, at least as many micro-batches in flight and weight versions, and gradients and the head if the
     later rank has them. Also, both ranks have the embedding, or neither has it: a rank without the embedding keeps the inputs that it
     receives, which may be larger.
 
-    sizes: number of layers of each stage. sparse: indices of the layers with experts. every: Plan.recompute_every."""
+    sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
+    has the encoder's norm. every: Plan.recompute_every."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    of_layer = [(i < before, i == before - 1, i in sparse, repeats(i, every)) for i in range(bounds[-1])]
+    kinds = [[sorted(of_layer[bounds[s] : bounds[s + 1]]) for s in rank.stages] for rank in ranks]
     first, head = ([[s == end for s in rank.stages] for rank in ranks] for end in (0, last))
     moments = [moments_of(rank, microbatches) for rank in ranks]
 
@@ -91,14 +93,14 @@ def fullest_ranks(
 
 
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return (micro-batches in flight, whether no backward pass has ended, so that no gradients exist) at the moments that may be the
+    """Return (micro-batches in flight, whether no B or W has ended, so that no gradients of weights exist) at the moments that may be the
     rank's peak. The moment after the step's first backward pass is included."""
-    found = [(of, not any(of.begun) if of.begun else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
-    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.begun]
+    found = [(of, max(of.gradients) < 2 if of.gradients else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
+    later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.gradients]
     return (*found, *((of, False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    # each stage whose weights FSDP has freed at `more`, or which has no gradients yet at `more`, is so at `less` too
-    holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.begun, less.begun))
+    # each stage whose weights FSDP has freed at `more`, or which lacks gradients at `more`, is so at `less` too
+    holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.gradients, less.gradients))
     return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -233,7 +233,7 @@ class Network:
         """Return the block format in which frozen matrices of this kind are stored; None if they are stored as ordinary parameters."""
         return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
 
-    @property
+    @cached_property
     def of_ahead(self) -> Network:
         """The network of a depth of multi-token prediction. Its layers are dense, have no LoRA adapters, and are not stored in blocks."""
         return replace(self, experts=None, adapters=None if self.adapters is None else Adapters(self.adapters.rank, ()))
@@ -262,7 +262,7 @@ class Network:
         example, belong to `attention` and to `norms`. With LoRA, all weights are frozen."""
         return self.adapters is not None or not set(parts).isdisjoint(self.frozen)
 
-    @property
+    @cached_property
     def balanced(self) -> Network:
         """Copy of the network with equally many rows on all ranks of ep."""
         experts = None if self.experts is None else replace(self.experts, busiest=1.0)

@@ -242,6 +242,22 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
     return sent + (not first)  # an empty stage keeps the tensor that it receives and sends on
 
 
+def between_halves(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, whole: bool) -> float:
+    """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and the
+    half that its layers do not read. Stages send both halves in one tensor, which stays whole as long as a layer keeps a view of its half.
+    Without layers, the head reads the decoder's half. On the first stage, dropout makes tensors of their own. whole: the
+    stage keeps a sent tensor anyway."""
+    if network.encoder is None:
+        return 0.0
+    halves, kept = {index < network.before for index in layers} or {False}, 0.0
+    if network.before - 1 in layers:
+        kept += _last_norm(network.encoder, plan, stack) * tokens_of(network.encoder, plan, stack).between
+    if len(halves) == 1 and not whole and not (first and network.dropout):
+        other = network if True in halves else network.encoder
+        kept += plan.compute_bytes * network.width * tokens_of(other, plan, stack).between
+    return kept
+
+
 def keeps_scores(plan: Plan) -> bool:
     """True if the sequence-parallel method keeps the softmax of all (query, key) pairs."""
     return plan.sp > 1 and plan.method.keeps_scores
@@ -280,13 +296,11 @@ def cast_ahead(network: Network, plan: Plan) -> float:
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
-    """Bytes kept outside of layers: dropout after the embedding, last norm, loss, multi-token prediction, an encoder's last norm."""
+    """Bytes kept outside of layers: dropout after the embedding, last norm, loss, multi-token prediction."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     total = 0.0
     if first and (stack.masks == "always" or network.dropout):
         total += sum(_mask(stack, c) * network.width * tokens_of(run, plan, stack).between for run in network.halves)
-    if first and network.encoder is not None:
-        total += _last_norm(network.encoder, plan, stack) * tokens_of(network.encoder, plan, stack).between
     if last:
         total += _last_norm(network, plan, stack) * at.between
         total += logits(network, plan) * logit_kept(network, stack) if plan.loss_chunks == 1 else 0.0

@@ -99,12 +99,12 @@ class _AtWork(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (of weights) is later. once: no backward pass of the step
-    has ended. fresh: none of this stage. last: it may be the rank's last, with the only micro-batch in flight."""
+    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (of weights) is later. once: no B or W of the step has
+    ended. gradients: those of this stage that exist (InFlight). last: it may be the rank's last, with the only micro-batch in flight."""
 
     at_i: bool
     once: bool
-    fresh: bool
+    gradients: int
     last: bool
 
 
@@ -136,7 +136,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     if which == "all":
         return tuple(step.moments_of(sizes.rank(number, of, now[number])) for number, of in enumerate(ranks))
     sparse, lengths = network.with_experts if network.experts else (), tuple(map(len, stages))
-    numbers = fullest_ranks(*size, lengths, sparse, plan.recompute_every)
+    numbers = fullest_ranks(*size, lengths, sparse, network.before, plan.recompute_every)
     return tuple(map(step.moments_of, sizes.fullest([sizes.rank(number, ranks[number], now[number]) for number in numbers])))
 
 
@@ -194,31 +194,36 @@ class _Moments:
             ends = sum([n * of.ends_kept for n, of in zip(count, rank.stages, strict=True)])
             ends += sum([n * of.ends_pending for n, of in zip(pending, rank.stages, strict=True)])
             freed = [stage for stage, freed in zip(rank.stages, now.in_flight.freed, strict=False) if freed]
-            yield from self._at_loss(rank, self._without_gradients(rank, now, len(count)), kept, ends, whole, once=once)
+            fresh = sum(map(self._missing, rank.stages, self._gradients(rank, now, len(count))), NOTHING)
+            yield from self._at_loss(rank, fresh, kept, ends, whole, once=once)
             last = sum(count) == len(count) == 1 and not at_i and (not once or self.plan.microbatches == 1)
             for at, (number, stage) in enumerate(zip(count, rank.stages, strict=True)):
                 if number or not at_i:
                     left = ends - (stage.of_loss - at_i * stage.ends_pending if number else 0.0)
                     others = sum([of.elements for of in freed if of is not stage], NOTHING)
-                    fresh = not now.in_flight.begun[at] if now.in_flight.begun else once
-                    before = self._without_gradients(rank, now, at)
-                    yield from self._in_stage(stage, held, kept, left, whole, before, others, _Pass(at_i, once, fresh, last))
+                    gradients = self._gradients(rank, now, at)
+                    rest = sum([self._missing(of, n) for of, n in zip(rank.stages, gradients, strict=True) if of is not stage], NOTHING)
+                    yield from self._in_stage(stage, held, kept, left, whole, rest, others, _Pass(at_i, once, gradients[at], last))
+                    # the stage's first W has ended, and other micro-batches still wait for theirs
+                    if at_i and self._missing(stage, max(gradients[at], 1)).total:
+                        yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
 
-    def _without_gradients(self, rank: Rank, now: Now, at: int) -> Elements:
-        """Return the parameters that have no gradient yet, without the layers and the head of the stage at index `at` of the rank's stages,
-        which is in its backward pass."""
-        begun = now.in_flight.begun or [not now.once or i > at for i in range(len(rank.stages))]
-        found = NOTHING
-        for i, (stage, has) in enumerate(zip(rank.stages, begun, strict=True)):
-            if not has:
-                found += self.outside.elements[stage.number == 0, stage.number == self.last and i != at]
-                found += stage.elements if i != at else NOTHING
-        return found
+    def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
+        """Return InFlight.gradients when the stage at index `at` of the rank's stages begins its backward pass. If they are not known, the
+        rank's later stages have run theirs."""
+        return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
+
+    def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
+        """Return the parameters of a stage that have no gradient yet. gradients: as in InFlight. head: whether to count the head and last
+        norm."""
+        if gradients == 2 or (gradients and self.network.adapters is not None):
+            return NOTHING
+        return stage.elements + self.outside.elements[stage.number == 0 and not gradients, stage.number == self.last and head]
 
     def _at_loss(self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
         """Yield the moments "loss": before the backward pass of layers. fresh: parameters without gradients. kept, ends: bytes that all
-        micro-batches in flight keep, in layers and outside of them. whole: result of `_gathered`. once: no backward pass of the step has
-        ended yet."""
+        micro-batches in flight keep, in layers and outside of them. whole: result of `_gathered`. once: no B or W of the step has ended
+        yet."""
         outside, plan = self.outside, self.plan
         named: dict[str, Any] = {"to_come": fresh.trained, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:
@@ -239,17 +244,17 @@ class _Moments:
         kept: float,
         ends: float,
         whole: dict[At, float],
-        before: Elements,
+        rest: Elements,
         others: Elements,
         now: _Pass,
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. before: result of `_without_gradients`. others: parameters of other stages; FSDP
-        has freed their weights. The other arguments: as for `_at_loss`."""
-        outside, (at_i, once, fresh, last) = self.outside, now
+        """Yield the moments of a stage's backward pass. rest: parameters of other stages that have no gradient yet. others: parameters of
+        other stages; FSDP has freed their weights. The other arguments: as for `_at_loss`."""
+        outside, (at_i, once, gradients, last) = self.outside, now
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
-        for of, gone, later, freed, behind, done in self._at_work(stage, now):
+        for of, gone, to_come, freed, behind, done in self._at_work(stage, now):
             work = of.work_of_i if at_i else of.work
-            named: dict[str, Any] = {"to_come": (before + later).trained, "waiting": tied, "summed": done.trained if last else NOTHING}
+            named: dict[str, Any] = {"to_come": (rest + to_come).trained, "waiting": tied, "summed": done.trained if last else NOTHING}
             if not self.gathers:
                 yield Moment("work", kept - gone, ends, 0.0, work, of.dispatch, freed=others + freed, reducing=behind, **named)
                 continue
@@ -258,24 +263,28 @@ class _Moments:
             if size := bytes_at("sums"):
                 yield Moment("sums", kept - (gone + of.kept), ends, gathered=size, **named)
         left = kept - stage.kept + at_i * stage.pending  # after this backward pass
+        after = self._missing(stage, max(gradients, 1 if at_i else 2))
         others += stage.elements
         if at_i:  # W frees one layer after the other, the first layer first
             layers = self.sizes.layers_in(stage.number)
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)
-            to_come, scattered = (before + (stage.elements if fresh else NOTHING)).trained, layers[-1].gathered if layers else NOTHING
+            scattered = layers[-1].gathered if layers else NOTHING
+            to_come = (rest + after).trained
             yield Moment("sums", left, ends, work=work, to_come=to_come, waiting=tied, freed=others, reducing=scattered.times(2))
         if "head" in whole and stage.number == self.last:
             yield Moment("head", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole["head"])
         if "bucket" in whole:
             yield Moment("forward", kept, ends, to_come=held.trained if once else NOTHING, gathered=whole.get("forward", 0.0))
+            before = outside.elements[True, False] if once else NOTHING
             full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # fraction of the layers that fills a bucket
             yield Moment("bucket", kept - full * stage.kept, ends, to_come=before.trained, gathered=whole["bucket"])
         if stage.number == 0:
             # The embedding is read in fp32 and then cast, except by FSDP. If it is tied, its gradient and the head's are two tensors.
             wide = FP32_BYTES if self.stack.casts and not self.gathers else self.plan.compute_bytes
             size = wide * (2 if tied else 1) * outside.embedding.trained.dense
-            to_come, sharded = Elements(tied) if fresh else NOTHING, whole.get("embedding", 0.0)
+            # gradients of other stages may be missing, and after an I those of this stage's layers
+            to_come, sharded = (rest + after).trained + Elements(tied if gradients < 2 else 0.0), whole.get("embedding", 0.0)
             summed = stage.elements.trained if last else NOTHING
             yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others, summed=summed)
 
@@ -294,11 +303,13 @@ class _Moments:
     def _at_work(self, stage: StageBytes, now: _Pass) -> list[_AtWork]:
         """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. In the last pass,
         it may also be that of the first layer at which all buckets are being summed."""
-        at_i, once, fresh, last = now
+        at_i, once, gradients, last = now
+        fresh = self._missing(stage, gradients).total > 0
+        computes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass computes gradients of weights
         last_reduced = NOTHING if once else self._reduced_last(stage)
         lasts: dict[tuple[LayerBytes, int], _AtWork] = {}
         first: dict[LayerBytes, _AtWork] = {}
-        gone, freed, to_come = 0.0, NOTHING, stage.elements if fresh else NOTHING
+        gone, freed, to_come = 0.0, NOTHING, self._missing(stage, gradients, head=not computes)
         done = self.outside.head if stage.number == self.last and not self.network.tied else NOTHING
         full: list[_AtWork] = []
         before = last_reduced if not self.gathers else self.outside.head if stage.number == self.last else NOTHING
@@ -309,7 +320,7 @@ class _Moments:
                 first[of] = here
             if last and not full and done.total >= MOST_STARTED * self.stack.bucket_elements:
                 full.append(here)
-            if fresh:
+            if computes:
                 to_come += of.elements.times(-1)
             done += of.elements
             gone, freed = gone + of.kept - at_i * of.pending, freed + of.gathered

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from moe.plan.job.counts import Elements
 from moe.plan.job.network import Network, Plan, repeats
-from moe.plan.memory.kept import cast_weights, inputs_kept, recompute_of
+from moe.plan.memory.kept import between_halves, cast_weights, inputs_kept, recompute_of
 from moe.plan.memory.stack import Stack
 from moe.plan.memory.temporary import NOTHING, LayerBytes, layer_bytes, outside_of
 from parallel.pipeline.simulator.held import InFlight, RankPeaks
@@ -51,7 +51,7 @@ class StageBytes(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no backward pass of the step has ended yet.
+    """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no B or W of the step has ended yet.
     total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
@@ -59,11 +59,11 @@ class Now(NamedTuple):
     total: float
 
 
-_Key = tuple[bool, bool, tuple[bool, ...], tuple[bool, ...]]
+_Key = tuple[bool, bool, tuple[bool, ...], tuple[int, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no backward pass of the step has ended yet, InFlight.freed and begun) -> among the
+    """A pipeline rank. candidates: (the action is I, no B or W of the step has ended yet, InFlight.freed, InFlight.gradients) -> among the
     moments with these properties, the one with the most kept bytes."""
 
     number: int
@@ -98,12 +98,12 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, Now]:
     """Return, among moments with the same key, the one with the most kept bytes (`Rank.candidates`). moments: (micro-batches in flight,
-    whether no backward pass has ended yet)."""
+    whether no B or W has ended yet)."""
     found = dict[_Key, Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
         total = sum(map(mul, of.kept, kept)) + sum(map(mul, of.pending, pending))
-        key = of.at_i, once, of.freed, of.begun
+        key = of.at_i, once, of.freed, of.gradients
         if key not in found or found[key].total < total:
             found[key] = Now(of, once, total)
     return found
@@ -156,7 +156,8 @@ class Stages:
         if last and self.casts:
             ends += network.ahead * outside.casts
         of_loss = ends - outside.keeps[first, False] if last else 0.0
-        ends += inputs_kept(plan, stack, layers, first=first, last=last) * outside.crossing
+        whole = inputs_kept(plan, stack, layers, first=first, last=last)
+        ends += whole * outside.crossing + between_halves(network, plan, stack, layers, first=first, whole=whole > 0)
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:

@@ -20,8 +20,8 @@ from moe.plan.job.network import Network, Plan
 from moe.plan.machine.cluster import Cluster
 from moe.plan.machine.program import Program
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, Group, all_reduce, gather, group_of
-from moe.plan.time.pipeline_time import How, crossings, head_rank, pipeline_time, tails
-from moe.plan.time.stage_time import Kind, Stage, own_program, rank_layers, stage_times, times_of, transfer_time
+from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
+from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
 ADAM_BYTES = 26  # AdamW reads and writes 12 bytes per parameter (two moments, master copy), and writes 2 (the parameter in 16 bits)
@@ -71,22 +71,22 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     not checked.
 
     pipeline: `simulated`: the exact prediction. `least`: a lower bound, without simulation. `alone`: a lower bound that also leaves out
-    gradient reductions and parameter gathers, and builds no schedule. `ideal`: a lower bound for all schedules and cuts of the layers.
+    gradient reductions and parameter gathers, and builds no schedule.
     """
     if program is None:
         program, plan = own_program(cluster), plan.carried
-    kinds, m = _kinds(network, plan), plan.microbatches
+    kinds, m = kinds_of(network, plan), plan.microbatches
     stages = times_of(network, plan, cluster, program, kinds)
     slowest = max(stages, key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
     times = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages], [s.weights for s in stages]
     apart = None
-    if plan.chunks > 1 and closed_form(plan.schedule) is None and pipeline != "ideal":
+    if plan.chunks > 1 and closed_form(plan.schedule) is None:
         sizes = sizes_of(network.depth, plan.pp * plan.chunks, plan.stage_layers)
         chunks = stage_times(network, plan, cluster, sizes, program)
         apart = [s.forward_seconds for s in chunks], [s.backward_seconds for s in chunks]
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
-    some = () if pipeline in ("alone", "ideal") else sorted({0, len(stages) - 1, stages.index(slowest)})
+    some = () if pipeline == "alone" else sorted({0, len(stages) - 1, stages.index(slowest)})
     shared = [_sharing(network, plan, cluster, program, stages[i], _spare(plan, stages, i)) for i in some]
     gradients, parameters, hidden = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))
     optimizer, offload = _update(plan, cluster, program, max((s.held for s in stages), key=lambda held: held.trained.total))
@@ -117,23 +117,26 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
     )
 
 
+def ideal_seconds(network: Network, plan: Plan, cluster: Cluster) -> float:
+    """Lower bound of the seconds of a step with any schedule and any cut of the layers: each pipeline rank computes an equal part of the
+    model and never waits. Messages between stages, gradient reductions, parameter gathers and the optimizer are left out."""
+    program, plan = own_program(cluster), plan.carried
+    (whole,) = times_of(network, plan, cluster, program, whole_model(network, plan))
+    crowd, passes = cluster.crowd(plan.world), plan.microbatches * whole.total
+    equal = times_of(network.balanced, plan, cluster, program, whole_model(network, plan)) if crowd > 1 else [whole]
+    cores = _for_cores(crowd, plan.microbatches, equal, passes)
+    return (passes + cores) / plan.pp - _casts_saved(plan, cluster, program, whole)
+
+
 def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
     """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. Every ep rank is
     assumed to compute the mean number of rows: the sum over ranks is the same as with unequal rows."""
     program, device = program or own_program(cluster), cluster.device
     step = step_time(network, plan, cluster, program).step
-    stages = times_of(network.balanced, plan, cluster, program, _kinds(network, plan))
+    stages = times_of(network.balanced, plan, cluster, program, kinds_of(network, plan))
     busy = [plan.microbatches * (each.forward + each.backward + each.recompute).compute for each in stages]
     mean = sum(min(seconds, step) for seconds in busy) / len(busy)
     return plan.world * (device.idle_watts * step + (device.watts - device.idle_watts) * mean)
-
-
-def _kinds(network: Network, plan: Plan) -> list[Kind]:
-    """Return the Kind (numbers of layers, whether first, whether last) of each pipeline rank, with all its stages counted together. If two
-    ranks hold each stage: the Kind of each stage."""
-    ranks, last = rank_layers(network, plan), head_rank(plan)
-    again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
-    return [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:

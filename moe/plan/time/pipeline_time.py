@@ -3,7 +3,6 @@
 closed form   if the schedule has one (`seconds` in the catalog), such as sum t + (m - 1) max t for 1F1B
 otherwise     the project's simulator; a long step is simulated for a few rounds of micro-batches, because all later rounds take
               the same time
-ideal         a lower bound for every schedule and every cut of the layers: the ranks' mean time for all micro-batches
 least         a lower bound for every order of actions, quick enough to rule out plans without simulation. It is the maximum of the time
               of one micro-batch through all stages and, for each rank, the time before its first forward pass + the time of its actions
               + the time from its last input gradient to the end
@@ -28,18 +27,12 @@ MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight 
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
 Rounded = tuple[float, ...]
-How = Literal["simulated", "least", "alone", "ideal"]  # see step_time; all but `simulated` are lower bounds
+How = Literal["simulated", "least", "alone"]  # see step_time; all but `simulated` are lower bounds
 
 
 def crossings(plan: Plan) -> int:
     """Number of messages for which a rank waits in one micro-batch's forward pass. It waits for the same number in the backward pass."""
     return 0 if plan.pp == 1 else plan.chunks
-
-
-def head_rank(plan: Plan) -> int:
-    """Return the rank that has the last stage, and therefore the head. With placement `v`, in which the second half of the stages runs back
-    up the ranks, it is rank 0."""
-    return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
 def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -62,13 +55,11 @@ def pipeline_time(
 
     forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients, which are part of `backward`.
     sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: all stages of a rank are equal.
-    how: `least` and `alone` return the lower bound if the schedule has no closed form. `ideal` leaves out messages and bubbles.
+    how: `least` and `alone` return the lower bound if the schedule has no closed form.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:
         return plan.microbatches * passes.total[0]
-    if how == "ideal":
-        return plan.microbatches * (sum(forward) + sum(backward)) / plan.pp
     if (closed := closed_form(plan.schedule)) is not None:
         return closed(passes)
     share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))

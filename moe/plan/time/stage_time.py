@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from moe.plan.job import counts
 from moe.plan.job.network import Network, Plan, Recomputed, repeats
@@ -32,6 +33,13 @@ MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which
 
 Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); in an encoder-decoder: the encoder's two, then the decoder's two
 Kind = tuple[Counts, Counts, bool, bool]  # kind of a stage: (its layers, its recomputed layers, whether it is the first, the last)
+
+
+class Kinds(NamedTuple):
+    """Kinds of a plan's pipeline ranks, or of its stages. distinct: each kind once. of: the index of each rank's kind."""
+
+    distinct: tuple[Kind, ...]
+    of: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,54 +85,82 @@ def own_program(cluster: Cluster) -> Program:
 
 def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int, ...], program: Program | None = None) -> list[Stage]:
     """Return the times of one micro-batch on each stage. sizes: number of layers of each stage. The last stage has the head."""
-    layers = network.depth, network.with_experts, network.before
-    whole, again = (_of_ranks(*layers, sizes, "line", len(sizes), 1, every) for every in (1, plan.recompute_every))
-    kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(zip(whole, again, strict=True))]
+    kinds = _kinds(network, sizes, "line", len(sizes), 1, plan.recompute_every)
     return times_of(network, plan, cluster, program or own_program(cluster), kinds)
 
 
-def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Sequence[Kind]) -> list[Stage]:
+def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Kinds) -> list[Stage]:
     """Return the times of one micro-batch on each stage or rank of these kinds. Equal kinds are computed once."""
-    made = {kind: _stage(network, plan, cluster, program, kind) for kind in dict.fromkeys(kinds)}
-    return [made[kind] for kind in kinds]
+    # without the number of micro-batches, the engine and the other stages, so that plans share cached stages
+    added = 0 if plan.microbatches == 1 else plan.storage.gradients
+    alike = network, of_layer(plan), cluster, program, plan.recompute, plan.recompute_every, added, plan.pp > 1
+    made = [_stage(*alike, kind) for kind in kinds.distinct]
+    return [made[number] for number in kinds.of]
 
 
-def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """Return for each pipeline rank the Counts of all its stages together. If two ranks hold each stage: the Counts of each stage. Only
-    layers with an index divisible by `every` are counted."""
+def kinds_of(network: Network, plan: Plan) -> Kinds:
+    """Return the kinds of the pipeline ranks, with all stages of a rank counted together. If two ranks hold each stage: of the stages."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1
-    return _of_ranks(network.depth, network.with_experts, network.before, plan.stage_layers, where, plan.pp, chunks, every)
+    return _kinds(network, plan.stage_layers, where, plan.pp, chunks, plan.recompute_every)
+
+
+def whole_model(network: Network, plan: Plan) -> Kinds:
+    """Return the kind of one stage with all layers."""
+    return _kinds(network, None, "line", 1, 1, plan.recompute_every)
+
+
+def rank_layers(network: Network, plan: Plan) -> tuple[Counts, ...]:
+    """Return the Counts of each pipeline rank, or of each stage, as in `kinds_of`."""
+    kinds = kinds_of(network, plan)
+    return tuple(kinds.distinct[number][0] for number in kinds.of)
 
 
 @lru_cache(maxsize=5_000)
-def _of_ranks(
-    layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
-) -> tuple[Counts, ...]:
-    """Return the numbers of layers (Counts) of each pipeline rank. sparse: layers with experts. before: number of encoder layers. given:
-    Plan.stage_layers. where: placement of stages on ranks. every: 1 to count all layers, or Plan.recompute_every to count the recomputed
-    ones."""
-    homes = homes_at(where, pp, chunks)
-    found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
-    with_experts = set(sparse)
-    for size, (rank,) in zip(counts.sizes_of(layers, len(homes), given), homes, strict=True):
+def _kinds(network: Network, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int) -> Kinds:
+    """Return the kinds of the ranks. given: Plan.stage_layers. where: placement of `pp` * `chunks` stages on the ranks. every: 1 to
+    recompute all layers, or Plan.recompute_every."""
+    whole, again = (_of_ranks(network, given, homes_at(where, pp, chunks), n) for n in (1, every))
+    first, last = 0, 0 if where == "v" else len(whole) - 1  # with `v`, the second half of the stages runs back up the ranks
+    kinds = [(*both, i == first, i == last) for i, both in enumerate(zip(whole, again, strict=True))]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return Kinds(tuple(numbers), tuple(numbers[kind] for kind in kinds))
+
+
+def _of_ranks(network: Network, given: tuple[int, ...] | None, homes: Sequence[Sequence[int]], every: int) -> list[Counts]:
+    """Return the Counts of each rank. Only layers with an index divisible by `every` are counted. homes: for each stage, its rank."""
+    before, sparse = network.before, set(network.with_experts)
+    found, at = [[0] * (4 if before else 2) for _ in range(1 + max(map(max, homes)))], 0
+    for size, (rank,) in zip(counts.sizes_of(network.depth, len(homes), given), homes, strict=True):
         for layer in range(at, at + size):
-            found[rank][(layer in with_experts) + (2 if 0 < before <= layer else 0)] += repeats(layer, every)
+            found[rank][(layer in sparse) + (2 if 0 < before <= layer else 0)] += repeats(layer, every)
         at += size
-    return tuple(map(tuple, found))
+    return list(map(tuple, found))
 
 
-def _stage(network: Network, plan: Plan, cluster: Cluster, program: Program, kind: Kind) -> Stage:
+@lru_cache(maxsize=50_000)
+def _stage(
+    network: Network,
+    small: Plan,
+    cluster: Cluster,
+    program: Program,
+    recompute: Recomputed,
+    every: int,
+    added: int,
+    staged: bool,
+    kind: Kind,
+) -> Stage:
+    """Return the times of a stage or rank. small: result of `of_layer`. added: bytes of a gradient that each micro-batch adds to the
+    running sums; 0 if there is one micro-batch. staged: the plan has pipeline stages."""
     layers, repeated, first, last = kind
-    small, g = of_layer(plan), plan.storage.gradients
-    held = _held(network, small, layers, first, last)
-    ahead = sum(repeats(network.layers + depth, plan.recompute_every) for depth in range(network.ahead)) if last else 0
-    made = _passes(network, small, cluster, program, plan.recompute, layers, repeated, last, ahead)
+    held = _held(network, small.only(counts.DIVIDES), layers, first, last)
+    ahead = sum(repeats(network.layers + depth, every) for depth in range(network.ahead)) if last else 0
+    made = _passes(network, small, cluster, program, recompute, layers, repeated, last, ahead)
     backward = made.backward
-    if plan.microbatches > 1:  # gradients of each micro-batch are added to the running sums
-        summed = _held(_untied(network), small, layers, first, last) if first and last and plan.pp > 1 else held
-        each = g if program.accumulates == "within" else 2 * g + ACCUMULATE_BYTES
+    if added:
+        summed = _held(_untied(network), small.only(counts.DIVIDES), layers, first, last) if first and last and staged else held
+        each = added if program.accumulates == "within" else 2 * added + ACCUMULATE_BYTES
         backward += Pass(compute=each * summed.trained.total / cluster.device.bandwidth)
     return replace(made, backward=backward, held=held)
 

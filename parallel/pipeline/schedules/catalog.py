@@ -73,13 +73,13 @@ SCHEDULES: dict[str, ScheduleKind] = {
         placed="both_ways",
         refusal=chimera_refusal,
     ),
-    "zb_h1": ScheduleKind(_batches(zb_h1), "weight gradients fill bubbles, memory as 1F1B", rounds=1),
+    "zb_h1": ScheduleKind(_batches(zb_h1), "weight gradients fill bubbles, memory as 1F1B", rounds=2),
     "zb_h2": ScheduleKind(_batches(zb_h2), "weight gradients fill bubbles, twice the memory", rounds=2),
-    "zb_v": ScheduleKind(_batches(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v", rounds=2),
+    "zb_v": ScheduleKind(_batches(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v", rounds=3),
     "v_half": ScheduleKind(_batches(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v", steady=False),
     "v_min": ScheduleKind(_batches(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v", rounds=2),
     "dualpipe_v": ScheduleKind(
-        _batches(dualpipe_v), "a forward together with a backward pass, on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=2
+        _batches(dualpipe_v), "a forward together with a backward pass, on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=3
     ),
     "dualpipe": ScheduleKind(
         _batches(dualpipe), "dualpipe_v's pairs in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal

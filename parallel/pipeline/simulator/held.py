@@ -12,19 +12,21 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> InFlight.gradients of its stage from its end on
 
 
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
-    weights; (): False for all stages. begun: whether the stage has run a B or I, so that it has gradients; (): not known."""
+    weights; (): False for all stages. gradients: gradients of the stage's parameters that exist. 0: none. 1: an I has ended, which computes
+    only the embedding's and those of adapters. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
     at_i: bool
     freed: tuple[bool, ...] = ()
-    begun: tuple[bool, ...] = ()
+    gradients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,23 +75,23 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
 
 def _with_i(schedule: Schedule, rank: int) -> tuple[InFlight, ...]:
     """Return the possible peaks of a rank with more detail (`RankPeaks.with_i`)."""
-    stages, before, (kept, pending, whole, begun) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(4))
-    seen: set[tuple[int, ...]] = set()  # `kept`, `pending`, `whole` and `begun` of each stage, then whether the action is I
+    stages, before, (kept, pending, whole, gradients) = schedule.stages_of(rank), Op.U, (Counter[int]() for _ in range(4))
+    seen: set[tuple[int, ...]] = set()  # `kept`, `pending`, `whole` and `gradients` of each stage, then whether the action is I
     for op, stage, *_ in schedule.orders[rank]:
         if op in (Op.B, Op.I) or (before, op) == (Op.F, Op.W):  # a peak: F made the numbers larger, W makes them smaller
-            seen.add((*(count[s] for count in (kept, pending, whole, begun) for s in stages), op is Op.I))
+            seen.add((*(count[s] for count in (kept, pending, whole, gradients) for s in stages), op is Op.I))
         before = op
         kept[stage] += (op is Op.F) - (op in (Op.B, Op.I))
         if op in (Op.F, Op.B, Op.I):
-            whole[stage], begun[stage] = op is Op.F, begun[stage] or op is not Op.F
+            whole[stage] = op is Op.F
         pending[stage] += (op is Op.I) - (op is Op.W)
+        gradients[stage] = max(gradients[stage], _GRADIENTS.get(op, 0))
     n = len(stages)
     if n == 1 and not any(at_i for *_, at_i in seen):
         return ()
 
     def moment(of: tuple[int, ...]) -> InFlight:
-        whole, begun = of[2 * n : 3 * n], of[3 * n : -1]
-        return InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in whole]), tuple(map(bool, begun)))
+        return InFlight(of[:n], of[n : 2 * n], bool(of[-1]), tuple([not one for one in of[2 * n : 3 * n]]), of[3 * n : -1])
 
     return tuple(map(moment, undominated(sorted(seen, reverse=True))))
 

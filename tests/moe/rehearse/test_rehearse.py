@@ -143,6 +143,15 @@ PREDICTED: dict[str, dict[str, Any]] = {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4, "document_mask": True},
         "data": {"objective": "span_corruption"},
     },
+    "a half that a stage passes on": {
+        "model": T5 | {"kind": "encoder_decoder", "max_length": 128, "d_ff": 128, "d_model": 128, "num_heads": 2, "vocab_size": 300},
+        "data": {"objective": "span_corruption"},
+        "recompute": {"kind": "full"},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "gpipe", "microbatches": 16},
+        "train": {"global_batch": 16, "eval_sequences": 16},
+        "rank": 1,
+    },
     "halves in 2d": {
         "model": T5 | {"kind": "encoder_decoder", "num_layers": 4},
         "data": {"objective": "span_corruption"},
@@ -163,6 +172,18 @@ PREDICTED: dict[str, dict[str, Any]] = {
         "degrees": {"pp": 2},
         "pipeline": {"schedule": "zb_h1", "microbatches": 4},
         "rank": 1,  # the last stage, which has these layers
+    },
+    "every I before the first W": {
+        "model": {"num_layers": 2, "tied_embeddings": False},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+        "rank": 1,
+    },
+    "every I of further tokens before the first W": {
+        "model": {"ahead": 1, "num_layers": 2, "tied_embeddings": False},
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "zb_h1", "microbatches": 2},
+        "rank": 1,
     },
     "both ways": {"degrees": {"pp": 2}, "pipeline": {"schedule": "dualpipe", "microbatches": 4}, "recompute": {"kind": "full"}},
     "sums of stages": {"model": {"num_layers": 2}, "degrees": {"pp": 2, "dp": 2}, "pipeline": {"microbatches": 2}},

@@ -215,6 +215,7 @@ def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> 
             held_bytes=lambda p: peak(network, p).used,
             limit_bytes=limit,
             seconds=lambda p: step_time(network, p, cluster).step,
+            top=len(plans),
         )
         assert found.tried == len(plans) == found.fitting + sum(one.count for one in found.refused)
         assert all(one.held_bytes <= limit for one in found.ranked)

@@ -15,7 +15,7 @@ from moe.parallelize.shown import plan_rows
 from moe.plan.job.counts import held
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
-from moe.plan.memory.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
+from moe.plan.memory.kept import between_halves, cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
 from moe.plan.memory.memory import peak
 from moe.plan.memory.rows import rows_of
 from moe.plan.memory.stack import OURS_ON_CPU
@@ -66,6 +66,7 @@ def test_encoder_decoder_layers_keep_the_predicted_bytes(case: str, recompute: s
             assert said[-1] == pytest.approx(kept[layer], rel=0.15 if number in half.sparse_layers else 0.03)
     table = run.vocab_size * run.model.d_model * 2 if compute == "bf16" else 0  # the head's matrix in bf16, which no layer counts
     ends = ends_kept(network, plan, OURS_ON_CPU, first=True, last=True) + table
+    ends += between_halves(network, plan, OURS_ON_CPU, range(network.depth), first=True, whole=False)
     assert sum(said) + ends == pytest.approx(sum(kept) + rest, rel=0.03)
 
 

@@ -186,6 +186,28 @@ def test_gathered_weights_are_those_of_the_same_moment(name: str) -> None:
             assert max(sum(one.kept) + weights * one.freed.count(False) for one in of.with_i) == want
 
 
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.splits_backward])
+def test_gradients_are_those_of_the_same_moment(name: str) -> None:
+    """A stage's first I makes the gradient of its embedding, and its first B or W all others. sizes: bytes of these two, and of a
+    micro-batch in flight on a rank's first and on its last stage."""
+    whole = make_schedule(name, ranks=4, microbatches=16)
+    for order, of in zip(whole.orders, in_flight(name, ranks=4, microbatches=16), strict=True):
+        for sizes in ((0.5, 0.0, 1.0, 1.0), (9.0, 0.0, 1.0, 1.0), (0.0, 9.0, 1.0, 1.0), (2.0, 3.0, 1.0, 5.0), (0.0, 9.0, 5.0, 0.0)):
+            (table, others, *_), weights = sizes, {of.stages[0]: sizes[2], of.stages[-1]: sizes[3]}
+            want = 0.0
+            for end, (op, *_) in enumerate(order):
+                if op in (Op.B, Op.I):
+                    ended = {s: {a.op for a in order[:end] if a.stage == s} for s in of.stages}
+                    kept = sum(weights[a.stage] * ((a.op is Op.F) - (a.op in (Op.B, Op.I))) for a in order[:end])
+                    made = sum(table * bool(ops & {Op.B, Op.I}) + others * bool(ops & {Op.B, Op.W}) for ops in ended.values())
+                    want = max(want, kept + made)
+            found = [
+                sum(n * weights[s] + table * (g > 0) + others * (g > 1) for n, s, g in zip(one.kept, of.stages, one.gradients, strict=True))
+                for one in of.with_i
+            ]
+            assert max(found) == want
+
+
 def test_w_of_frozen_shared_experts_needs_nothing() -> None:
     network = with_layers(replace(PUBLISHED["DeepSeek-V3"][1], frozen=("dense",)), "V3")
     assert network.experts is not None
