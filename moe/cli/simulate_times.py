@@ -154,7 +154,7 @@ class OfRecipe(Costs):
         smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
         if stages > layers and self.recipe.pipeline.layers is None:  # pipeline.layers may have stages without layers
             got = f"{schedule.num_ranks} ranks with {chunks} stages each" if chunks > 1 else schedule.num_ranks
-            raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
+            raise BadInput("stages", got=got, needed=f"at most one stage per layer: {layers}", fix=smaller)
         return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
 
     def cost(self, schedule: Schedule) -> Cost:

@@ -260,7 +260,7 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
     if corpus.source == "python_stdlib":
         remarks = []
     else:
-        check_kinds(kinds, path=corpus.label, text_alone=corpus.chosen)
+        check_kinds(kinds, path=corpus.label, source_set=corpus.chosen)
     whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
     return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds, tuple(remarks))
 

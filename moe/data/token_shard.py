@@ -65,8 +65,8 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """Return this rank's shard, given its `shape` [sequences, tokens + 1], if all ranks have shards of this shape, with contiguous
-        tokens."""
+        """Return this rank's shard, given its `shape` [sequences, tokens + 1]. Assumes that all ranks have shards of this shape, and that
+        each sp rank has contiguous positions."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 

@@ -47,7 +47,7 @@ from parallel.tensor.style import fits
 if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
 
-# path patterns of modules; FSDP gathers the parameters of such a module together, but each tile separately
+# path patterns of modules; FSDP gathers all parameters of such a module together, but tiles in it (parallel/data/tiling.py) one at a time
 UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
 # path patterns of small parameters that FSDP and ZeRO keep and gather in the master dtype: the model reads them in fp32, or casts them

@@ -126,7 +126,7 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: Fix | str | None = None)
         chunks = layers // schedule.num_ranks
         if chunks and run.pipeline.chunks is not None:
             fewer = Set("pipeline.chunks", chunks)
-        needed = f"at most one a layer: model.num_layers={layers}"
+        needed = f"at most one stage per layer: model.num_layers={layers}"
         raise BadInput("degrees.pp", got=counted(stages, "stage"), needed=needed, fix=fewer | "add layers")
     if given is not None:
         _check_list(run, schedule, given, otherwise=fewer & Set("pipeline.layers", None))

@@ -1,9 +1,12 @@
 """Tools for the adapters of `moe verify --peer NAME`. An adapter is a file moe/verify/peers/NAME.py with
 
-PACKAGES  module -> package that pip installs       load()   imports the modules, before ranks are forked
-MODELS    names for --model                         pairs(models, degrees, pin)   yields a Pair for each comparison
-ROUTED    the MODELS with routers                   DEGREES  the axes ep, tp, fsdp that it supports
-others()  optional: returns further names for --model, which depend on the installed release; `--model others` is all of them
+PACKAGES    module -> package that pip installs
+MODELS      names for --model; ROUTED: those with routers
+DEGREES     the axes that it supports, from ep, tp and fsdp
+load()      imports the modules, before ranks are forked
+pairs(models, degrees, pin)   yields a Pair for each comparison. degrees: axis -> number of ranks. pin: routers on several ranks choose
+                              the experts that they chose on one process (moe/verify/yours/choices.py)
+others()    optional: returns further names for --model, which depend on the installed release; `--model others` is all of them
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions that are not on a disk: first of master weights, with the optimizer states, then of the weights that
-        the model reads. No other rank has copies."""
+        """Yield this rank's partitions that are not on a disk. For each group of parameters: the master weights, their optimizer states,
+        then the weights that the model reads. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

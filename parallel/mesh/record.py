@@ -8,12 +8,13 @@ of them, and a hash chain of all. Ranks that ran the same collectives have equal
 all-reduce of the gradient norm. The total shows whether any two ranks differ, even if nothing hangs (gloo gives wrong numbers if shapes or
 splits differ). This token is a hash and has nothing to do with the model's tokens:
 
-    token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits        w_i, h_ij: hashes; the rank is the i-th of the group
-    splits = sum over j of  h_ij * rows sent to rank j - h_ji * rows received from rank j
+    token of a rank = sum over its lanes of  (w_i - w_(i-1)) * chain + splits                      i: index of the rank in the group
+    splits = sum over collectives n and ranks j of  r_n * (h_ij * rows sent to rank j - h_ji * rows received from rank j)
 
-In the sum over a group, each w_i appears once with a plus and once with a minus (w is 0 before the first and after the last rank), so equal
-chains cancel to 0. Splits cancel if each receiver expects what its sender sends. Numbers are modulo 2**40, so that sums of 8,192 ranks are
-exact in float64. A difference between ranks goes unnoticed with probability 2**-40.
+The coefficients w, r and h are hashes that all ranks of a group compute alike. In the sum over a group, each w_i appears once with a plus
+and once with a minus (w is 0 before the first and after the last rank), so equal chains cancel to 0. Splits cancel if each receiver expects
+what its sender sends. Numbers are modulo 2**40, so that sums of 8,192 ranks are exact in float64. A difference between ranks goes unnoticed
+with probability 2**-40.
 """
 
 from __future__ import annotations
@@ -47,10 +48,9 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: count of announced collectives. chain: hash chain of all of them. last: the last 512 collectives, newest last. splits: checksum
-    of the numbers of rows that were sent and received so far: the sum of each collective's `splits` times a hash of its number. weight,
-    out, back: coefficients of the formula at the top of this file, by which ranks notice a difference. weight: w_i - w_(i-1), for `chain`.
-    out, back: for each rank j, h_ij for rows sent to rank j, and h_ji for rows received from rank j."""
+    number: how many. chain: hash of all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and
+    received so far, in the formula at the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for
+    each rank j of the group h_ij (for rows sent to j) and h_ji (for rows received from j)."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

@@ -81,16 +81,16 @@ def assigned(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The matrices of a stack while they are sent to their owners, over one axis after another.
-    tensor: this rank's shards of the K matrices, [K, R, C]. owners: for each matrix, the owner's indices on the axes that remain."""
+    """The matrices of a stack on the way to their owners: they are sent over one axis after another. tensor: this rank's shards of the K
+    matrices, [K, R, C]. owners: for each matrix, the owner's index on the next axis, and on each axis after that one."""
 
     stack: Stack
     tensor: Tensor
     owners: list[tuple[int, ...]]
 
     def of(self, index: int) -> list[int]:
-        """Return the numbers (0 to K - 1) of the matrices to send to the rank with this index on the next axis, because their owner has
-        this index."""
+        """Return the numbers (0 to K - 1) of the matrices to send to the rank with this index on the next axis, on the way to owners that
+        have the same index there."""
         return [k for k, owner in enumerate(self.owners) if owner[0] == index]
 
     def shape_of(self, index: int) -> tuple[int, ...]:

@@ -68,11 +68,13 @@ class ActionGraph:
         self.order = self._in_order()
 
     def received(self, n: int) -> list[int]:
-        """Return the actions of other ranks whose results must arrive before action n starts. The F of a pair waits for those of both."""
+        """Return the actions of other ranks whose results must arrive before action n starts. If n is the first action of a pair (an F and
+        a B that run as one block), this includes the results that the B needs."""
         return [m for m in (self.source[n], *self.more.get(n, ())) if m != NONE and self.target[m] == self.ranks[n]]
 
     def sent(self, n: int) -> list[int]:
-        """Return the actions whose results are sent to other ranks when action n ends. The B of a pair sends both."""
+        """Return the actions with results that are sent to other ranks when action n ends: n, if another rank needs its result. In a pair,
+        F sends nothing when it ends, and B sends the results of both."""
         ended = () if n in self.pairs else (n - 1, n) if n - 1 in self.pairs else (n,)
         return [m for m in ended if self.target[m] != NONE]
 

@@ -119,12 +119,13 @@ Sums = Callable[[Sequence[str]], None]  # called with names of parameters whose 
 class OverlappedReduction(Watcher):
     """Watcher that starts the data-parallel reduction of a stage's gradients as soon as they are complete, while other actions still run.
 
-    rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |
+    rank 0 of interleaved, two chunks    ... 4B2 4B3 | 0B0 0B1 0B2 0B3 |                      4B2: stage 4, backward, micro-batch 2
                                                ^ the reduction of stage 4 starts during 4B3, that of stage 0 during 0B3
 
-    names: stage -> names of the parameters that no other stage holds. expect: called with a stage's names before its last backward action.
-    start: called after each action with the names of parameters whose gradients this action has completed (often none). It starts their
-    reductions, and stores the results of reductions that have ended."""
+    names: stage -> names of the parameters whose gradients are complete after the stage's last backward action. expect: called with these
+    names before that action, so that the engine starts a reduction as soon as its gradients are complete. start: called after each action
+    with the names of parameters whose gradients this action has completed (often none). It starts the reductions that have not started,
+    and stores the results of reductions that have ended."""
 
     def __init__(self, schedule: Schedule, rank: int, names: Mapping[int, Sequence[str]], *, expect: Sums, start: Sums) -> None:
         self.stage_at, self.names, self.expect, self.start = stage_complete_at(schedule.orders[rank]), names, expect, start

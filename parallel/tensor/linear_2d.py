@@ -38,8 +38,8 @@ class Block(Style):
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills two slots (replaceable functions, style.py): `product`
     of its module, and `products` of its layer.
 
-    outputs: mesh axis that splits the outputs, tp_col or tp_col_heads. With tp_col_heads, which is for fewer key-value heads than columns,
-    neighbours in a row hold the same block."""
+    outputs: mesh axis that splits the outputs, tp_col or tp_col_heads. Projections to keys and values take tp_col_heads: with fewer
+    key-value heads than grid columns, adjacent columns share a head and hold copies of its block."""
 
     outputs: str = "tp_col"
 

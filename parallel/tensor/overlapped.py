@@ -177,8 +177,8 @@ def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tenso
 def _weight_gradients(
     weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor | None, *, wide: int | None = None
 ) -> Sequence[Tensor | None]:
-    """Return the weights' gradients. grads: gradient of each product's output. x: input of the products; None if all weights are frozen.
-    wide: number of leading weights with gradients that may be deferred; None: all."""
+    """Return the weights' gradients; None for a frozen weight, and for a deferred gradient. grads: gradient of each product's output.
+    x: input of the products; None if all weights are frozen. wide: only the first `wide` weights' gradients may be deferred; None: all."""
     if x is None:
         return [None] * len(weights_OI)
     return gradients_of_trained(weights_OI, lambda which: [gradient_of(weights_OI[i], grads[i], x) for i in which], wide=wide)

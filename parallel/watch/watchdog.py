@@ -1,12 +1,15 @@
 """Ends a run that hangs: if a rank waits longer than the time limit, all ranks end with one line that names the missing ranks.
 
-    ranks 0 1 3      all_reduce 340 over dp ................ limit_s     rank 0: request "ask/1" -> each watchdog writes its rank's progress
-    rank 2           (stopped)                                           rank 0: reads all progress -> writes the line -> all ranks end
+    ranks 0 1 3      all_reduce 340 over dp ............... limit_s     rank 0: question "ask/1" -> each watchdog writes its rank's progress
+    rank 2           (stopped)                                          rank 0: reads all progress -> writes the line -> all ranks end
 
-The watchdog is two threads in each rank, so a rank whose main thread is stuck inside a library still reports its progress. A rank whose
-process is stopped does not, and counts as missing. Ranks communicate through the process group's store. Each rank looks there for requests
-("questions"), and writes its phase there every few seconds, for the case that it cannot report later. The rank that asked compares the
-reports, or "answers" (Record.answer in parallel/mesh/record.py), by parallel/watch/diagnosis.py.
+A watchdog is two threads, which run even if the rank's main thread is stuck inside a library. A rank that does not answer, because its
+process is stopped, counts as missing. Watchdogs communicate by keys of the process group's store (N: number of a question, R: a rank):
+
+    ask/N     question: a watchdog writes it if its rank waits too long or fails; all watchdogs look for it
+    at/N/R    answer: the rank's progress (Record.answer in parallel/mesh/record.py)
+    line/N    verdict of the rank that asked: its diagnosis of the answers (parallel/watch/diagnosis.py), and whether the run ends
+    seen/R    the rank's phase, written every few seconds, in case the rank cannot answer later
 """
 
 from __future__ import annotations
@@ -117,8 +120,8 @@ class Watchdog:
             self._within(_AGAIN_S, lambda: self._store.set(f"seen/{self.record.rank}", seen))
 
     def _listen(self) -> None:
-        """Answer questions until one of them ends the run. The store is checked at least twice a second, more rarely with many ranks. A
-        blocking wait could not be interrupted when the run ends."""
+        """Answer questions until a verdict ends the run. Look for a question at least twice a second (more rarely with many ranks), because
+        a blocking wait could not be interrupted when the run ends."""
         rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
         while not self._stopped.wait(tick):
             n = self._round
@@ -195,7 +198,8 @@ class Watchdog:
             self._finish(line, prints=True)
 
     def _find(self, n: int, why: Why, patience: float) -> Finding | None:
-        """Collect the ranks' answers to question `n` and diagnose them; repeat until there is a finding, because a rank may answer late."""
+        """Collect the ranks' answers to question `n`, and diagnose them. If `why` is not "slow" or "hang", repeat this until there is a
+        finding, for `patience` seconds at most, because a rank may answer late."""
         until = time.monotonic() + patience
         share = {"slow": 0.5, "hang": 1.0}.get(why, 0.0)
         while True:
@@ -229,8 +233,8 @@ class Watchdog:
         return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
-        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the watchdog's question to
-        which `line` is the answer; 0: none."""
+        """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question on which `line`
+        is the verdict; 0: none."""
         if self._decided.is_set():
             return
         self.line, self.prints, self.kind = line, prints, kind
@@ -276,7 +280,7 @@ class Watchdog:
         return self.line or "ranks did not make the same collectives in this step, and no rank knows which ones differ"
 
     def _settle(self, why: Why) -> None:
-        """Ask all ranks for their progress, unless another rank has asked. Wait for the verdict, and on rank 0 for its readers."""
+        """Ask all ranks for their progress, unless another rank has asked. Wait for the verdict; on rank 0, also until all have read it."""
         asked = self._round
         self._ask(why)
         self._decided.wait(4 * self._answer_s)
@@ -344,15 +348,15 @@ def enter(phase: str, *, step: int | None = None, patience: float | None = None)
 
 
 def check_tokens(total: float) -> None:
-    """Raise Disagreement, on all ranks, if two ranks ran different collectives. total: sum of all ranks' Record.token(), which are hashes
-    of their collectives."""
+    """Raise Disagreement, on all ranks, if two ranks ran different collectives. total: sum over ranks of Record.token(), a hash of the
+    rank's collectives."""
     if not balanced(total) and _of_process is not None:
         raise Disagreement(_of_process.disagree(), prints=_of_process.prints)
 
 
 def ended_by(error: BaseException) -> Ended | None:
-    """Tell the other ranks not to wait for this rank, which ends with `error`. Return the line that ends the run, as an exception, if
-    `error` has another cause (Watchdog.explain); otherwise None."""
+    """Tell the other ranks not to wait for this rank, which ends with `error`. If `error` has another cause (Watchdog.explain), return an
+    exception with the line that names this cause; otherwise None."""
     if isinstance(error, Ended) or _of_process is None:
         return None
     line = _of_process.explain(error)

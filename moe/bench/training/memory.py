@@ -162,8 +162,8 @@ class GradientPeak:
 
 
 def warm_up(shape: Shape, rank: int, ranks: int, precision: str) -> None:
-    """Train one step of a model with a layer of each kind, so that libraries allocate their scratch memory, and compile their kernels for
-    these sizes, before memory is measured (8 MB in bf16 with AMX)."""
+    """Train one step of a model with a layer of each kind, before memory is measured. Libraries then allocate scratch memory and compile
+    kernels, which would otherwise count as model states: oneDNN's kernels take 8 MB in bf16 on a CPU with AMX."""
     kind, values = kind_of("ddp"), replace(shape, layers=2 if shape.experts else 1)
     started = start(kind, values.recipe(kind, ranks, precision=precision), rank, ranks)
     started.step(tokens_of(rank, sequences=1, length=LENGTH), step=0)

@@ -289,7 +289,8 @@ class _Moments:
             yield Moment("embedding", left, ends, size, to_come=to_come, waiting=tied, gathered=sharded, freed=others, summed=summed)
 
     def _gathered(self, held: Elements) -> dict[At, float]:
-        """Return the bytes of gathered weights and unreduced gradients with ZeRO stage 3, for each kind of moment outside of layers."""
+        """Return the bytes that ZeRO stage 3 adds (gathered weights, unreduced gradients), as a dict: kind of moment, such as "loss" or
+        "embedding", -> bytes. Only moments outside of the layers' backward passes. held: the rank's parameters."""
         if not self.gathers:
             return {}
         unit = Unit(next=self.sizes.layer(self.network.depth - 1).gathered)

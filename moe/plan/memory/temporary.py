@@ -137,8 +137,8 @@ def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that `sliced` tensor parallelism adds at the loss: the head's gathered input, minus this rank's slice, which the kept
-    activations already include."""
+    """Bytes that `sliced` tensor parallelism adds at the loss; 0 without it. With `reads_again`: the head's gathered input and this input's
+    gradient. Otherwise: the gathered input, minus this rank's slice, which the kept activations already include."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)

@@ -103,8 +103,8 @@ def layer_costs(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> dic
 
 
 class Runnable:
-    """Computes costs of plans on a machine from strategies of a graph's operators. graph: operators of a micro-batch of all replicas
-    together. allowed: returns whether the recipe can be trained with a plan."""
+    """Predicts the seconds and bytes of a plan on a machine: gives each operator of the graph a strategy, and adds the strategies' costs.
+    graph: operators for one micro-batch, with the sequences of all replicas. allowed(plan): whether the recipe can be trained with it."""
 
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
         self.allowed = allowed

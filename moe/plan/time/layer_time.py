@@ -100,12 +100,13 @@ def _products(
 ) -> Passes:
     """Times of matrix products and of pointwise kernels that read and write `moved` bytes in the forward pass. count: number of experts
     that compute each product. trained: whether the gradients of the matrices are computed. rank: rank of LoRA's adapters; 0: none. The
-    adapters' products belong to the forward pass and to the gradients of inputs. decoding: cost of decoding each of `matrices` frozen
-    matrices from blocks, which both passes do; None: no blocks.
+    adapters' products belong to the forward pass and to the gradients of inputs. decoding: cost of decoding a frozen matrix that is stored
+    in blocks (mxfp4, fp8); None: no blocks. matrices: number of matrices that each pass decodes, for each expert.
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
-    that the host launches. cast: fp8 products cast their operands first. by_product: order in which times are added. The order changes only
-    the last digits; both orders exist so that predictions stay equal to the tables in docs/benchmarks.
+    that the host launches. cast: if the program computes products in a narrower dtype (fp8), add the time to cast their operands.
+    by_product: order in which times are added. The order changes only the last digits; both orders exist so that predictions stay equal to
+    the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -119,9 +120,8 @@ def _products(
         if rank:
             narrow = device.product(m, rank, k, count=together, kind=kind) + device.product(m, n, rank, count=together, kind=kind)
             forward, inputs = forward + narrow, inputs + 2 * narrow
-        if (
-            cast and program.products != "compute"
-        ):  # a cast reads an operand twice (once for its maximum) and writes it twice (once transposed)
+        # a cast reads an operand twice (once for its maximum) and writes it twice (once transposed)
+        if cast and program.products != "compute":
             casts_forward, casts_backward = casts_forward + 6 * (m * k + k * n), casts_backward + 6 * m * n
     decoded = count * matrices * decoding.kernels if decoding else 0.0
     seconds = device.stream(count * decoding.moved * sum(n * k for _, n, k in products), kernels=decoded) if decoding else 0.0

@@ -59,7 +59,8 @@ def ranges() -> tuple[Range, ...]:
 
 
 def range_of(cluster: Cluster, plan: Plan) -> Range | None:
-    """Return the range for a plan's seconds on this cluster. None for CPU hosts, because there are no published runs on them."""
+    """Return the Range (measured / predicted seconds of a step) of published runs that are similar to this plan on this cluster. None for
+    CPU hosts, because there are no published runs on them."""
     if cluster.cores:
         return None
     return next(each for each in ranges() if each.holds(cluster.device.name, across=crosses_nodes(cluster, plan)))

@@ -36,7 +36,7 @@ Kind = tuple[Counts, Counts, bool, bool]  # kind of a stage: (its layers, its re
 
 
 class Kinds(NamedTuple):
-    """Kinds of a plan's pipeline ranks, or of its stages. distinct: each kind once. of: the index of each rank's kind."""
+    """Kinds of a plan's pipeline ranks, or of its stages. distinct: each kind once. of: for each rank or stage, the index of its kind."""
 
     distinct: tuple[Kind, ...]
     of: tuple[int, ...]
@@ -119,8 +119,8 @@ def rank_layers(network: Network, plan: Plan) -> tuple[Counts, ...]:
 
 @lru_cache(maxsize=5_000)
 def _kinds(network: Network, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int) -> Kinds:
-    """Return the kinds of the ranks. given: Plan.stage_layers. where: placement of `pp` * `chunks` stages on the ranks. every: 1 to
-    recompute all layers, or Plan.recompute_every."""
+    """Return the Kind of each rank: all that distinguishes its time from other ranks' (numbers of layers, whether it has the first or last
+    stage). given: Plan.stage_layers. where: placement of `pp` * `chunks` stages on the ranks. every: Plan.recompute_every (1: all)."""
     whole, again = (_of_ranks(network, given, homes_at(where, pp, chunks), n) for n in (1, every))
     first, last = 0, 0 if where == "v" else len(whole) - 1  # with `v`, the second half of the stages runs back up the ranks
     kinds = [(*both, i == first, i == last) for i, both in enumerate(zip(whole, again, strict=True))]

@@ -4,8 +4,9 @@ copies     a token has the same experts on every rank that holds it, and in a re
 slots      an expert accepts at most as many choices of a group of tokens as it has slots, drops none while a slot is free, and accepts
            them in the order of its queue
 gates      a choice without a slot has no gradient; of a token's choices with slots, either all have a gradient or none
-balance    the balance loss is linear in each probability. Its gradients by the probabilities of one expert therefore sum, over tokens, to
-           weight * experts * the expert's share of the counted choices. With balance over the global batch they are equal for all tokens
+balance    the loss is weight * E * sum over experts e of f_e P_e (f_e: share of the counted choices that went to e; P_e: mean probability
+           of e over tokens). Its gradients with respect to e's probabilities therefore sum, over tokens, to weight * E * f_e. If f_e is
+           of the global batch, the gradient is equal for all tokens
 """
 
 from __future__ import annotations

@@ -275,7 +275,8 @@ def _precision(of: Comparison, key: Key, bad: list[Seen]) -> str:
         return ""
     found, expected = _significant_bits(here), _significant_bits(one)
     median = float(found.double().median())
-    for name, dtype, least in (("bf16", torch.bfloat16, 0), ("fp16", torch.float16, 10)):  # few sums of bf16 numbers fit into fp16
+    # least: smallest median of significant bits. fp16 has 11 bits; a median below 10 is typical of sums of bf16 numbers (8 bits each)
+    for name, dtype, least in (("bf16", torch.bfloat16, 0), ("fp16", torch.float16, 10)):
         if torch.equal(here.to(dtype).double(), here) and median >= least:
             return f"rounded to {name}: every element is a number of that precision"
     if float((found <= 16).double().mean()) > 0.95 and float((expected <= 16).double().mean()) < 0.5:

@@ -128,7 +128,7 @@ class Choices(TorchFunctionMode):
             raise BadInput("pin", got=got, needed=needed, fix="record without pin")
         if len(lengths := {part.shape[1] for part in self.kept["tokens"]}) > 1:
             got = f"micro-batches with sequences of {' and '.join(map(str, sorted(lengths)))} tokens"
-            raise BadInput("pin", got=got, needed="sequences of one length on the one process", fix="pad them to one length")
+            raise BadInput("pin", got=got, needed="sequences of equal length in the run on one process", fix="pad them to one length")
         given = {key: torch.cat(parts) for key, parts in self.kept.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(given, Path(folder) / FILE)

@@ -45,8 +45,9 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)  # (parameter, rank) -> result of `tried`
-    shifts: list[dict[str, int]] = field(default_factory=list)  # of each rank, the result of `renamed`
+    # (parameter, rank) -> [(a possible alignment with the single process's parameter, deviation with it)]
+    layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
+    shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
 
     @staticmethod
@@ -57,7 +58,8 @@ class Comparison:
         return Comparison(one.ranks[0], ranks, one.rounded, shifts=all_shifts)
 
     def run(self, explain: Callable[[Comparison, Key, list[Seen], float], tuple[float | None, str]]) -> None:
-        """Compare every value. explain(comparison, key, seen, bound): returns the factor and the cause of a deviation, as in causes.py."""
+        """Compare every value. explain(comparison, key, seen, bound): called for a deviation above its bound, returns (factor, cause) as in
+        causes.py. factor: ranks' value / single process's value; None if no single factor explains the deviation."""
         noise = 0.0
         for number, key in enumerate(self.order):
             mine, exact = self._noise(key), not self._whole(key)[0].dtype.startswith(("float", "bfloat"))

@@ -108,7 +108,7 @@ def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["simulate", "1f1b", *words[:2], "--stages", "2", "--degrees.tp", "2", "--sharding.kind", "fsdp"]) == 0
     assert "not counted: degrees.tp 2, sharding.kind fsdp (moe plan counts them)" in capsys.readouterr().out
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2], "--model.num_layers", "1"]) == 2
-    assert "stages: got 2, needed at most one a layer: 1; fix: --model.num_layers 2" in capsys.readouterr().err
+    assert "stages: got 2, needed at most one stage per layer: 1; fix: --model.num_layers 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layers", ["[5,-1]", "[4,0,0]", "[3,2]", "[4]"])

@@ -246,10 +246,13 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
         ("1f1b --recipe dense_tiny --forward-time 2", "--forward_time: got --forward_time with --recipe"),
         ("1f1b --recipe dense_tny", "recipe: got dense_tny"),
         ("1f1b --recipe dense_tiny --model.d_fff 3", "model.d_fff: got a key that does not exist"),
-        ("1f1b --recipe dense_tiny --stages 9", "stages: got 9, needed at most one a layer: 4; fix: --stages 4 or --model.num_layers 9"),
+        (
+            "1f1b --recipe dense_tiny --stages 9",
+            "stages: got 9, needed at most one stage per layer: 4; fix: --stages 4 or --model.num_layers 9",
+        ),
         (
             "zb_v --recipe dense_tiny",
-            "stages: got 4 ranks with 2 stages each, needed at most one a layer: 4; fix: --stages 2 or --model.num_layers 8",
+            "stages: got 4 ranks with 2 stages each, needed at most one stage per layer: 4; fix: --stages 2 or --model.num_layers 8",
         ),
         ("1f1b --recipe dense_tiny --microbatches 5", "--microbatches: got 5 of a batch of 16 sequences on 1 data-parallel rank"),
         ("1f1b --out two.csv/x.png", "--out: got two.csv/x.png: {here}/two.csv is no folder, needed a file that can be written"),
