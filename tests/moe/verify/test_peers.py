@@ -273,7 +273,7 @@ def test_a_router_that_is_pinned_in_one_of_two_micro_batches_is_refused(wrong: i
 
 def test_micro_batches_of_several_lengths_are_not_pinned(tmp_path: Path) -> None:
     net = _Routed(TIE[0])
-    with pytest.raises(BadInput, match="micro-batches of 3 and 5 tokens"):
+    with pytest.raises(BadInput, match="micro-batches with sequences of 3 and 5 tokens"):
         for _ in record(tmp_path, net, pin=tmp_path):
             for length in (5, 3):
                 net(torch.arange(2 * length).view(2, length)).square().mean().backward()
