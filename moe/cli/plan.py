@@ -171,7 +171,7 @@ def _batch(run: Run) -> str:
 
 def _lines(made: Planned, run: Run, seconds: float, *, top: int) -> list[str]:
     found = made.found
-    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s; {found.fitting} of the fastest fit", ""]
+    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s; of those that may be the fastest, {found.fitting} fit", ""]
     lines.append(f"{'':>3} {'s a step':>9} {'tokens/s':>11} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
         note = "   (the recipe's own)" if ranked.plan == made.own else ""
