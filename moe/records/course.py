@@ -18,7 +18,8 @@ ERRORS = 4.0  # number of standard errors by which the loss must rise between tw
 
 
 class Found(NamedTuple):
-    """A rule's condition that holds: the first step, the measured value, and a sentence about both."""
+    """A rule's condition that holds. since: the first step at which it holds. value: the measured number. said: a sentence about the
+    fault."""
 
     since: int
     value: float

@@ -69,8 +69,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. find: windows in order, recipe -> Found or None. fix: recipe -> the remedy. reads: fields of metrics.jsonl. hides: names of
-    rules whose findings this one explains."""
+    """A rule. reads: fields of metrics.jsonl that its condition needs. find: function of (windows of the run in order, recipe) that returns
+    what it found, or None. fix: function of the recipe that returns the remedy. hides: names of rules whose findings this one explains."""
 
     name: str
     reads: tuple[str, ...]
