@@ -171,7 +171,8 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 
 def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return a dict: name -> standard deviation of x, for the constants that the steps determine."""
+    """Return a dict: name -> standard deviation of x, for those of the constants `names` that the steps determine. noise: standard
+    deviation of the steps' errors."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
@@ -184,7 +185,7 @@ def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], n
 
 
 def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]) -> tuple[Cluster, float]:
-    """Return (the cluster with fitted constants, standard deviation of the errors that remain, at least NOISE)."""
+    """Return (the cluster, in which the constants `names` are fitted; standard deviation of the errors that remain, at least NOISE)."""
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -258,7 +259,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
     finished run, and for runs on other hardware than the cluster's or the first run's."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
-        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="folders of finished runs of moe train", fix="name their folder")
+        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="name another")
     hardware = None
     for path in runs:
         summary = read_summary(path) or {}
@@ -269,7 +270,9 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
             raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
-            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name their cluster, or move the run to another folder")
+            raise BadInput(
+                str(path), got=f"a run on {on}", needed=needed, fix="give the run's own --cluster, or move the run to another folder"
+            )
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")
