@@ -270,9 +270,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
             raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
-            raise BadInput(
-                str(path), got=f"a run on {on}", needed=needed, fix="give the run's own --cluster, or move the run to another folder"
-            )
+            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name the run's --cluster, or move it to another folder")
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")
