@@ -211,7 +211,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
-        raise BadInput("--nccl", got=got, needed="all outputs of more than one node from the same nodes and ranks", fix=fix)
+        raise BadInput("--nccl", got=got, needed="outputs of several nodes that have equal numbers of nodes and ranks", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

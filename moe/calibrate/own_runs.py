@@ -46,7 +46,8 @@ STEP = 0.02  # difference of x in numerical derivatives: large compared with the
 
 @dataclass(frozen=True)
 class Step:
-    """One run: its network, its plan and the measured seconds of a training step. run: name of its folder."""
+    """One run. run: name of its folder. network: sizes of its model. plan: its parallel layout. seconds: measured seconds of a training
+    step."""
 
     run: str
     network: Network
@@ -144,7 +145,7 @@ def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
     """Fit the constants that the steps determine. The other constants keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, determined = cluster, NOISE, dict[str, float]()
-    for _ in every:  # until the set of determined constants does not change
+    for _ in every:  # ends earlier, once the set of determined constants no longer changes
         names, determined = list(determined), _determined(made, steps, every, noise)
         if list(determined) == names:
             break

@@ -119,8 +119,8 @@ def _from_catalog(name: str, size: dict[str, Any], costs: Costs) -> tuple[dict[s
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: returns the schedule of a number of batches. drains:
-    whether the pipeline is empty at the end of each batch."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: function of a number of batches that returns their
+    schedule. costs: durations of actions and messages. drains: whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state

@@ -61,8 +61,9 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed; if all ranks have the same, one rank prints it. How the
-    rank ended is written to the status file, if a parent `moe train` reads it."""
+    """Run `work` as one rank, and return its exit code. work(rank_run): returns an exit code; writes the recipe and the folder into
+    `rank_run` as soon as it knows them. An exception is printed; if all ranks have the same, one rank prints it. How the rank ended is
+    written to the status file, if a parent `moe train` reads it."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -178,14 +179,14 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(
             flag,
             got=f"the flag with torchrun --max-restarts {restarts}",
-            needed=f"a start without {flag}: each restart by torchrun would repeat it",
+            needed=f"a start without {flag}: each restart by torchrun would have the flag again",
             fix=fix,
         )
 
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe, changed for the present number of processes; `origins`, changed for these keys). origins: recipe key -> source of
-    its value. Raises BadInput for fewer than `least` processes (MIN of --elastic)."""
+    """Return (the recipe with degrees and micro-batches for the present number of processes; `origins` with --elastic as the source of
+    these values). origins: recipe key -> source of its value. Raises BadInput for fewer than `least` processes (MIN of --elastic)."""
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
     from parallel.process import process

@@ -145,7 +145,8 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks in `family`, {pid: environment}, in order of rank. They have the variable RANK, and their parents do not."""
+    """Return the ranks among the processes `family`, {pid: environment}, in order of rank. A process is a rank if it has the variable RANK
+    and its parent does not."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")

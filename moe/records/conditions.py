@@ -21,7 +21,7 @@ from moe.records.windows import Window
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
 
-LASTING = 3  # number of consecutive windows, the last of the run so far, that must show a condition
+LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
 MOVED = 0.25  # windows count once the learning rates add up to this share of the initial weights' size: AdamW moves weights by about lr
@@ -71,7 +71,7 @@ def lasting(
 
 
 def first_size(run: Run) -> float:
-    """Return the standard deviation of the router's first weights."""
+    """Return the standard deviation of the router's initial weights."""
     return math.sqrt(run.model.init_scale / run.model.d_model)
 
 

@@ -1,4 +1,4 @@
-"""The course of a training loss: whether it fell as it should, for the rules of the doctor (moe/records/rules.py)."""
+"""The course of a training loss: whether it fell as it should, for the rules of `moe doctor` (moe/records/rules.py)."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds to the end of training: remaining steps times the median seconds of the last 20. None before the first step."""
+        """Estimated seconds to the end of training: remaining steps * median seconds of the last 20 steps. None before the first step."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 

@@ -93,8 +93,9 @@ class Single:
 
 
 class Pipelined:
-    """Executor of a rank's stages. watchers: called at every action (forward, backward or update of a stage) in training. sums: a watcher
-    that starts the all-reduce of a stage's gradients after the stage's last backward pass; not used in `stream`."""
+    """Executor of a rank's stages. crossing: returns the shape of the tensor sent between stages. watchers: called at every action
+    (forward, backward or update of a stage) in training. sums: a watcher that starts the all-reduce of a stage's gradients after the
+    stage's last backward pass; not used in `stream`."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None

@@ -89,8 +89,8 @@ def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tu
         return stored, []
     if hash_table.KEY in allowed:
         return given, [Change(hash_table.KEY, "the checkpoint's table", "that of the file")]
-    fix = f"--{hash_table.KEY} with the file of that table, or --allow-change {hash_table.KEY} if it is meant"
-    raise BadInput(hash_table.KEY, got=f"another table in {name}", needed=f"the one with which {where} was trained", fix=fix)
+    fix = f"--{hash_table.KEY} with the file of that table, or --allow-change {hash_table.KEY} if the change is meant"
+    raise BadInput(hash_table.KEY, got=f"another table in {name}", needed=f"the table with which {where} was trained", fix=fix)
 
 
 def kept(checkpoint: Path) -> Path:
