@@ -158,9 +158,9 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Compute tree_us from `found`, the times of an all-reduce with `here` ranks on each node; the latency is fitted to them. Return
-    (`between` with this value, beginning of the note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces
-    and gathers. `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
+    """Compute tree_us from the latency fitted to `found`, the times of an all-reduce with `here` ranks on each node. Return (`between` with
+    this value, beginning of the note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces and gathers.
+    `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))

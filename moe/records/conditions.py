@@ -95,7 +95,7 @@ def crowded(window: Window, run: Run) -> Shown:
 
 
 def frozen(windows: Sequence[Window], run: Run) -> Found | None:
-    """Condition of the run: the router is frozen, and the first loss is near ln V, the loss of guessing. Its weights are then random, or
+    """Condition of the run: the router is frozen, and the first loss is near ln V, the loss of guessing. The weights are then random, or
     were trained for another vocabulary."""
     if not is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
         return None

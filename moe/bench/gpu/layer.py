@@ -134,7 +134,7 @@ def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[st
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function of `module` that KERNELS names adds its time to `seconds` (name in the table -> seconds),
+    """Within the context, each call of a function of `module` that is in KERNELS adds its time to `seconds` (value in KERNELS -> seconds),
     and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 

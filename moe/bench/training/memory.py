@@ -239,8 +239,9 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
     """`moe bench memory`. Returns 1 if, for a kind of data parallelism, the measured bytes of model states (with offload: their bytes on
-    the device) differ by over 5 % from the ZeRO formula. Peers are only reported. kinds: comma-separated names; None: all. nproc: largest
-    number of ranks. only: dense or sparse. Without kinds, only and full, four kinds run with a smaller model on min(2, nproc) ranks.
+    the device) differ by over 5 % from the ZeRO formula. Peers are only reported. kinds: comma-separated names; None: all. nproc: the kinds
+    run on each number of ranks that divides it. only: dense or sparse. Without kinds, only and full, four kinds run with a smaller model on
+    min(2, nproc) ranks.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
     chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)
