@@ -21,8 +21,8 @@ Run = Callable[[], object]
 def in_turn(
     work: Mapping[str, Run], *, rounds: int, device: torch.device = CPU, warmups: int = 2, before: Run | None = None
 ) -> dict[str, list[float]]:
-    """Call every function of `work` once in each round; every second round in reverse order. Return name -> seconds in each round. before:
-    called before each function, not timed."""
+    """Call every function of `work` once in each round; every second round in reverse order. Return name -> seconds in each round.
+    warmups: number of calls of each function before the first round, not timed. before: called before each timed call, not timed."""
     for run in work.values():
         for _ in range(warmups):
             run()

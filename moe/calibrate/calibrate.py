@@ -163,7 +163,7 @@ def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
 
 
 def _threads(cores: int) -> dict[int, float]:
-    """Measure a matrix product. Return a dict: number of threads -> speed relative to one thread."""
+    """Measure a matrix product with 1, 2, 4, ... and `cores` threads. Return a dict: number of threads -> speed relative to one thread."""
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64, cores) if n <= cores})
     found = {count: run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)[0] for count in counts}
     return {count: round(found[1] / seconds, 3) for count, seconds in found.items()}

@@ -41,7 +41,8 @@ RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured times of one collective: bytes -> microseconds. what: file names, for messages. ranks: number of ranks, on `nodes` nodes."""
+    """Measured times of one collective: bytes -> microseconds. what: file names, for messages. kind: the collective, a value of KINDS.
+    ranks: number of ranks, on `nodes` nodes."""
 
     what: str
     kind: str
@@ -70,7 +71,8 @@ class Measured:
 
 
 def read(text: str, *, kind: str, what: str) -> Measured:
-    """Read the output of one NCCL-tests program. what: name of the file, for errors. Raises BadInput for an incomplete or wrong output."""
+    """Read the output of one NCCL-tests program. kind: its collective, a value of KINDS. what: name of the file, for errors. Raises
+    BadInput for an incomplete or wrong output."""
     ranks = RANK.findall(text)
     hosts = Counter(host for _, host in ranks)
     if not hosts or len(set(hosts.values())) > 1:
@@ -146,8 +148,8 @@ def _gathers(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str
 
 
 def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Fit exchange_share to an all-to-all with `here` ranks on each node; only bytes that a rank sends to other nodes count. Return
-    (`between` with this value, beginning of the note for the cluster file's `sources`)."""
+    """Fit exchange_share to `found`, the times of an all-to-all with `here` ranks on each node. Only bytes that a rank sends to other nodes
+    count. Return (`between` with this value, beginning of the note for the cluster file's `sources`)."""
     between = cluster.between
     sent = (found.ranks - here) / found.ranks * found.law()[1] / 1000  # GB/s
     most = min(between.node_gb_s / here, between.device_gb_s)
@@ -156,9 +158,9 @@ def _exchanges(cluster: Cluster, found: Measured, here: int) -> tuple[Between, s
 
 
 def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
-    """Compute tree_us from the latency of an all-reduce with `here` ranks on each node. Return (`between` with this value, beginning of the
-    note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces and gathers. `_gathers` sets it, so the
-    all-reduce's bandwidth is only written into the note."""
+    """Compute tree_us from the latency fitted to `found`, the times of an all-reduce with `here` ranks on each node. Return (`between` with
+    this value, beginning of the note for the cluster file's `sources`). A cluster file has one bandwidth for all-reduces and gathers.
+    `_gathers` sets it, so the all-reduce's bandwidth is only written into the note."""
     latency, rate = found.law()
     depth = (latency - cluster.inside.latency_us) / 2 - (here - 1) * cluster.inside.hop_us
     tree_us = max(0.0, depth) / math.ceil(math.log2(found.nodes))
@@ -170,7 +172,8 @@ BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
-    """Refuse a fitted rate above `most`, the rate of a node's network adapters. Both in GB/s. Raises BadInput."""
+    """Raise BadInput for a fitted rate above `most`, the rate of a node's network adapters (both in GB/s). found: the measured times, which
+    the error names."""
     if rate > most:
         needed = f"at most {most:.4g} GB/s, the rate of the cluster's network adapters"
         fix = "mend between.node_gb_s and device_gb_s in a cluster file"
@@ -208,7 +211,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
         got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
-        raise BadInput("--nccl", got=got, needed="all outputs of more than one node from the same nodes and ranks", fix=fix)
+        raise BadInput("--nccl", got=got, needed="outputs of several nodes that have equal numbers of nodes and ranks", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):
         cluster = with_times(cluster, one)

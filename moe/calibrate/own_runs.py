@@ -46,7 +46,8 @@ STEP = 0.02  # difference of x in numerical derivatives: large compared with the
 
 @dataclass(frozen=True)
 class Step:
-    """One run: its network, its plan and the measured seconds of a training step. run: name of its folder."""
+    """One run. run: name of its folder. network: sizes of its model. plan: its parallel layout. seconds: measured seconds of a training
+    step."""
 
     run: str
     network: Network
@@ -144,7 +145,7 @@ def fitted(cluster: Cluster, steps: Sequence[Step]) -> Fit:
     """Fit the constants that the steps determine. The other constants keep their values."""
     every = [name for name, one in CONSTANTS.items() if one.value(cluster) > 0]
     made, noise, determined = cluster, NOISE, dict[str, float]()
-    for _ in every:  # until the set of determined constants does not change
+    for _ in every:  # ends earlier, once the set of determined constants no longer changes
         names, determined = list(determined), _determined(made, steps, every, noise)
         if list(determined) == names:
             break
@@ -171,7 +172,8 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 
 def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return a dict: name -> standard deviation of x, for the constants that the steps determine."""
+    """Return a dict: name -> standard deviation of x, for those of the constants `names` that the steps determine. noise: standard
+    deviation of the steps' errors."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
@@ -184,7 +186,7 @@ def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], n
 
 
 def _least_squares(cluster: Cluster, steps: Sequence[Step], names: Sequence[str]) -> tuple[Cluster, float]:
-    """Return (the cluster with fitted constants, standard deviation of the errors that remain, at least NOISE)."""
+    """Return (the cluster, in which the constants `names` are fitted; standard deviation of the errors that remain, at least NOISE)."""
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -258,7 +260,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
     finished run, and for runs on other hardware than the cluster's or the first run's."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
-        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="folders of finished runs of moe train", fix="name their folder")
+        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="name another")
     hardware = None
     for path in runs:
         summary = read_summary(path) or {}
@@ -269,7 +271,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
             raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
-            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name their cluster, or move the run to another folder")
+            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name the run's --cluster, or move it to another folder")
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")

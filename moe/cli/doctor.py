@@ -40,7 +40,8 @@ EXCHANGE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. state: "ok"; "note" for a limitation with which training works; "FAIL" if training cannot work. fix: advice."""
+    """One row of the table. check: name of the check. value: what it found. state: "ok"; "note" for a limitation with which training works;
+    "FAIL" if training cannot work. fix: advice."""
 
     check: str
     value: str

@@ -22,8 +22,8 @@ from moe.records.summary import count, size
 
 
 def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
-    """Print the memory, FLOPs and time of a run on `world` processes; None: one on each device of the cluster, or one on this machine.
-    Raises BadInput if memory is too small, unless `force`."""
+    """Print the memory, FLOPs and time of a run on `world` processes. world None: one process for each device of the cluster, or without a
+    cluster a single process. Raises BadInput if memory is too small, unless `force`."""
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
     run, place = _here(run, world) if machines is None else (settled(run, machines), Place.of(machines, world))

@@ -30,7 +30,7 @@ _OVERRIDES = (
 
 
 def print_verbs(*, benches: list[str]) -> None:
-    """Print the list of verbs. tyro is not used, because importing it is slow."""
+    """Print the list of verbs. benches: names of the measurements of `moe bench`. tyro is not used, because importing it is slow."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
     print_list({verb: about(kind, benches) for verb, kind in VERBS.items()})

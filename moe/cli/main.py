@@ -108,7 +108,8 @@ def _run(words: list[str]) -> int:
 
 
 def _help(verb: str, rest: list[str]) -> None:
-    """Print a verb's words and flags; for `bench`, also the list of measurements; for `bench NAME`, that measurement's help instead."""
+    """Print a verb's words and flags; for `bench`, also the list of measurements; for `bench NAME`, that measurement's help instead. rest:
+    the command line after the verb."""
     names = bench_names()
     named = [word for word in rest if word in names] if verb == "bench" else []
     if named:

@@ -108,7 +108,8 @@ def _searched(size: dict[str, Any], costs: Costs, flags: Simulate) -> Schedule:
 
 
 def _from_catalog(name: str, size: dict[str, Any], costs: Costs) -> tuple[dict[str, Any], Timeline]:
-    """Simulate the catalog's schedule `name`. Return (row of the table, timeline)."""
+    """Simulate the catalog's schedule `name`. Return (row of the table, timeline). size: flags that set sizes -> value, or None. costs:
+    durations of actions and messages."""
     kind, own = kind_of(name), {flag: size[flag] for flag in ("microbatches", "chunks", *OPTIONS)}
 
     def of_batches(batches: int) -> Schedule:
@@ -118,8 +119,8 @@ def _from_catalog(name: str, size: dict[str, Any], costs: Costs) -> tuple[dict[s
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: returns the schedule of a number of batches. drains:
-    whether the pipeline is empty at the end of each batch."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: function of a number of batches that returns their
+    schedule. costs: durations of actions and messages. drains: whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -168,7 +169,8 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
 
 
 def _write(drawn: list[tuple[dict[str, Any], Timeline]], out: Path, *, seconds: bool) -> None:
-    """Write a picture of all schedules, or another kind of file of the only one. drawn: (row of the table, timeline) of each."""
+    """Write a picture of all schedules, or another kind of file of the only one. drawn: (row of the table, timeline) of each schedule.
+    seconds: whether times are in seconds; otherwise they are in the unit of the flags."""
     timeline = drawn[0][1]
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
@@ -194,7 +196,8 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 
 def print_one(row: dict[str, Any], timeline: Timeline, *, unit: float) -> None:
-    """Print one schedule: its timeline, its summary, and a line for each rank. unit: time of a column."""
+    """Print one schedule: its timeline, its summary, and a line for each rank. row, timeline: results of `_row`. unit: time that a column
+    of the printed timeline stands for."""
     print(text(timeline, unit=unit, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(summary_line(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()

@@ -270,7 +270,7 @@ class HashTable:
 
 @dataclasses.dataclass(frozen=True)
 class Show:
-    """Print a recipe merged with its parents, each value with its origin. Or print its shards (--plan): each parameter on one rank."""
+    """Print a recipe merged with its parents, each value with its origin. Or print how its parameters are sharded, on one rank (--plan)."""
 
     recipe: str | None = _word("a name (see: moe recipes) or a YAML file; required without --keys", None)
     keys: str | None = _flag("print the keys of a section instead (model, model.rope, ... or all), each with its choices and meaning")

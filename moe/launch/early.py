@@ -54,8 +54,8 @@ class _TooEarly:
 
 @contextlib.contextmanager
 def early_signals(*, prints: bool, leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within the context, `_TooEarly` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers. The handler
-    ends the process without an exception, because an exception during an import could leave a library in a broken state."""
+    """Within the context, `_TooEarly(prints, leave)` handles SIGTERM, SIGUSR1, SIGHUP and Ctrl-C, until training installs its own handlers.
+    The handler ends the process without an exception, because an exception during an import could leave a library in a broken state."""
     stop = _TooEarly(prints, leave)
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     with contextlib.suppress(ValueError):  # raised outside of the main thread; then no handler is installed
@@ -74,8 +74,8 @@ def early_signals(*, prints: bool, leave: Callable[[], None] = lambda: None) -> 
 
 @contextlib.contextmanager
 def _called_immediately(stop: _TooEarly) -> Iterator[None]:
-    """Within the context, a second thread calls the signal handler immediately. Python itself calls a handler only when the main thread
-    returns from C code, in which that thread may wait minutes for missing ranks."""
+    """Within the context, a second thread calls the signal handler `stop` immediately. Python itself calls a handler only when the main
+    thread returns from C code, in which that thread may wait minutes for missing ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

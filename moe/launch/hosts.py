@@ -78,7 +78,7 @@ class Hosts:
 
     def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
         """Raise BadInput unless pdsh and ssh are installed here, ssh reaches every machine, moe-parallel runs there, and the machine sees
-        `folder`, this run's status folder. Return False if `no_more` ended the check, otherwise True."""
+        `folder`, this run's status folder. Return False if no_more() returned True before the end of the check, otherwise True."""
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
                 fix = f"install it (Debian, Ubuntu: apt install {'openssh-client' if program == 'ssh' else program})"
@@ -98,7 +98,8 @@ class Hosts:
         return True
 
     def send(self, signum: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
-        """Send a signal to all ranks of the launch. Return (numbers of the ranks that got it, names of machines that did not answer)."""
+        """Send the signal `signum` to all ranks of the launch. Return (numbers of the ranks that got it, names of machines that did not
+        answer). no_more: the wait for answers ends once no_more() returns True."""
         answers, _ = self._all("send", self.token, str(signum), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
@@ -111,7 +112,8 @@ class Hosts:
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """Run `python -m moe.launch.hosts WORDS` on all machines. Return ({machine: answer}, {machine: error message})."""
+        """Run `python -m moe.launch.hosts WORDS` on all machines. Return ({machine: answer} of those that answered, {machine: error
+        message} of all). no_more: the wait for answers ends once no_more() returns True."""
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]

@@ -61,8 +61,9 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
-    """Run `work` as one rank, and return its exit code. An exception is printed; if all ranks have the same, one rank prints it. How the
-    rank ended is written to the status file, if a parent `moe train` reads it."""
+    """Run `work` as one rank, and return its exit code. work(rank_run): returns an exit code; writes the recipe and the folder into
+    `rank_run` as soon as it knows them. An exception is printed; if all ranks have the same, one rank prints it. How the rank ended is
+    written to the status file, if a parent `moe train` reads it."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
@@ -141,7 +142,7 @@ def _tell_torchrun(error: str) -> None:
 
 
 def _prints(bad: BadInput, rank: int) -> bool:
-    """Return whether this rank prints the BadInput that it raised. If several ranks raise the same error, only one prints it."""
+    """Return whether this rank prints `bad`, which it raised. If several ranks raise the same error, only one prints it."""
     if TOKEN in os.environ:  # if only other ranks have an error, the parent `moe train` prints it
         return rank == 0
     if bad.prints is not None:
@@ -178,13 +179,14 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
         raise BadInput(
             flag,
             got=f"the flag with torchrun --max-restarts {restarts}",
-            needed=f"a start without {flag}: each restart by torchrun would repeat it",
+            needed=f"a start without {flag}: each restart by torchrun would have the flag again",
             fix=fix,
         )
 
 
 def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
-    """Return (the recipe, changed for the present number of processes; key -> origin). Raises BadInput for fewer than `least` processes."""
+    """Return (the recipe with degrees and micro-batches for the present number of processes; `origins` with --elastic as the source of
+    these values). origins: recipe key -> source of its value. Raises BadInput for fewer than `least` processes (MIN of --elastic)."""
     from moe.checks.advice import check_for_user
     from moe.launch import elastic
     from parallel.process import process
@@ -201,7 +203,8 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path], log: Log) -> int:
-    """Train, and return the exit code. If the run had already finished, so that nothing was trained, `log` is not kept."""
+    """Train, and return the exit code. given: the rank's command line. place: as in `RankRun`. log: the rank's log; it is not kept if the
+    run had already finished, so that nothing was trained."""
     from moe.checks.advice import check_for_user
     from moe.checks.sharding import check_installed
     from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds

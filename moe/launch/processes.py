@@ -25,9 +25,9 @@ import psutil
 from parallel.process.libc import die_with
 
 TOKEN = "MOE_LAUNCH"
-PARENT = "MOE_LAUNCH_PARENT"
+PARENT = "MOE_LAUNCH_PARENT"  # process id of the launch's `moe train`
 STDIN = "MOE_LAUNCH_STDIN"  # set if this process's stdin is a pipe from `moe train`, possibly on another machine
-_NAMED = "moe rank "
+_NAMED = "moe rank "  # beginning of a forked rank's process name; the rank's number follows
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set by `moe train`, torchrun and DeepSpeed's launcher
 
 
@@ -38,7 +38,7 @@ def own_launch() -> str:
 
 def die_with_parent() -> None:
     """On Linux, arrange that this rank is killed when its launcher dies, or the `moe train` that started the launcher. Also make Ctrl-C end
-    it without a traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it
+    the rank without a traceback until training begins. Do nothing for a rank without a launcher: it may outlive the shell that started it
     (nohup)."""
     if not any(name in os.environ for name in _LAUNCHERS):
         return
@@ -125,7 +125,7 @@ def find_ranks(ancestor: int) -> list[Rank]:
 
 
 def ranks_of(token: str) -> list[Rank]:
-    """Return the ranks of a launch on this machine, in order of rank."""
+    """Return the ranks of the launch `token` on this machine, in order of rank."""
     environments = {process.pid: _environment(process) for process in psutil.process_iter()}
     return _ranks({pid: found for pid, found in environments.items() if found.get(TOKEN) == token})
 
@@ -145,7 +145,8 @@ def _named(process: psutil.Process) -> dict[str, str]:
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
-    """Return the ranks in `family`, {pid: environment}, in order of rank. They have the variable RANK, and their parents do not."""
+    """Return the ranks among the processes `family`, {pid: environment}, in order of rank. A process is a rank if it has the variable RANK
+    and its parent does not."""
     found = []
     for pid, environment in family.items():
         rank = environment.get("RANK", "")
@@ -168,9 +169,9 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """Kill all processes that have one of these `tokens` or are in the launcher's `session`, except process `spared`. SIGKILL is repeated
-    until none is alive, at most `wait_s` seconds. Return the ids of processes that are still alive, because they are stuck in the
-    kernel."""
+    """Kill all processes that have one of these `tokens` or are in the session with the id `session` (the launcher's; None: no session),
+    except process `spared`. SIGKILL is repeated until none is alive, at most `wait_s` seconds. Return the ids of processes that are still
+    alive, because they are stuck in the kernel."""
     until = time.monotonic() + wait_s
     while True:
         if session is not None:
@@ -204,8 +205,8 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Return (state in /proc, exit code) of a process. "Z": it has ended, but its parent has not collected its exit code. "X": it does not
-    exist. Any other state: it is alive. The exit code is None unless the state is "Z"."""
+    """Return (state in /proc, exit code) of process `pid`. "Z": it has ended, but its parent has not collected its exit code. "X": it does
+    not exist. Any other state: it is alive. The exit code is None unless the state is "Z"."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

@@ -33,6 +33,7 @@ from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
 from parallel.process.libc import die_with
 
+# longest waits: for the process ids of forked ranks, for the leader's exit code, and between two checks of a signal
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # modules that a rank imports only when training begins (torch's optimizers import the compiler, and rank 0 imports TensorBoard)
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
@@ -99,7 +100,8 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """Kill all processes of an attempt, except the warm process. Return the ids of processes that are still alive."""
+        """Kill all processes of an attempt, except the warm process. Return the ids of processes that are still alive. token: the
+        attempt's."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 
@@ -157,8 +159,8 @@ def _load(words: list[str]) -> None:
 
 
 def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
-    """Run a leader: fork the ranks, and wait until all have ended. Return the exit code of the lowest failed rank; in a rank's process,
-    return that rank's exit code."""
+    """Run a leader: fork `world` ranks, and wait until all have ended. Return the exit code of the lowest failed rank; in a rank's process,
+    return that rank's exit code. channel: socket to `moe train`. words, environment: arguments and variables of the ranks."""
     import torch
 
     if torch.cuda._is_in_bad_fork() and has_gpu(environment):  # imports have opened a GPU, which a forked process cannot use

@@ -38,7 +38,7 @@ from parallel.store.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
-_FIND_S = 0.5
+_FIND_S = 0.5  # time between two searches for ranks, or for failures on other machines
 _LEAVE_S = 5.0  # after a rank fails, time in which other ranks can write their status files before all are killed
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
 _STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time to wait for status files of other machines: after a failure, after success
@@ -118,7 +118,8 @@ def _run(launch: Launch) -> End:
 
 
 def _attempt(launch: Launch, token: str, folder: Path) -> End:
-    """Start the ranks, wait for their end, kill all processes that remain, and print how ranks ended. folder: the status folder."""
+    """Start the ranks, wait for their end, kill all processes that remain, and print how ranks ended. token: marks all processes of this
+    attempt (TOKEN in their environment). folder: the status folder."""
     world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
@@ -159,8 +160,8 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Start the ranks with the warm process or the launcher. Return (the process that ends after all ranks, ranks that are already
-    known)."""
+    """Start the ranks with the warm process or the launcher. Return (the process that ends after all ranks; the ranks, [] if the launcher
+    has still to start them). env: variables of the new processes. folder: the status folder."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1, launcher=launch.launcher) if here else None
     if visible:
@@ -190,8 +191,8 @@ def _end(
     also: Sequence[str] = (),
     uncertain: Sequence[str] = (),
 ) -> End:
-    """Judge how the attempt ended, and print the verdict. how: result of `_watch`. ended_here: ranks that this process killed. also:
-    further lines to print if the run failed. uncertain: lines about processes that may still run."""
+    """Judge how the attempt ended, and print the verdict. launcher_code: the launcher's exit code. how: result of `_watch`. ended_here:
+    ranks that this process killed. also: further lines to print if the run failed. uncertain: lines about processes that may still run."""
     for rank in ranks:
         rank.look()
     number = launch.caught[0][0] if launch.caught else None
@@ -240,9 +241,9 @@ def _command(launch: Launch, visible: str | None, *, port: int, folder: Path) ->
 def _watch(
     launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
 ) -> Watched:
-    """Wait until the launcher ends. Meanwhile append each rank that has started to `ranks`, notice when ranks end, and forward signals
-    to them. Ranks on other machines are looked for only when a signal is forwarded. Return "ended"; "killed" if the caller must kill all
-    processes; "early" if a signal came before all ranks had started."""
+    """Wait until the launcher (`process`) ends. Meanwhile append each rank that has started to `ranks`, notice when ranks end, and forward
+    signals to them. hosts: machines of the hostfile; None without one. Ranks on these machines are looked for only when a signal is
+    forwarded. Return "ended"; "killed" if the caller must kill all processes; "early" if a signal came before all ranks had started."""
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
@@ -291,7 +292,8 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
     """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago: time for others to write their status
-    files. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds new ones."""
+    files. token: the launch's. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds
+    new ones. now: time.monotonic()."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }

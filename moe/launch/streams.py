@@ -127,8 +127,8 @@ def logged(path: Path) -> Iterator[Log]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last non-empty line of a log: at most _END_LETTERS letters of it, without control characters; "" if the last attempt wrote
-    none."""
+    """Return the last non-empty line of a log, without control characters and cut after _END_LETTERS letters. Return "" if the last attempt
+    wrote no line."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _END_BYTES))

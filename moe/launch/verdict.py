@@ -12,7 +12,7 @@ from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import Rank
 
 _LIKELY: dict[int, str] = {
-    signal.SIGKILL: " (by kill -9, or by the kernel where memory runs out: see dmesg)",
+    signal.SIGKILL: " (by kill -9, or by the kernel because memory ran out: see dmesg)",
     signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
 }
 Watched = Literal["ended", "killed", "early"]
@@ -31,9 +31,9 @@ def verdict(
 ) -> tuple[int, list[str]]:
     """Return (exit code, lines to print). If ranks failed, there is a line for each, in the order in which they died; ranks that one error
     ended together share a line. For bad input, the only line is its message, and none if rank 0 has printed it. statuses: status files; a
-    rank without one did not finish. asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself;
-    "killed" if this process had to kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this
-    process killed."""
+    rank without one did not finish. ranks: the ranks' processes, as far as this process found them. launcher_code: the launcher's exit
+    code. asked: the signal that was sent to the ranks, or None. how: "ended" if the launcher ended by itself; "killed" if this process had
+    to kill the ranks; "early" if a signal came before all ranks had started. ended_here: ranks that this process killed."""
     killed = how != "ended"
     exits = [statuses.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
@@ -86,16 +86,17 @@ def verdict(
 
 
 def _was_bad_input(found: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
-    """Return whether a rank ended with BAD_INPUT. found: the rank's status file. If it is None, the rank's exit code decides; if that is
-    unknown, the launcher's."""
+    """Return whether a rank ended with BAD_INPUT. found: content of the rank's status file, or None. seen: the rank's process, or None.
+    Without a status file, the exit code of the process decides; if that is unknown, the launcher's."""
     if found is not None:
         return found.get("exit") == BAD_INPUT
     return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
 def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the first rank that failed by itself. If there is none, return the rank for which the others waited: this process killed it,
-    and it has no status file. Return None if there is no such rank either."""
+    """Return the rank that was the first to fail by itself. If none did, return the rank for which the others waited: the first in
+    `ended_here` without a status file. If there is none either, return None. A rank whose error ended all ranks does not count. ended_here:
+    ranks that this process killed."""
     own = [rank for rank in ranks if not statuses.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and statuses.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
     waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in statuses.get(rank.rank, {})]

@@ -1,4 +1,4 @@
-"""Conditions of the doctor's rules (moe/records/rules.py): what windows of a run show.
+"""Conditions of the rules of `moe doctor` (moe/records/rules.py), tested on windows of a run: means over a few consecutive steps.
 
 A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` turns it into a condition of the
 run: it must hold in the last LASTING windows, so that chance is no alarm. Loads count only after the warm-up and the run's first
@@ -21,7 +21,7 @@ from moe.records.windows import Window
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
 
-LASTING = 3  # number of consecutive windows, the last of the run so far, that must show a condition
+LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
 MOVED = 0.25  # windows count once the learning rates add up to this share of the initial weights' size: AdamW moves weights by about lr
@@ -44,10 +44,10 @@ Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows
 def lasting(
     shown: Callable[[Window, Run], Shown], *, when: Callable[[Run], bool] = lambda run: True, after: After = "training", mends: bool = False
 ) -> Callable[[Sequence[Window], Run], Found | None]:
-    """Return the `find` of a rule whose condition `shown` must hold in the last LASTING windows. when: whether it can hold for a recipe.
-    after: windows count from the start, after the warm-up, or also after the first part of training. mends: True if a balance loss or bias
-    may mend the fault. There is then no finding while the value falls, nor before the learning rates allow large logits (AdamW moves a
-    logit by about lr * d_model in a step)."""
+    """Return the `find` of a rule whose condition `shown` must hold in the last LASTING windows. when: returns whether the condition can
+    hold for a recipe. after: windows count from the start, after the warm-up, or after the warm-up and the first part of training. mends:
+    True if a balance loss or bias may mend the fault. There is then no finding while the value falls, nor before the learning rates allow
+    large logits (AdamW moves a logit by about lr * d_model in a step)."""
 
     def find(windows: Sequence[Window], run: Run) -> Found | None:
         if not when(run):
@@ -71,7 +71,7 @@ def lasting(
 
 
 def first_size(run: Run) -> float:
-    """Return the standard deviation of the router's first weights."""
+    """Return the standard deviation of the router's initial weights."""
     return math.sqrt(run.model.init_scale / run.model.d_model)
 
 
@@ -79,8 +79,8 @@ def first_size(run: Run) -> float:
 
 
 def crowded(window: Window, run: Run) -> Shown:
-    """In some layer, one expert gets most of the tokens, or at least MANY_DEAD of the experts get hardly any. Of these layers, the one with
-    the busiest expert is reported."""
+    """Condition: in some layer, one expert gets most of the tokens, or at least MANY_DEAD of the experts get hardly any. Of these layers,
+    the one with the busiest expert is reported."""
     worst: tuple[float, str] | None = None
     for layer in window.layers:
         experts, busiest = len(layer.load_E), int(layer.load_E.argmax())
@@ -95,7 +95,8 @@ def crowded(window: Window, run: Run) -> Shown:
 
 
 def frozen(windows: Sequence[Window], run: Run) -> Found | None:
-    """The router is frozen, and the first loss is near ln V, the loss of guessing: the weights are random, or of another vocabulary."""
+    """Condition of the run: the router is frozen, and the first loss is near ln V, the loss of guessing. The weights are then random, or
+    were trained for another vocabulary."""
     if not is_frozen(run) or run.train.has_own_loss or len(windows) < LASTING or not len(windows[0].losses):
         return None
     first, chance = float(windows[0].losses[0]), math.log(run.vocab_size)
@@ -120,8 +121,8 @@ def dropped(window: Window, run: Run) -> Shown:
 
 
 def few_slots(window: Window, run: Run) -> Shown:
-    """Choices are dropped because there are fewer slots than choices. The expected share of dropped choices is 1 - slots per choice. Half
-    of it raises the alarm, because router.min_capacity may have added slots."""
+    """Condition: choices are dropped because there are fewer slots than choices. The expected share of dropped choices is 1 - slots per
+    choice. Half of it raises the alarm, because router.min_capacity may have added slots."""
     share = _dropped_share(window)
     said = f"{share:.0%} of the choices are dropped: a capacity factor of {run.router.capacity_factor:g} has fewer slots than choices"
     return (share, said) if share > (1 - slots_each(run)) / 2 else None
@@ -161,8 +162,8 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
-    """Updates of AdamW are at most about the learning rate. Near w, bf16 numbers are 2^-7 times the power of two below w apart, and an
-    update of less than half of this distance is rounded away."""
+    """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. Near w, bf16 numbers are
+    2^-7 times the power of two below w apart, and an update of less than half of this distance changes nothing."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
@@ -171,8 +172,8 @@ def rounded_away(window: Window, run: Run) -> Shown:
 
 
 def one_source(window: Window, run: Run) -> Shown:
-    """One source gives nearly all tokens. The others together have fewer than one expert's fair share, so no expert can specialise in
-    them."""
+    """Condition: one source gives nearly all tokens. The others together have fewer than one expert's fair share, so no expert can
+    specialise in them."""
     weights = [source.weight for source in run.data.sources]
     share, experts = max(weights) / sum(weights), max(run.experts.counts)
     name = run.data.sources[weights.index(max(weights))].path
@@ -216,8 +217,8 @@ def cold_start(windows: Sequence[Window], run: Run) -> Found | None:
 
 
 def _starts_cold(found: Found, run: Run) -> bool:
-    """Return whether a longer warm-up may help: the run's warm-up is shorter than `enough_warmup` steps, and the fault began within that
-    number of steps."""
+    """Return whether a longer warm-up may help against the fault `found`: the run's warm-up is shorter than `enough_warmup` steps, and the
+    fault began within that number of steps."""
     enough = enough_warmup(run)
     return run.optimizer.warmup_steps < enough and found.since <= enough and not is_beyond(run)
 

@@ -1,4 +1,4 @@
-"""The course of a training loss: whether it fell as it should, for the rules of the doctor (moe/records/rules.py)."""
+"""The course of a training loss: whether it fell as it should, for the rules of `moe doctor` (moe/records/rules.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ERRORS = 4.0  # number of standard errors by which the loss must rise between tw
 
 
 class Found(NamedTuple):
-    """A rule's condition that holds: the first step, the measured value, and a sentence about both."""
+    """A rule's condition that holds. since: the first step at which it holds. value: the measured number. said: a sentence about the
+    fault."""
 
     since: int
     value: float

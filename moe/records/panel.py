@@ -36,8 +36,9 @@ MAX_POINTS = 1024  # largest number of points of the loss curve in memory
 @dataclass
 class State:
     """Data that the display shows. steps: number of steps of the run. world: number of processes. lines: printed under the title. ramp:
-    characters of growing height. step, evaluation: latest lines of metrics.jsonl. losses: means over `losses_per_point` steps each. recent:
-    losses of steps that do not fill a point yet. seconds: of the last 20 steps."""
+    characters of growing height, of which curves and loads are drawn. step, evaluation: latest lines of metrics.jsonl. losses: points of
+    the loss curve, each a mean over `losses_per_point` steps. recent: losses of steps that do not fill a point yet. seconds: of the last 20
+    steps."""
 
     steps: int
     recipe: str
@@ -66,7 +67,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds to the end of training: remaining steps times the median seconds of the last 20. None before the first step."""
+        """Estimated seconds to the end of training: remaining steps * median seconds of the last 20 steps. None before the first step."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 

@@ -64,8 +64,9 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
 
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:
-    """Return prediction, measurements and their ratios (measured / predicted) for the summary. memory_bytes: measured peak. beside_bytes:
-    memory of a CPU process other than tensors; it is part of the measured peak, so for the ratio it is added to the prediction."""
+    """Return prediction, measurements and their ratios (measured / predicted) for the summary. found: the prediction. memory_bytes:
+    measured peak. beside_bytes: memory of a CPU process other than tensors; it is part of the measured peak, so for the ratio it is added
+    to the prediction. step_seconds: measured, or None."""
     step, cluster = None if found.time is None else found.time.step, found.place.cluster
     return {
         "memory_bytes": found.rank_bytes,

@@ -18,7 +18,7 @@ import psutil
 
 from moe.records.metrics import METRICS, first_time, latest_lines
 
-NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}
+NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}  # totals of a run that was never resumed
 _RESTART = "MOE_RESTART"  # environment variable "NUMBER SINCE WHY" that `moe train --restarts` sets for its ranks (see `Restart`)
 _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
@@ -61,7 +61,7 @@ def _parent_began() -> float:
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
     """Return fields for the event `resumed`: number and seconds of the recorded steps after `step`, which will be repeated, and new totals.
-    Call it before `cut_after`, which removes these steps."""
+    Call it before `cut_after`, which removes these steps. restart: the restart by `moe train --restarts` or torchrun, or None."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)

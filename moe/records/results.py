@@ -34,7 +34,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
     measurements within 0.3 seconds."""
     import torch
 
-    n = 4096 if device.type == "cuda" else 1024 if dtype == torch.float32 else 512  # many CPUs multiply 16 bits slowly
+    n = 4096 if device.type == "cuda" else 1024 if dtype == torch.float32 else 512  # many CPUs multiply 16-bit numbers slowly
     a = torch.randn(n, n, device=device).to(dtype)
     out = torch.empty_like(a)
     best, until = float("inf"), time.perf_counter() + 0.3

@@ -48,8 +48,8 @@ from parallel.fixes import Fix, Set, Words
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault that a rule found. since: the fault's first step. value: the measured number. said: a sentence about it. fix: a change of the
-    recipe, as data."""
+    """A fault that a rule found. rule: the rule's name. since: the fault's first step. value: the measured number. said: a sentence about
+    the fault. fix: a change of the recipe, as data."""
 
     rule: str
     since: int
@@ -69,8 +69,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. find: windows in order, recipe -> Found or None. fix: recipe -> the remedy. reads: fields of metrics.jsonl. hides: names of
-    rules whose findings this one explains."""
+    """A rule. reads: fields of metrics.jsonl that its condition needs. find: function of (windows of the run in order, recipe) that returns
+    what it found, or None. fix: function of the recipe that returns the remedy. hides: names of rules whose findings this one explains."""
 
     name: str
     reads: tuple[str, ...]
@@ -83,7 +83,7 @@ class Rule:
 
 
 def slower(run: Run) -> Fix:
-    """Return the fix that sets a tenth of the learning rate or, if the rate is far above the initial weights' size, that size."""
+    """Return the fix that sets optimizer.lr to a tenth of its value or, if it is far above the initial weights' size, to this size."""
     return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 

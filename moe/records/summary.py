@@ -41,7 +41,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label, value) for label, value in rows if value != MISSING]
 
 
-LAST = 0.1  # the dropped share of this last part of the steps is reported separately, because routing is learned by then
+LAST = 0.1  # share of the steps, the last ones, whose dropped choices are reported separately: routing is learned by then
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -44,7 +44,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open a run in the tracker `name`. goes_on: continue the run that an earlier start opened there. config: recipe key -> value."""
+    """Open a run in the tracker `name`. out: the run's folder. recipe: the recipe's name, as the name of the tracker's run. config: recipe
+    key -> value. goes_on: continue the run that an earlier start opened there."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
     id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)
@@ -81,7 +82,8 @@ def _silence_writers() -> None:
 
 
 def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
-    """Open a run in wandb, or in trackio, which has the same interface but identifies runs by name. Return (the run's id, the tracker)."""
+    """Open a run in wandb, or in trackio, which has the same interface but identifies runs by name. Return (the run's id, the tracker). id:
+    the run to continue; None: a new run."""
     id = id or secrets.token_hex(4)
     own = {"name": f"{name}-{id}"} if module.__name__ == "trackio" else {"name": name, "id": id, "dir": str(folder)}
     module.init(project=project, config=dict(config), resume="allow", **own)
@@ -89,7 +91,8 @@ def _wandb(module: Any, *, project: str, name: str, id: str | None, config: Mapp
 
 
 def _mlflow(module: Any, *, project: str, name: str, id: str | None, config: Mapping[str, Any], folder: Path) -> tuple[str, Board]:
-    """Open a run in mlflow. A new run gets the recipe's values as parameters. Return (the run's id, the tracker)."""
+    """Open a run in mlflow. A new run gets the recipe's values as parameters. Return (the run's id, the tracker). id: the run to continue;
+    None: a new run."""
     module.set_experiment(project)
     found = module.start_run(run_id=id, run_name=name).info.run_id
     if id is None:

@@ -1,4 +1,4 @@
-"""Windows of a run's training steps: what the rules of the doctor (moe/records/rules.py) read.
+"""Windows of a run's training steps: means over a few consecutive steps, which the rules of `moe doctor` read (moe/records/rules.py).
 
     lines of metrics.jsonl  | 1 .. 15 | 16 .. 30 | ... |        a fortieth of the run each, at least MIN_STEPS steps
                                  \\ means over the window, for each MoE layer too
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 # S steps of a window, E experts
 
 Array = NDArray[np.float64]
-MOST, MIN_STEPS = 40, 5  # number of windows in a run, and the smallest number of steps in one
+MOST, MIN_STEPS = 40, 5  # largest number of windows in a run, and smallest number of steps in a window
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class _Sums:
 
 
 def window_length(steps: int) -> int:
-    """Return the number of steps in a window of a run of `steps` steps."""
+    """Return the number of steps in each window of a run: a fortieth (1 / MOST) of its `steps`, but at least MIN_STEPS."""
     return max(MIN_STEPS, -(-steps // MOST))
 
 
 def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
-    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. The last steps, if they do not fill a
-    window, form a shorter one if they are at least half as many; else they are left out."""
+    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. If the last lines do not fill a
+    window, they form a shorter one; they are left out if they fill less than half a window."""
     size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
     found, filling = list[Window](), Filling()
     for number, step in enumerate(sorted(by_step), start=1):

@@ -42,7 +42,8 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
 
 
 def evaluations(label: str, seeds: Sequence[Lines]) -> tuple[Array, Array]:
-    """Return (steps [S], validation losses [seeds, S]) for the S steps at which all seeds were evaluated. Raises BadInput if S is 0."""
+    """Return (steps [S], validation losses [seeds, S]) for the S steps at which all seeds were evaluated. seeds: the lines of metrics.jsonl
+    of each seed. Raises BadInput, which names the runs by `label`, if S is 0."""
     import numpy as np
 
     from moe.report.history import History

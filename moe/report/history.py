@@ -61,7 +61,7 @@ class History:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Names of the families of parameters whose gradient norm is recorded in any step."""
+        """Names of the families of parameters (dense, router, expert) whose gradient norm is recorded in any step."""
         return tuple(dict.fromkeys(name for line in self.train for name in line.get("grad_norm_parts") or {}))
 
     def load_SE(self, layer: int) -> Array:
@@ -101,7 +101,8 @@ def smoothed(values_S: Array) -> Array:
 
 
 def windows(values_SE: Array, steps_S: Array, most: int) -> tuple[Array, Array]:
-    """Average over W <= `most` windows of equally many steps. Return (means [W, E], edges of the windows in steps [W + 1])."""
+    """Average `values_SE` over W <= `most` windows of equally many of the steps `steps_S`. NaN is ignored. Return (means [W, E], edges of
+    the windows in steps [W + 1])."""
     size = max(1, -(-len(steps_S) // most))
     starts = range(0, len(steps_S), size)
     parts = [values_SE[start : start + size] for start in starts]

@@ -136,7 +136,8 @@ def page_text(
     pictures: Pictures,
     findings: Sequence[Finding] = (),
 ) -> str:
-    """Return the whole page as HTML. lines: of metrics.jsonl. recipe: text of recipe.yaml, or None. findings: of `moe doctor`."""
+    """Return the whole page as HTML. name: its title. lines: of metrics.jsonl. summary: the fields of summary.json, or None. recipe: text
+    of recipe.yaml, or None. pictures: the drawn plots. findings: of `moe doctor`."""
     found = [line for line in lines if line.get("kind") == "eval"]
     evals = [(f"{one['step']:,}", *(fixed(one.get(key), ".4f") for key in ("validation_loss", "bits_per_byte"))) for one in found]
     events = _events(lines)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def scaling(runs: Mapping[int, Sequence[Lines]], out_png: Path) -> Path:
     """Draw two panels over the number of experts: the last validation loss (mean and range over seeds), and the speedup in steps,
-    S / s. The runs with the fewest experts have their last loss after S steps. The runs with this number of experts reach that loss after s
-    steps. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
+    S / s. S: steps after which the runs with the fewest experts have their last loss. s: steps after which the runs with a number of
+    experts reach that loss. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
     from moe.report import style
 
     curves = {experts: evaluations(str(experts), seeds) for experts, seeds in sorted(runs.items())}

@@ -68,7 +68,8 @@ def measure(minutes: float, file: Path) -> int:
 
 
 def _result(part: Any, machine: Any, before: dict[str, Any], *, minutes_left: float) -> dict[str, Any]:
-    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it was left out or failed."""
+    """Run a part and return its entry in the JSON file: rows and seconds, or the reason why it was left out or failed. before: name of each
+    earlier part -> its entry."""
     if lacking := [name for name in part.packages if find_spec(name) is None]:
         return {"left_out": f"needs {', '.join(lacking)}"}
     if machine.gpu and part.minutes > minutes_left:

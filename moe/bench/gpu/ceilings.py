@@ -28,7 +28,8 @@ def page(rows: Sequence[Row]) -> list[str]:
 
 
 def ceiling(before: dict[str, list[Row]], name: str) -> float | None:
-    """Return a measured ceiling by its name, such as copy or bfloat16, in GB/s (copy) or TF/s; None if the part `machine` did not run."""
+    """Return a measured ceiling by its name, such as copy or bfloat16, in GB/s (copy) or TF/s; None if the part `machine` did not run.
+    before: name of each earlier part -> its rows."""
     return next((row["rate"] for row in before.get("machine", ()) if row.get("ceiling") == name), None)
 
 

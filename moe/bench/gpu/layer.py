@@ -119,7 +119,7 @@ def _bytes(s: Shape, each: int) -> dict[str, float]:
 
 
 def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[str, float]:
-    """Return a dict: kernel -> its seconds in one pass of the layer, mean over TIMES passes."""
+    """Return a dict: kernel -> its seconds in one pass of the layer, mean over TIMES passes. kernels: value of experts.kernels."""
     run = layers.ours(LayerCase(shape, torch.bfloat16, "balanced", machine.device), "swiglu", kernels=kernels)
     if machine.gpu:
         run()  # compiles
@@ -134,7 +134,8 @@ def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[st
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function in KERNELS adds its time to `seconds`, and waits for the GPU before and after."""
+    """Within the context, each call of a function of `module` that is in KERNELS adds its time to `seconds` (value in KERNELS -> seconds),
+    and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

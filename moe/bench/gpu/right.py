@@ -128,7 +128,7 @@ def _kernels(machine: Machine, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def _results(kernels: ModuleType, inputs: list[Tensor], ffn: str, plan: Plan) -> list[Tensor]:
-    """Return the layer's output and the gradient of each input: x [T, D], gates [T, K], w1, w2 and, if gated, w3."""
+    """Return the layer's output, then the gradient of each of `inputs`: x [T, D], gates [T, K], w1, w2 and, if gated, w3."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     x, gate, w1, w2, *w3 = leaves
     network = Network(w1, w2, w3[0] if w3 else None, None, None, Activation(ffn, None))

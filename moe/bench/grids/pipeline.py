@@ -33,7 +33,8 @@ WITHIN = 0.10  # largest allowed relative difference between simulated and measu
 
 
 def main(*, nproc: int | None = None, kinds: str | None = None, json: str | None = None) -> int:
-    """`moe bench pipeline`. Returns 1 if a simulated time differs by more than WITHIN from the measured one."""
+    """`moe bench pipeline`. Returns 1 if a simulated time differs by more than WITHIN from the measured one. nproc: number of ranks; None:
+    2, then 4. kinds: comma-separated names of schedules; None: all."""
     names = kinds.split(",") if kinds else list(SCHEDULES)
     for name in names:
         kind_of(name)

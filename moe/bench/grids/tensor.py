@@ -122,7 +122,8 @@ def _ours(model: sections.Model, mesh: Mesh, kind: str, *, chunks: int = 1) -> n
 
 
 def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList:
-    """Return the blocks of `_ours` with nn.Linear for every matrix product, sharded by torch's parallelize_module."""
+    """Return the blocks of `_ours` with nn.Linear for every matrix product, sharded by torch's parallelize_module. sliced: with sequence
+    parallelism between layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 

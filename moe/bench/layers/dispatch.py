@@ -76,7 +76,8 @@ MOST_MOVES = 64  # largest number of times that one timing repeats the permutati
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`. Returns 1 if a peer's output vectors have other directions than ours (`_same`). Speed is only reported."""
+    """`moe bench dispatch`. Returns 1 if a peer's output vectors have other directions than ours (`_same`). Speed is only reported. peers:
+    all, none, or comma-separated names. only: text that a row must contain, or a name in TABLES."""
     chosen = chosen_peers(peers, list(dict.fromkeys(name for family in PEERS.values() for name in family)))
     keep_freed_memory()
     device = World().device
@@ -104,8 +105,8 @@ def _label(case: LayerCase) -> str:
 
 
 def measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """Time the limit (only the products that every implementation needs), this project's layers and other projects' (peers). ffn: relu or
-    swiglu networks. Print and return a table row for each."""
+    """Time the limit (only the products that every implementation needs), this project's layers, and the layers of other projects whose
+    names are in `peers`. ffn: relu or swiglu. Print and return a table row for each."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}

@@ -29,7 +29,8 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer. tokens: on a rank; hidden: units of an expert; experts: on all ranks; k: experts that each token chooses."""
+    """Sizes of a layer. tokens: number on a rank. width: of the model. hidden: units of an expert. experts: number on all ranks. k: number
+    of experts that each token chooses."""
 
     tokens: int
     width: int
@@ -129,8 +130,8 @@ def router_settings(k: int) -> dict[str, Any]:
 
 
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
-    """This project's dropless layer as in training, with statistics and balance loss. master: dtype of the weights; None: the case's
-    dtype."""
+    """This project's dropless layer as in training, with statistics and balance loss. ffn: relu or swiglu. master: dtype of the weights;
+    None: the case's dtype. kernels: value of experts.kernels."""
     s = case.shape
     # a plain namespace instead of RouterSpec, because RouterSpec needs pydantic and this benchmark does not
     spec = SimpleNamespace(**router_settings(s.k), vectors=0, random_second=False, asks_balance=True)
@@ -149,7 +150,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """The speed limit: batched matrix products in which every expert has the same number of rows, without routing."""
+    """The speed limit: batched matrix products in which every expert has the same number of rows, without routing. ffn: relu or swiglu."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)

@@ -50,7 +50,8 @@ LENGTH = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model. experts: number of experts in the second layer, each with `hidden` hidden units; 0: a dense second layer."""
+    """Sizes of the model. hidden: hidden units of a feed-forward network or expert. experts: number of experts in the second layer; 0: it
+    is dense."""
 
     layers: int = 2
     width: int = 2048
@@ -192,7 +193,8 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def _row(kind: ShardedKind, shape: Shape, started: Training, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """Return a rank's table row: measured and expected bytes. resident: growth of the process's memory; disk: the rank's bytes in files."""
+    """Return a rank's table row: measured and expected bytes. found: bytes that torch holds. resident: growth of the process's memory.
+    disk: the rank's bytes in files."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {name: torch.Size(layout.shape).numel() for name, layout in started.layouts.items()}
@@ -236,8 +238,10 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
-    """`moe bench memory`. Returns 1 if a kind's bytes (with offload: on the device) differ by over 5 % from the formula. only: dense or
-    sparse. Without kinds, only and full, four kinds run on two ranks with a smaller model.
+    """`moe bench memory`. Returns 1 if, for a kind of data parallelism, the measured bytes of model states (with offload: their bytes on
+    the device) differ by over 5 % from the ZeRO formula. Peers are only reported. kinds: comma-separated names; None: all. nproc: the kinds
+    run on each number of ranks that divides it. only: dense or sparse. Without kinds, only and full, four kinds run with a smaller model on
+    min(2, nproc) ranks.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
     chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)

@@ -59,7 +59,8 @@ def main(*, steps: int = 1500, seeds: int = 3, only: str = "recipes", json: str 
 
 
 def _trained(models: Sequence[Model], *, steps: int, seeds: int, out: str) -> tuple[list[dict[str, Any]], Curves]:
-    """Train each model with each seed. Return a row for each run, and the curves. Raises BadInput for `steps` or `seeds` below 1."""
+    """Train each model with each seed. Return a row for each run, and the curves. seeds: number of seeds. out: folder for the runs. Raises
+    BadInput for `steps` or `seeds` below 1."""
     for what, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {1500 if what == '--steps' else 3}")
@@ -125,8 +126,9 @@ def _train_one(model: Model, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]], steps: Mapping[str, float | None], baseline: str) -> bool:
-    """Print each model's losses, their differences from the first model's, and the step at which the model's validation loss reaches the
-    first model's last validation loss. Return whether every other model's mean loss is lower than the first model's."""
+    """Print each model's losses, their differences from the baseline's, and the step at which its validation loss reaches the baseline's
+    last one. Return whether every other model's mean loss is lower than the baseline's. rows: from `_trained`. steps: label of each
+    model -> that step; None: it is never reached. baseline: label of the first model."""
     base = {r["seed"]: r["validation_loss"] for r in rows if r["model"] == baseline}
     print(
         f"{'model':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} "

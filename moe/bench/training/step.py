@@ -65,7 +65,8 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
 
 
 def recipe(precision: str, *, ep: int) -> dict[str, Any]:
-    """Return a recipe (section -> key -> value) of a Switch Transformer: 4 layers, each with 64 experts of 512 hidden units."""
+    """Return a recipe (section -> key -> value) of a Switch Transformer: 4 layers, each with 64 experts of 512 hidden units. precision:
+    compute dtype, fp32 or bf16. ep: number of ranks over which experts are split."""
     sizes = {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 512, "max_length": LENGTH, "moe_every": 1}
     return {
         "model": sizes | {"ffn": "relu", "norm": "layernorm"},

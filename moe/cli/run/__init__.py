@@ -36,7 +36,7 @@ def check_least(flags: Any, **least: float) -> None:
 
 def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
     """Raise BadInput for the first flag that was given. flags: name -> value, or None if the flag was not given. got: what the message
-    says after the flag's name, such as "with --compare"."""
+    says after the flag's name, such as "with --compare". needed: what it says is needed."""
     for name, value in flags.items():
         if value is not None:
             raise BadInput(f"--{name}", got=f"--{name} {got}", needed=needed, fix=f"remove --{name}")
@@ -44,7 +44,7 @@ def refuse(flags: Mapping[str, object], *, got: str, needed: str) -> None:
 
 def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str) -> None:
     """Raise BadInput for the first flag or positional argument that differs from its default and is not in `allowed`. got: what the message
-    says after the flag's name, such as "with --compare"."""
+    says after the flag's name, such as "with --compare". needed: what it says is needed."""
     for field in dataclasses.fields(flags):
         if field.name not in allowed and (value := getattr(flags, field.name)) != field.default:
             shown, given = (field.name.upper(), value) if field.metadata["word"] else (f"--{field.name}",) * 2

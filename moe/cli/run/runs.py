@@ -54,7 +54,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
 def _compare(flags: Verify) -> int:
     if flags.compare is None or flags.many is None:
         got = f"only {flags.compare or flags.many}"
-        raise BadInput("--compare", got=got, needed="two folders of moe.verify.record", fix="moe verify --compare ONE MANY")
+        raise BadInput("--compare", got=got, needed="the folders of two records, ONE and MANY", fix="moe verify --compare ONE MANY")
     refuse_others(flags, ("compare", "many", "json"), got="with --compare", needed="no flags but --json")
     return call("moe.verify.yours.compare", flags.compare, flags.many, json=flags.json)
 

@@ -28,8 +28,8 @@ def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
 
 
 class Made(NamedTuple):
-    """Results of one step. numbers: loss, and statistics of the MoE layers. rate: learning rate. scale: loss scale. `peak_bytes()`: maximum
-    over ranks of the peak of allocated bytes so far."""
+    """Results of one step. numbers: loss, and statistics of the MoE layers. norm: gradient norm before clipping. rate: learning rate.
+    scale: loss scale. `peak_bytes()`: maximum over ranks of a rank's peak memory so far, in bytes."""
 
     numbers: Numbers
     norm: GradientNorm
@@ -68,13 +68,13 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
 def _flag(job: Job, asked: Callable[[], bool]) -> Tensor:
     """Return the number of ranks on the tp axis that a signal has asked to stop, float64 [1]. It is summed over the other axes together
     with the step's numbers."""
-    tp = job.mesh.axis("tp", label="who is asked to stop")
+    tp = job.mesh.axis("tp", label="stop signals")
     return sum_over(on_device(torch.tensor([float(asked())], dtype=torch.float64), job.world.device), tp)
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
     """Make all steps until the pipeline is next drained: for an evaluation, a save, a multiple of `drain_every`, or the end of training.
-    asked: returns whether this rank is asked to stop."""
+    asked: returns True after a signal has asked this process to stop."""
     run, counters, schedules = job.run, job.counters, job.training.schedules
     steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
     count = min(every - counters.step % every for every in steps if every)

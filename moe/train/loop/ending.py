@@ -25,8 +25,8 @@ from parallel.watch import watchdog
 
 
 def finish(job: Job) -> dict[str, Any]:
-    """Write the run's summary and return it. If this process has made no step, and summary.json is already of the run's last step, return
-    the stored summary instead. Collective."""
+    """Write the run's summary and return it. If this process has made no step, and an earlier process wrote summary.json after the same
+    last step, return the stored summary instead. Collective."""
     run, world, figures, progress = job.run, job.mesh.axis("world"), job.figures, job.progress
     before = None if figures.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:

@@ -144,8 +144,8 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
 
 
 def was_evaluated(job: Job) -> bool:
-    """Return whether metrics.jsonl has an evaluation of this step. It has none if the run ended between save and evaluation. Rank 0 reads
-    the file. Collective."""
+    """Return whether metrics.jsonl has an evaluation at the current step. A resumed run may lack it, because a step is saved before it is
+    evaluated. Rank 0 reads the file. Collective."""
     lines = read(job.out) if job.world.rank == 0 else ()
     found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
     return bool(largest(float(found), job.mesh.axis("world")))

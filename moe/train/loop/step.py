@@ -46,8 +46,9 @@ def accumulate(
 ) -> Numbers:
     """Run forward and backward passes of one step. The engine then has the gradients, summed over ranks. Return the step's numbers, summed
     over all ranks. Collective. sequences_NL: this rank's token ids, int64, of shape `shard.shape`, equal on all pipeline stages; PADDING
-    may only be at the end of a sequence. loss_scale: factor on the loss, and thus on the gradients. flag: float64 [1], whose sum over ranks
-    is `Numbers.flags`."""
+    may only be at the end of a sequence. shard: the part of the global batch that these tokens are. microbatches: number of parts into
+    which they are cut. seed, step: of random numbers (router noise, dropout). loss_scale: factor on the loss, and thus on the gradients.
+    flag: float64 [1], whose sum over ranks is `Numbers.flags`."""
     tokens = count_tokens(sequences_NL, shard)
     losses = num_losses(executor.model, tokens, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
@@ -68,7 +69,8 @@ def finish(
     engine: Engine, numbers: Numbers, *, world: Axis, scale: LossScale, lr: float, clip_norm: float | None, device: torch.device
 ) -> GradientNorm:
     """Clip gradients and update weights and routers' biases, or drop the gradients if any is not finite on any rank; then update the loss
-    scale. numbers: from `accumulate`. lr: learning rate. Return the gradient norm before clipping. Collective."""
+    scale. Return the gradient norm before clipping. Collective. numbers: from `accumulate`. world: axis of all ranks. scale: the loss scale
+    by which the gradients are multiplied. lr: learning rate. clip_norm: largest gradient norm; None: no clipping."""
     norm = gradient_norm(engine.owned_gradients(), families=FAMILIES, world=world, device=device).divided_by(scale.value)
     if norm.finite:
         watchdog.enter("the optimizer's step")
@@ -91,8 +93,8 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 @torch.no_grad()
 def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
-    """Return the mean loss over all ranks' sequences, with router.eval_capacity_factor: in nats a token, or a user's own loss. at_once:
-    sequences in a micro-batch."""
+    """Return the mean loss over all ranks' sequences: in nats a token, or with a user's train.loss the mean over sequences. MoE layers use
+    router.eval_capacity_factor. Collective. at_once: number of this rank's sequences in a micro-batch."""
     tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 

@@ -67,12 +67,14 @@ def train(
 ) -> dict[str, Any]:
     """Train a run and return its summary (the fields of summary.json). It resumes from the newest checkpoint in `out`, if there is one.
 
-    Call it in one process, or on every rank that a launcher started. origins: recipe key -> source of its value. fresh: rename earlier
-    checkpoints instead of resuming. from_step: resume from this step's checkpoint, and rename later ones. allow_changes: recipe keys that
-    may differ from the checkpoint's although they change what the model computes. cluster: cluster file for the prediction of memory and
-    time (default: this machine's). force: start even if the prediction says that the run does not fit into memory. init_from: another run's
-    folder or checkpoint; its weights and tokenizer are the initial ones. restart: set by a launcher that restarted the run. profile: record
-    the time of each region of the code for a few steps.
+    Call it in one process, or on every rank that a launcher started. name: the recipe's name in records. out: the run's folder (default:
+    runs/NAME). origins: recipe key -> source of its value. fresh: rename earlier checkpoints instead of resuming. from_step: resume from
+    this step's checkpoint, and rename later ones. allow_changes: recipe keys that may differ from the checkpoint's although they change
+    what the model computes. world: this process's rank and the number of ranks (default: from the launcher's environment variables).
+    display: whether rank 0 prints the run's progress. cluster: cluster file for the prediction of memory and time (default: this
+    machine's). force: start even if the prediction says that the run does not fit into memory. init_from: another run's folder or
+    checkpoint; its weights and tokenizer are the initial ones. restart: set by a launcher that restarted the run. profile: record the time
+    of each region of the code for a few steps.
 
     A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).

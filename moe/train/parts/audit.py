@@ -81,8 +81,8 @@ class Auditor:
         raise Ended(line, prints=self.world.index == 0)
 
     def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
-        """Make all ranks' copies of each tensor equal. Return this rank's tensors and their hashes. when: words for messages. Collective.
-        Raises Ended on all ranks if a copy cannot be repaired."""
+        """Make all ranks' copies of each tensor equal. Return this rank's tensors and their hashes. when: words for messages, such as
+        "before the step". Collective. Raises Ended on all ranks if a copy cannot be repaired."""
         held = self._held()
         prints = fingerprints(held)
         if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
@@ -134,8 +134,8 @@ class Auditor:
 
     def _differences(self, grads: list[Held], mine: Tensor, hashes: dict[str, int], seen: Sequence[Pass]) -> list[str]:
         """Return names of layers or gradients that differ from the previous pass on any rank. Return [] if this pass agrees with an earlier
-        pass and the ranks' copies of gradients are equal. Collective. mine: hashes of `grads`, then a hash of the step's numbers. hashes:
-        by layer, from `layer_hashes`. seen: the earlier passes."""
+        pass and the ranks' copies of gradients are equal. Collective. grads: this rank's summed gradients. mine: hashes of `grads`, then a
+        hash of the step's numbers. hashes: by layer, from `layer_hashes`. seen: the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):

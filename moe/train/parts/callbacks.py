@@ -34,8 +34,8 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 @dataclass
 class Now:
     """State of a run that a callback can read. step: number of steps made, out of `steps`. record: values of the event; `Callback` names
-    them for each method. model: this rank's shard or copy of the model (a change of parameters must be made on every rank that has a copy).
-    asked: reasons given to `stop`."""
+    them for each method. out: the run's folder. model: this rank's shard or copy of the model (a change of parameters must be made on every
+    rank that has a copy). asked: reasons given to `stop`."""
 
     run: Run
     step: int
@@ -51,7 +51,8 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run on all ranks after this step (in on_train_begin: before the first). The run is saved and evaluated as usual."""
+        """End the run on all ranks after this step (in on_train_begin: before the first). The run is saved and evaluated as usual. reason:
+        text for the run's records and display."""
         self.asked.append(reason)
 
 

@@ -52,7 +52,8 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        # waits only for the compute stream: another stream may hold a receive that needs a later action of this schedule, a deadlock
+        # Waits only for the compute stream. Waiting for another stream could be a deadlock: it may hold a receive whose message this rank
+        # makes possible only by a later action of its schedule.
         def settle() -> None:
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()

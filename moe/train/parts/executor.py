@@ -38,7 +38,7 @@ from parallel.pipeline.schedule import Schedule, Watcher
 from parallel.pipeline.weights import Versions
 from parallel.watch import watchdog
 
-Each = Callable[[int, Output], Tensor | None]
+Each = Callable[[int, Output], Tensor | None]  # called after a forward pass, as the module's docstring says
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch's tokens, [B, L] -> shape of the tensor sent between stages
 
 
@@ -75,7 +75,8 @@ class Single:
         self.engine, self.model, self.pp_axis = engine, engine.module, Axis("pp")
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward passes of one batch. Afterwards the engine has gradients, summed over ranks. Collective."""
+        """Run forward and backward passes of one batch. Afterwards the engine has gradients, summed over ranks. each: called after every
+        forward pass; returns the loss. Collective."""
         for number, p in enumerate(passes):
             last = number == len(passes) - 1
             watchdog.enter("the forward pass")
@@ -92,8 +93,9 @@ class Single:
 
 
 class Pipelined:
-    """Executor of a rank's stages. watchers: called at every action (forward, backward or update of a stage) in training. sums: a watcher
-    that starts the all-reduce of a stage's gradients after the stage's last backward pass; not used in `stream`."""
+    """Executor of a rank's stages. crossing: returns the shape of the tensor sent between stages. watchers: called at every action
+    (forward, backward or update of a stage) in training. sums: a watcher that starts the all-reduce of a stage's gradients after the
+    stage's last backward pass; not used in `stream`."""
 
     def __init__(
         self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
@@ -104,16 +106,17 @@ class Pipelined:
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        """Run forward and backward passes of one batch through the pipeline. Then the engine has gradients, summed over ranks.
-        Collective."""
+        """Run forward and backward passes of one batch through the pipeline. Then the engine has gradients, summed over ranks. each: called
+        after every forward pass on this rank; on the last stage it returns the loss. Collective."""
         self.runtime.run(_Stages(self, passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
     def stream(
         self, passes: Sequence[Pass], each: Each, *, schedule: Schedule, versions: dict[int, Versions], update: Callable[[int, int], None]
     ) -> None:
-        """Run several batches without draining the pipeline between them. versions: stage -> versions of its weights. update(stage,
-        version): called when the schedule updates a stage; changes the stage's weights to that version. Collective."""
+        """Run several batches without draining the pipeline between them. passes: micro-batches of all batches. each: as in `run`.
+        versions: stage -> versions of its weights. update(stage, version): called when the schedule updates a stage; changes the stage's
+        weights to that version. Collective."""
         self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
 
     def forward(self, passes: Sequence[Pass], each: Each) -> None:
@@ -179,8 +182,9 @@ Executor = Single | Pipelined
 
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
-    """Return a function that maps token ids [B, shard.length] to an Output with the logits of all tokens. Every rank gets all logits, even
-    if model and sequences are sharded. Calls of the function are collective."""
+    """Return a function that maps token ids of whole sequences, [B, shard.length], to an Output with the logits of all tokens. All ranks
+    must call it with the same ids, and all get the logits of all tokens, even if the model and the sequences are sharded. `shard` says
+    which positions of a sequence this rank computes."""
     model, places, (_, sp) = executor.model, shard.position_array, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:

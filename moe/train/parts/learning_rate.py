@@ -20,14 +20,14 @@ from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """Return the share of lr that the user's function `name` (module:name) returns. update, total: the updates of the warmup are not
-    counted. Raises BadInput if the function raises an error, or if the share is negative or not a finite number."""
+    """Return the share of lr that the user's function `name` (module:name) returns. update: index of the update after the warm-up. total:
+    number of such updates. Raises BadInput if the function raises an error, or if the share is negative or not a finite number."""
     function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)
     except Exception as error:
         got, needed = f"{name}, which raised {where(error)}", f"the share of optimizer.lr at update {update} of {total}"
-        raise BadInput("optimizer.schedule", got=got, needed=needed, fix="mend it") from error
+        raise BadInput("optimizer.schedule", got=got, needed=needed, fix="mend the function") from error
     if not isinstance(share, int | float) or not 0 <= share < math.inf:
         needed = f"the share of optimizer.lr at update {update} of {total}, a number from 0"
         raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return such a number")

@@ -101,8 +101,8 @@ class Sums:
         self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their `_row`s, concatenated
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
-        """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. share: number of
-        the pass's tokens, divided by the global batch's."""
+        """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. layers: reports of
+        the MoE layers in this pass. share: number of the pass's tokens, divided by the global batch's."""
         if loss is not None:
             self.loss += loss.detach()
         if layers:

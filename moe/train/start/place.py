@@ -77,8 +77,8 @@ def make_writable(out: Path, world: World) -> None:
 
 
 def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Rename a folder (--fresh), or move its checkpoints of steps later than `after` into a new folder. Return the new folder on rank 0;
-    None on other ranks, and if there is no such folder or checkpoint. Collective."""
+    """Rename `folder` (with --fresh) or, if `after` is a step, move the folder's checkpoints of later steps into a new folder. Return the
+    new folder on rank 0; None on other ranks, and if there is no such folder or checkpoint. Collective."""
     process.barrier()
     aside = _renamed(folder, after) if world.rank == 0 else None
     process.barrier()

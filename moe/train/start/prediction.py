@@ -100,7 +100,7 @@ class Measured:
 
     def __init__(self, world: World) -> None:
         self.device = world.device
-        # on a CPU: bytes of this process other than tensors. On a GPU 0, because torch counts only tensors
+        # `beside`: on a CPU, bytes of this process other than tensors; on a GPU 0, because torch counts only tensors
         things = gc.get_objects()
         kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
         tensors = (thing for thing in things if type(thing) in kinds)

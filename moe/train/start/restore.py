@@ -67,8 +67,9 @@ def described(base: Reader) -> dict[str, str]:
 
 
 def moved_base(found: Reader, given: Path | None) -> Path | None:
-    """Return the folder to which the base of the adapters `found` was moved, if `given` (--init_from) is this checkpoint, or the run that
-    it is in; else None."""
+    """Return the folder in which --init_from says that the base model of the adapters `found` is now. That is `given` itself if it is a
+    checkpoint. If `given` is a run's folder, it is the run's checkpoint with the name of the base's, if the base is no longer at its old
+    place. Return None if `given` is None or names neither."""
     if given is None or (given / "manifest.json").is_file():
         return given
     there = Path((found.state.get(WHERE) or {}).get("path", ""))
@@ -77,7 +78,8 @@ def moved_base(found: Reader, given: Path | None) -> Path | None:
 
 
 def base_of(found: Reader, moved: Path | None = None) -> Reader:
-    """Return a reader of the base model of a checkpoint of adapters. moved: folder to which the base was moved. Raises BadInput."""
+    """Return a reader of the base model of `found`, a checkpoint of adapters. moved: folder to which the base was moved; None: it is where
+    `found` says. Raises BadInput."""
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
     path, there = moved or Path(said.get("path", "")), Path(said.get("path", "BASE"))

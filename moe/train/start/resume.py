@@ -55,8 +55,8 @@ class Resumed:
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
-        """Return the values for a new run that starts from another run's weights (`--init_from`). Raises BadInput if the recipes differ in
-        a key that alters what the model computes, unless it is in `allowed`."""
+        """Return the values for a new run that starts from `source`, another run's checkpoint (`--init_from`). Raises BadInput if the
+        recipes differ in a key that alters what the model computes, unless it is in `allowed`."""
         before = build_run(source.state["recipe"])
         check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
         table, other = _table(source, run, allowed, where=str(source.path))
@@ -76,8 +76,8 @@ class Resumed:
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
     """Return (table token id -> experts for hash routers, or None; list with the table's change, [] without one). The table is the
-    checkpoint's, or the recipe's if the checkpoint has none. If both have one and they differ, the recipe's is taken if `allowed` has the
-    key; else BadInput is raised."""
+    checkpoint's, or the recipe's if the checkpoint `found` has none. If both have one and they differ, the recipe's is taken if `allowed`
+    has the key; else BadInput is raised. where: name of the checkpoint in the error."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)
@@ -89,8 +89,8 @@ def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tu
         return stored, []
     if hash_table.KEY in allowed:
         return given, [Change(hash_table.KEY, "the checkpoint's table", "that of the file")]
-    fix = f"--{hash_table.KEY} with the file of that table, or --allow-change {hash_table.KEY} if it is meant"
-    raise BadInput(hash_table.KEY, got=f"another table in {name}", needed=f"the one with which {where} was trained", fix=fix)
+    fix = f"--{hash_table.KEY} with the file of that table, or --allow-change {hash_table.KEY} if the change is meant"
+    raise BadInput(hash_table.KEY, got=f"another table in {name}", needed=f"the table with which {where} was trained", fix=fix)
 
 
 def kept(checkpoint: Path) -> Path:

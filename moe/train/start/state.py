@@ -134,9 +134,9 @@ def resume(
     whole: dict[str, Layout] | None = None,
 ) -> bool:
     """Load the checkpoint `found` into the engine, `counters` and `scale`. Return False if `found` is None. Collective. data: key of the
-    tokenized text. whole: layouts of the whole model's parameters, if this rank has only some pipeline stages. Raises BadInput, which names
-    the parameter, for a checkpoint of another model. Logs changed recipe keys. Changes that alter what the model computes were already
-    refused (resume.py)."""
+    tokenized text, `Dataset.key`. recipe: this run's, as JSON. whole: layouts of the whole model's parameters, if this rank has only some
+    pipeline stages. Raises BadInput, which names the parameter, for a checkpoint of another model. Logs changed recipe keys. Changes that
+    alter what the model computes were already refused (resume.py)."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -162,8 +162,8 @@ def resume(
 
 
 def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool) -> Callable[[str, str, Box], Tensor]:
-    """Return a function that loads the region `box` of a parameter's weight or optimizer state. With weights_only, it returns zeros for
-    optimizer states."""
+    """Return a function (name, kind, box) that loads the region `box` of a parameter's weight or optimizer state from the checkpoint
+    `found`. With weights_only, it returns zeros for optimizer states."""
 
     def load(name: str, kind: str, box: Box) -> Tensor:
         if weights_only and kind != "weight":
@@ -201,10 +201,10 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Load another run's weights and routers' biases, and set optimizer states to zero. If this run has adapters, only their base's weights
-    are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: layouts of all parameters of the
-    model, if the engine lacks some: those of other pipeline stages, or quantised matrices. Collective. Raises BadInput, which names the
-    parameter, for a checkpoint of another model."""
+    """Load weights and routers' biases from `found`, another run's checkpoint, and set optimizer states to zero. If this run has adapters,
+    only the weights of their base are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: layouts of
+    all parameters of the model, if the engine lacks some: those of other pipeline stages, or quantised matrices. Collective. Raises
+    BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
     mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
@@ -233,8 +233,8 @@ def _fill_blocks(found: Reader, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: str) -> None:
-    """Encode a matrix as number `number` of the quantised blocks. Raises BadInput if they cannot hold its values exactly. where: name of
-    the matrix in errors. less: the value of lora.base, with fewer quantised matrices or none, that the error's fix names."""
+    """Encode `matrix_IO` as matrix `number` of the quantised blocks. Raises BadInput if they cannot hold its values exactly. where: name of
+    the matrix in errors. less: value of lora.base that the error's fix names; with it, fewer matrices or none are quantised."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
         needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"

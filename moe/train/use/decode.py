@@ -158,9 +158,9 @@ def continued(
     seeds: Sequence[int],
     device: torch.device | None = None,
 ) -> Iterator[list[int]]:
-    """Yield `num_tokens` lists, each with the next token of every text. prompts: lists of token ids of equal length; the last `max_length`
-    ids are read. seeds: one for each text, so that a text does not depend on the others of its batch. Only ids below `vocab_size` are
-    chosen."""
+    """Yield `num_tokens` lists, each with the next token of every text. reads: computes the logits of the next token. prompts: lists of
+    token ids of equal length; the last `max_length` ids are read. sampling: chooses a token by its logits; only ids below `vocab_size` are
+    chosen. seeds: one for each text, so that a text does not depend on the others of its batch."""
     texts = [list(prompt[-max_length:]) for prompt in prompts]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(num_tokens):

@@ -84,7 +84,8 @@ def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[T
 
 
 def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step: int | None = None, json: str | None = None) -> None:
-    """Print the loss on the run's validation text, or on all of another text if `overrides` has data.path or data.sources."""
+    """Print the loss on the run's validation text, or on all of another text if `overrides` has data.path or data.sources. overrides:
+    recipe key -> value. sequences: number of sequences; 0: all. step: the checkpoint's; None: the newest. json: file for the results."""
     for key in overrides:
         if not key.startswith("data.") or key in _OF_MODEL:
             needed = f"keys of data except {', '.join(_OF_MODEL)}, which the trained model fixes"

@@ -168,7 +168,7 @@ def test_a_rank_that_fails_on_another_machine_ends_those_that_wait_for_it(
     first, *more = capsys.readouterr().err.splitlines()
     assert first == said
     after = ["rank 0 was killed by moe train after the others"]
-    after += ["the launcher on worker-1 ended with signal SIGKILL (by kill -9, or by the kernel where memory runs out: see dmesg)"]
+    after += ["the launcher on worker-1 ended with signal SIGKILL (by kill -9, or by the kernel because memory ran out: see dmesg)"]
     assert more == after[: 2 if "machine" in file else 1]
 
 

@@ -157,7 +157,7 @@ def test_the_table_travels_with_the_checkpoint_and_another_is_refused(home: Path
     longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 3})})
     written(file, table_of(4, 1))
     said = trained.train(longer, tmp_path / "run")[0]
-    assert "router.hash_table: got another table in" in said and "needed the one with which step-2 was trained" in said
+    assert "router.hash_table: got another table in" in said and "needed the table with which step-2 was trained" in said
     for out, options in ((tmp_path / "run", {}), (tmp_path / "new", {"init_from": tmp_path / "run"})):
         file.unlink(missing_ok=True)
         assert isinstance(trained.train(longer, out, **options)[0], dict)  # type: ignore[arg-type]
