@@ -172,10 +172,10 @@ BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
-    """Raise BadInput for a fitted rate above `most`, the rate of a node's network adapters (both in GB/s). found: the measured times, which
+    """Raise BadInput for a fitted rate above `most`, the largest that the cluster's network allows (both in GB/s). found: the measured times, which
     the error names."""
     if rate > most:
-        needed = f"at most {most:.4g} GB/s, the rate of the cluster's network adapters"
+        needed = f"at most {most:.4g} GB/s, the most that the cluster's network allows"
         fix = "mend between.node_gb_s and device_gb_s in a cluster file"
         raise BadInput(found.what, got=f"a fitted {rate:.4g} GB/s", needed=needed, fix=fix)
 

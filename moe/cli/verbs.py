@@ -109,7 +109,7 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Evaluate a trained model on the run's validation text or another (--data.path): loss, bits per byte, expert load, dropped tokens."""
+    """Evaluate a trained model on the run's validation text or another (--data.path): loss, bits per byte, expert load, dropped choices."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     sequences: int | None = _flag("number of sequences, spread evenly over the text, 512 by default; 0: all")
@@ -119,7 +119,7 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Draw a run's curves, expert load, dropped tokens and memory: PNG files and one HTML page. Or compare two runs."""
+    """Draw a run's curves, expert load, dropped choices and memory: PNG files and one HTML page. Or compare two runs."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     other: str | None = _word("another run's folder, to compare the two", None)

@@ -23,7 +23,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("bits per byte", fixed(summary.get("bits_per_byte"), ".4f")),
         ("tokens per second", fixed(summary.get("tokens_per_second"), ",.0f")),
         (share[0], percent(summary.get(share[1]))),
-        ("dropped tokens", _dropped(summary)),
+        ("dropped choices", _dropped(summary)),
         ("model states, one process", _states(summary)),
         ("peak memory, one process", size(summary.get("peak_memory_bytes"))),
         ("memory against its prediction", _against(summary, "memory_bytes", size)),

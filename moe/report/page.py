@@ -169,7 +169,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:
     """Return the most important numbers as HTML, from the summary, or if there is none from the latest lines."""
     rows = dict(summary_rows(summary or _latest(lines)))
-    wanted = ("validation loss", "bits per byte", "tokens per second", "dropped tokens", "parameters", "training time")
+    wanted = ("validation loss", "bits per byte", "tokens per second", "dropped choices", "parameters", "training time")
     cards = [(label, rows[label].partition(" nats")[0].partition(", ")[0]) for label in wanted if label in rows]
     inner = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in cards)
     return f'<div class="cards">{inner}</div>'

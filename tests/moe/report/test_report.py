@@ -242,7 +242,7 @@ def test_drops_are_those_of_the_last_tenth_of_the_steps() -> None:
         for layer in line["moe"]:
             layer["kept"], layer["dropped"] = (50, 50) if line["step"] <= 45 else (99, 1)
     assert dropped_shares(lines) == {"dropped_share": pytest.approx(0.451), "dropped_share_last": 0.01}
-    assert dict(summary_rows(dropped_shares(lines)))["dropped tokens"] == "1.0 %, in the last tenth of the steps (45.1 % in all)"
+    assert dict(summary_rows(dropped_shares(lines)))["dropped choices"] == "1.0 %, in the last tenth of the steps (45.1 % in all)"
     assert dropped_shares([line | {"moe": []} for line in lines]) == {"dropped_share": 0.0, "dropped_share_last": 0.0}
 
 
