@@ -61,7 +61,8 @@ class World:
 
 
 def gpus() -> int:
-    """Return the number of GPUs that this process may use; 0 if DS_ACCELERATOR is cpu. Only this function asks torch."""
+    """Return the number of GPUs that this process may use; 0 if the environment variable DS_ACCELERATOR is cpu. All code calls this instead
+    of torch's device_count, which ignores the variable."""
     hidden = os.environ.get("DS_ACCELERATOR") == "cpu"
     return torch.cuda.device_count() if not hidden and torch.cuda.is_available() else 0
 
