@@ -53,7 +53,8 @@ def by(multiply: Multiply, x: Tensor, modules: Sequence[Any]) -> Sequence[Tensor
 
 
 class Tiled(nn.Module):
-    """A layer that returns leave(sum of tile(enter(x)) over its tiles), which are modules with outputs of one shape."""
+    """A layer cut into tiles: returns leave(sum of tile(enter(x)) over the tiles). The outputs of all tiles have one shape. enter, leave:
+    slots for the collectives of tensor parallelism before and after the tiles; by default they return their input."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__()
