@@ -21,7 +21,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Op, Schedule
 
 NONE = -1
-WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # operations of one micro-batch on one stage
+WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # the sets of operations that are complete for one micro-batch on one stage
 
 
 def check(schedule: Schedule) -> Schedule:

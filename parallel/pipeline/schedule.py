@@ -143,7 +143,8 @@ class Schedule:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Return the schedule of one batch after which the pipeline is empty. orders: each rank's actions; updates (U) are appended."""
+    """Return the schedule of one batch after which the pipeline is empty. homes: for each stage its ranks. orders: each rank's actions;
+    updates (U) are appended."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
@@ -165,7 +166,7 @@ def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
 
 
 def looped(ranks: int, chunks: int) -> list[tuple[int]]:
-    """Return the rank of each stage in a looped placement: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
+    """Return the rank of each stage in a looped placement: rank r holds `chunks` stages, r, r + ranks, r + 2 ranks, ..."""
     return [(stage % ranks,) for stage in range(ranks * chunks)]
 
 

@@ -72,7 +72,8 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Return for each rank the number of forward passes that its warm-up has in addition to 1F1B's: floor(T_B (p - s - 1) / T_F) on stage s
     of p. T_B: time of a backward pass at full clock. T_F: time of a forward pass at the clock of least energy. most: limit of this number,
-    given by a rank's memory; None: no limit. A rank gets at most one more than the previous rank, which prevents deadlock."""
+    given by a rank's memory; None: no limit. idle_power: watts of a rank that waits. A rank gets at most one more than the previous rank,
+    which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -115,8 +116,9 @@ def plan_clocks(
     schedule: Schedule, profile: Profile, *, idle_power: float, limit: float | None = None, transfer_time: float = 0, rule: str = "envelope"
 ) -> EnergyPlan:
     """Choose a clock for each action of any schedule, such that the makespan is at most `limit` seconds (None: the makespan at full clock).
-    rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan. Raises
-    BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
+    rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan.
+    idle_power, transfer_time: as in `envpipe`. Raises BadInput if `limit` is shorter than the makespan at full clock, or if the profile has
+    no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
     options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # no choice: S computes nothing
@@ -192,7 +194,8 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. An all-reduce S is one vertex for all
-    replicas of its stage, and runs in parallel with their next actions. A message also needs the previous message between its two ranks.
+    replicas of its stage, and runs in parallel with the next actions of the replicas' ranks. A message also needs the previous message
+    between its two ranks.
 
     vertices: node -> its vertex. before, after: for each vertex, the vertices that it needs, and the vertices that need it. transfers:
     vertices of messages."""

@@ -41,7 +41,7 @@ class Alternating:
         self.late, self.waiting, self.skip, self.always = late, waiting, skip, always
         self.ranks, self.last = range(len(times)), len(times) - 1
         self.done: list[list[Action]] = [[] for _ in times]
-        self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}
+        self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}  # op -> for each rank: number of its actions so far
         self.free, self.waited = [0.0] * len(times), [0.0] * len(times)  # for each rank: time at which it is free; idle time so far
         self.ended: dict[Action, float] = {}
 
@@ -132,7 +132,8 @@ class Alternating:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:
-        """Return the time at which the rank's next F or I receives its input from another rank; 0 if it receives nothing."""
+        """Return the time at which the input of the rank's next `op` arrives from another rank; 0 if it needs no input from one. op: F
+        (forward pass) or I (gradients of inputs)."""
         before = rank - 1 if op is Op.F else rank + 1
         if not 0 <= before <= self.last:
             return 0.0

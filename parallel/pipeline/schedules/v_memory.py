@@ -55,7 +55,7 @@ class _Block(NamedTuple):
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
     """Return the faster of two schedules. The first keeps the building block's order of forward passes; in the second, a rank that would
-    wait may run a forward pass early."""
+    wait may run a forward pass early. limit: see _Builder."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)

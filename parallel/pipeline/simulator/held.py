@@ -20,7 +20,7 @@ class InFlight(NamedTuple):
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
     weights; (): False for all stages. gradients: gradients of the stage's parameters that exist. 0: none. 1: an I has ended, which computes
-    only the embedding's and those of adapters. 2: a B or W has ended, so all exist. (): not known."""
+    only the gradients of the embedding and of adapters. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]

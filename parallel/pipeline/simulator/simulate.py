@@ -24,6 +24,8 @@ OfMessage = Callable[[Message], float]  # message -> its transfer time, or its n
 
 
 class Transfer(NamedTuple):
+    """A message with the times at which the link starts to send it and at which it has arrived."""
+
     message: Message
     start: float
     end: float
@@ -152,7 +154,8 @@ class _Run:
         self._free: list[float] = [0] * ranks  # for each rank: end of its last action
         self._reduced: list[float] = [0] * ranks  # for each rank: end of its last all-reduce
         self._link: dict[int, float] = {}  # source * ranks + target -> end of the last transfer
-        self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (S of a replica -> time when it was reached)
+        # (stage, version) -> (number of the action S of a replica -> time at which its rank reached S)
+        self._waiting: dict[tuple[int, int], dict[int, float]] = {}
 
     def all(self, cost: Cost) -> float:
         """Simulate one batch and return the end of its last action. Another call simulates a batch that follows directly."""
