@@ -187,8 +187,8 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Set `at_once` to False: units wait for `run`, at most until `finish` needs them. timed: measure each unit until `times` is
-        called."""
+        """Set `at_once` to False: a unit of K-FAC's work (KfacUnit) then waits until the caller passes it to `run`, or until `finish` runs
+        the units that are due. timed: measure the time of each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
