@@ -186,8 +186,8 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard any factor not in `letters` or
-    `but`."""
+    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator with these cuts: the axes that shard
+    any factor that is neither in `letters` nor in `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
