@@ -92,13 +92,13 @@ class Counted:
             self._within -= 1
 
     def launch(self, tensors: Sequence[Tensor], *, product: bool) -> None:
-        """Count a kernel with these inputs and results."""
+        """Count a kernel with these inputs and results. product: it is a matrix product or attention, of which bytes are not counted."""
         self.now.kernels += 1
         if not product:
             self.now.moved_bytes += sum(t.nbytes for t in tensors)
 
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
-        """Count an operator with one of the tags READS, if it makes the host wait for a GPU's values."""
+        """Count a host synchronisation if `func`, an operator with one of the tags READS, makes the host wait for a GPU's values."""
         masked = func._opname not in ("index", "index_put", "index_put_") or any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
