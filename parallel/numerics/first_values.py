@@ -37,7 +37,8 @@ _P_TOP, _Q_TOP = 4.38453206, 10.7060532
 
 
 def key_of_tensor(seed: int, name: str) -> int:
-    """Return a 64-bit key. With 32 bits, two tensors of a large model could have the same key, and so the same values."""
+    """Return a 64-bit key of the tensor's initial values. With 32 bits, two tensors of a large model could have the same key, and so the
+    same values."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
