@@ -378,7 +378,7 @@ def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list
 
 
 def begun(rows: Tensor, started: StartedRows) -> StartedRows:
-    """Start the forward pass's collective of `started` (`there`) with these rows, and return `started`."""
+    """Start the collective that `started` describes with these rows, as an operation that autograd records. Return `started`."""
     started.buffer = rows if started.axis.size == 1 else _Start.apply(rows, started)
     return started
 

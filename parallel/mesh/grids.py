@@ -27,7 +27,8 @@ SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each kin
 
 @dataclass(frozen=True)
 class Grid:
-    """Arrangement of the ranks of tp. kind: a value of tensor.kind, `sliced` or `copied`; without a grid, `rows` is the number of ranks."""
+    """Arrangement of the ranks of tp as depth x rows x columns. kind: value of tensor.kind, or "sliced" or "copied" (top of this file). If
+    the kind has no grid, `rows` is the number of ranks."""
 
     kind: str
     depth: int

@@ -51,7 +51,7 @@ AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
 def view_of(*axes: str) -> tuple[str, ...]:
-    """Return the first view that has all of these axes."""
+    """Return the first of the mesh's views (arrangements of the ranks in axes, top of this file) that has all of these axes."""
     found = next((view for view in VIEWS if set(axes) <= set(view)), None)
     assert found is not None, f"no view has the axes {axes}"
     return found

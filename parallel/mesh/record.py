@@ -122,7 +122,8 @@ class Record:
         self.at = time.monotonic()
 
     def token(self) -> float:
-        """Return this rank's token. The sum of all ranks' tokens is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
+        """Return this rank's token, a hash of its collectives (top of this file). The sum of all ranks' tokens is 0 modulo 2**40 if the
+        ranks of every group ran the same collectives."""
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
