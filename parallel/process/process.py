@@ -224,7 +224,8 @@ def _communicator(world: World) -> Communicator:
 
 
 def share_cores(world: World) -> None:
-    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
+    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set. Threads in excess of the cores would only
+    wait."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
 
