@@ -29,8 +29,8 @@ from parallel.watch.audit import Held
 class DDP(SummedEarly, Stepped):
     """The engine of DDP. `layouts`: parameter name -> its layout. `optimizer`: the optimizer's settings. Every rank must run the same
     number of micro-batches.
-    `working`: parameter name -> the dtype in which the model reads it, if weights are cast once a step instead of at each use. The model
-    then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
+    `working`: None: the model casts weights at each use. Else parameter name -> the dtype to which the engine casts the weight once a step.
+    The model then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
     DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 

@@ -29,12 +29,12 @@ _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return x unchanged: the default of a Slot, for layers that communicate nothing."""
+    """Return x unchanged: the default of a Slot (replaceable function of a layer), for layers that communicate nothing."""
     return x
 
 
 def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """Return module(x) for each module: the default of Products."""
+    """Return module(x) for each module: the default of a layer's slot `products`."""
     return [module(x) for module in modules]
 
 
