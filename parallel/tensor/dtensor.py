@@ -107,8 +107,8 @@ def for_heads(x: Tensor) -> Tensor:
 
 
 def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
-    """Return, as plain tensors, this rank's outputs of x W^T for each W, and x A^T for each narrow A. Each rank holds all of A. x is a
-    DTensor from `enter`."""
+    """Return, as plain tensors, this rank's outputs of x W^T for each W, then x A^T for each of LoRA's narrow matrices A, of which each
+    rank holds all. x is a DTensor from `enter`."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     assert isinstance(x, DTensor)
