@@ -287,8 +287,8 @@ def hash_of(value: object) -> int:
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule`, which has m
-    micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which comes earlier
-    in this order, so there is no deadlock."""
+    micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). A forward pass needs only that of the previous stage, which
+    comes earlier in this order, so there is no deadlock."""
     homes = {(a.stage, a.microbatch): rank for rank, order in enumerate(schedule.orders) for a in order if a.op is Op.F}
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):

@@ -29,8 +29,8 @@ OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank. version: of the weights. F, B, I and W read this version (0: initial weights); U makes it (from 1), and S sums
-    the gradients for it."""
+    """One action of a rank. version: of the weights. Forward and backward passes (F, B, I, W) read this version (0: initial weights). An
+    update U makes it (from 1), and an all-reduce S sums the gradients for it."""
 
     op: Op
     stage: int
@@ -50,7 +50,8 @@ class Node(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A point-to-point message from rank `source` to rank `target`: the output of F, or the input gradient that B or I computed."""
+    """A point-to-point message from rank `source` to rank `target`: the output of a forward pass F, or the input gradient that a backward
+    pass B or I computed. stage, microbatch: of this pass."""
 
     op: Op
     stage: int

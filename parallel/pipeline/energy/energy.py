@@ -31,7 +31,8 @@ _EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 @dataclass(frozen=True)
 class EnergyPlan:
     """A GPU clock for every action, the resulting timeline, and the timeline at full clock for comparison.
-    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of a step. idle_power: watts."""
+    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of a step. idle_power: watts of a rank that
+    waits."""
 
     schedule: Schedule
     clocks: tuple[tuple[Clock, ...], ...]
@@ -57,8 +58,8 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes at full clock: all passes of the last stage; on other stages, the first micro-batch's forward pass and the last
-    micro-batch's backward pass."""
+    """Return the nodes (actions) that stay at full clock: all passes of the last stage; on other stages, the first micro-batch's forward
+    pass and the last micro-batch's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -152,7 +153,8 @@ def _timeline(schedule: Schedule, clocks: Mapping[Node, Clock], transfer_time: f
 
 def _raise(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Raise clocks in `chosen` and `at` until the makespan is at most `limit`. Each iteration raises one action to its next higher clock:
-    the action on the critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first."""
+    the action on the critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first.
+    chosen: node -> its clock. at: the graph with these clocks."""
 
     def price(node: Node) -> float:
         faster = _faster(options[node], chosen[node])
@@ -176,7 +178,8 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Lower clocks in `chosen` and `at` while any action has enough slack. Each iteration sets one action to its next lower clock: the
-    action that saves most energy. options: clocks of each node, the fastest first."""
+    action that saves most energy. options: clocks of each node, the fastest first. chosen: node -> its clock. at: the graph with these
+    clocks."""
     while True:
         spare = limit - at.makespan
         slack = at.slack()
@@ -228,7 +231,7 @@ class Graph:
 
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
         """Record that the rank of `node`, an all-reduce S, reaches S. When the last replica's rank has reached it, add the common vertex,
-        which needs the last action and the last S of each replica's rank."""
+        which needs the last action and the last S of each replica's rank. last: ("rank" or "S", rank, 0) -> last vertex so far."""
         _, stage, _, version = schedule.action(node)
         reached = self._reached.setdefault((stage, version), {})
         reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}

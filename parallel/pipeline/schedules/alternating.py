@@ -21,8 +21,8 @@ from parallel.pipeline.schedule import Action, Op
 class Alternating:
     """Builds the orders of all ranks for one setting of the options late, waiting, skip and always. The top of this file says what
     each option changes in warm-up or steady phase.
-    times: for each rank, F, I or W -> its duration. sent: transfer time of a message. memory: largest number of micro-batches between
-    their F and W on a rank; None: no limit."""
+    times: for each rank, F (forward pass), I or W (gradients of inputs, of weights) -> its duration. sent: transfer time of a message.
+    memory: largest number of micro-batches between their F and W on a rank; None: no limit."""
 
     def __init__(
         self,

@@ -34,7 +34,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated times. spans: for each rank its actions in order. overlap: True if transfers and S ran while ranks computed."""
+    """Simulated times. spans: for each rank its actions in order. overlap: True if transfers and all-reduces (S) ran while ranks
+    computed."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -112,7 +113,7 @@ def simulate(
 
 
 def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
-    """Return `simulate(...).makespan`, but faster, because no Timeline is built."""
+    """Return `simulate(...).makespan` for the same arguments, but faster, because no Timeline is built."""
     run = _Run(schedule, transfer_time, overlap)
     end = run.all(cost or costs())
     return end - min(run.starts[n] for n in run.graph.first[:-1])
@@ -130,7 +131,7 @@ def drained_period(
 ) -> float:
     """Return the time that one more batch adds in a long run, for a schedule of one batch that drains. This batch is simulated again and
     again until each batch delays all ranks and links by the same time (steady state), at most `batches` times. Costs must not depend on the
-    micro-batch."""
+    micro-batch. cost, transfer_time, overlap: as in `simulate`."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
