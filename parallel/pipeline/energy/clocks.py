@@ -73,7 +73,9 @@ def efficient_clocks(clocks: Sequence[Clock], idle_power: float, action: Action)
     """Return the Pareto-optimal clocks, the fastest first. A slower clock is kept if its `energy_above_idle` is less than that of all
     faster clocks. idle_power: watts of an idle GPU. Raises BadInput, which names `action`, if there is no clock."""
     if not clocks:
-        raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
+        raise BadInput(
+            "profile", got=f"no clock for {action}", needed="at least one clock", fix="measure this action, or give it one clock"
+        )
     kept: list[Clock] = []
     for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
         if not kept or energy_above_idle(clock, idle_power) < energy_above_idle(kept[-1], idle_power):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
-_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> InFlight.gradients of its stage from its end on
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> value of InFlight.gradients for its stage after it
 
 
 class InFlight(NamedTuple):
