@@ -279,7 +279,7 @@ def verify(path: Path) -> dict[str, Any]:
                 f"checkpoint {path.name}",
                 got=f"format {manifest['format']}",
                 needed=f"format {FORMAT}",
-                fix="use the version that wrote it",
+                fix="use the version of moe-parallel that wrote it",
             )
         for name, record in manifest["files"].items():
             file = path / Path(name).name
@@ -304,10 +304,10 @@ def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
-    """Return the folder of the newest checkpoint that verifies, or of the checkpoint of `step`; None if there is no checkpoint. Collective:
-    rank 0 looks, and all ranks return its result.
+    """Return the folder of the newest checkpoint that passes `verify`, or of the checkpoint of `step`; None if there is no checkpoint.
+    Collective: rank 0 looks, and all ranks return its result.
 
-    Raise BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but may
+    Raise BadInput on all ranks if checkpoints exist but none passes (starting over would replace them), if a file cannot be read but may
     be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`. log: called with a
     line about each checkpoint that is skipped, and about names that are ignored."""
 
@@ -320,7 +320,8 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Return the step of the newest checkpoint that verifies; _NONE if there is no checkpoint. Log each newer one that is skipped."""
+    """Return the step of the newest checkpoint that passes `verify`; _NONE if there is no checkpoint. Log each newer one that is
+    skipped."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:
