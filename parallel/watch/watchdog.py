@@ -291,7 +291,7 @@ class Watchdog:
         self._wait_for_readers(asked)
 
     def _wait_for_readers(self, asked: int) -> None:
-        """On rank 0, which may hold the store: wait until the other ranks have read the line."""
+        """On rank 0, which may hold the store: wait until the other ranks have read the line. asked: number of the question."""
         if self.record.rank:
             return
         until = time.monotonic() + 1.5
