@@ -45,7 +45,7 @@ def _call(*fields: Any) -> Call:
 
 
 class Calls:
-    """Records this rank's calls in the list `made`."""
+    """Records this rank's calls of collectives and messages in the list `made`."""
 
     def __init__(self) -> None:
         self.made: list[Call] = []
