@@ -32,10 +32,9 @@ def labelled(tensor: Tensor, label: str) -> Tensor:
 
 
 def supposed_as(made: Any, twin: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Return `made`, a tensor or a dataclass of tensors. In a rehearsal (a run on fake tensors), if the values of `given` and `named` are
-    known, first give `made` the values of `twin(*given, **named)`, computed on the CPU. twin: a function that computes the same as the code
-    that made `made`, for example without a GPU kernel. If `made` has more rows than twin's result, the values of the additional rows are
-    0."""
+    """Return `made`, a tensor or a dataclass of tensors. In a rehearsal (a run on fake tensors), if the values of all tensors in `given`
+    are known, first give `made` the values of `twin(*given, **named)`, computed on the CPU. twin: a function that computes the same as the
+    code that made `made`, for example without a GPU kernel. If `made` has more rows than twin's result, the additional rows are 0."""
     mode: Any = getattr(given[0], "fake_mode", None)
     known = None if mode is None else mode.computed(twin, given, named)
     if known is not None:

@@ -98,15 +98,16 @@ def _is_view(weight: Tensor) -> bool:
 
 
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """Return compute(), the gradient of `weight`. Inside `defer_gradients`, defer the call and return None. The backward pass of an
-    autograd.Function returns this result as the gradient of the weight.
+    """Return compute(), the gradient of `weight`. If the gradient can be deferred now (`pending_for`), defer the call and return None. The
+    backward pass of an autograd.Function returns this result as the gradient of the weight.
 
     `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects."""
     return gradients_or_later((weight,), lambda: (compute(),))[0]
 
 
 def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
-    """Return compute(), the gradients of `weights`. Inside `defer_gradients`, defer the call and return a None for each weight."""
+    """Return compute(), the gradients of `weights`. If they can be deferred now (`pending_for`), defer the call and return a None for each
+    weight."""
     pending = pending_for(*weights)
     if pending is None:
         return compute()
