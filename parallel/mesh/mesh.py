@@ -65,7 +65,8 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks. Raises BadInput unless ep * etp divides dp * sp * tp.
+    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks. ep * etp must divide dp * sp * tp. Raises BadInput if
+    sizes do not fit together.
 
     `dp`: data, `pp`: pipeline, `tp`: tensor, `sp`: sequence (context) and `ep`: expert parallelism; `etp`: tensor parallelism of an expert.
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and

@@ -129,8 +129,8 @@ class Record:
     def answer(self) -> dict[str, Any]:
         """Return this rank's progress as plain values, for JSON. The watchdog's thread calls this, even while the main thread hangs.
 
-        idle: seconds since `at`. place, waits: see `place_and_waits`. latest: name of the lane with the latest collective.
-        lanes: name -> the lane's axis, ranks, number and last collectives. The other keys are named like Record's attributes."""
+        phase, step, patience, failed, awaited, messages: as in Record. idle: seconds since Record.at. place, waits: see `place_and_waits`.
+        latest: name of the lane with the latest collective. lanes: name -> the lane's axis, ranks, number and last collectives."""
         place, waits = place_and_waits(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
