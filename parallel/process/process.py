@@ -1,7 +1,8 @@
 """Start and end of the process group, for every launcher.
 
 Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which DeepSpeed's launcher and torchrun set. Without RANK it reads
-the variables of SLURM or Open MPI. Without any of these variables, there is one process and no group. Only this file reads them.
+the variables of SLURM or Open MPI. Without any of these variables, there is one process and no group. Only this file reads these
+variables.
 """
 
 from __future__ import annotations
