@@ -184,12 +184,13 @@ def guess(value: Any) -> Fix:
 
 
 def all_of(values: Mapping[str, Any]) -> Fix:
-    """Return the fix that sets several keys."""
+    """Return the fix that sets several keys. values: key -> its value."""
     return Both(tuple(Set(key, value) for key, value in values.items()))
 
 
 def typed(values: Mapping[str, Any]) -> Fix:
-    """Return the fix that sets several keys, printed as flags: "add --degrees.tp 2 --tensor.kind 1d". Values are quoted for a shell."""
+    """Return the fix that sets several keys, printed as flags quoted for a shell: "add --degrees.tp 2 --tensor.kind 1d". values: key ->
+    its value."""
     return Words(f"add {' '.join(f'--{key} {quote(written(value))}' for key, value in values.items())}", all_of(values))
 
 
@@ -203,7 +204,7 @@ def any_of(fixes: Iterable[Fix | str]) -> Fix:
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key ("degrees.tp") in nested dicts, and make missing dicts."""
+    """Set the dotted key `key` ("degrees.tp") to `value` in the nested dicts `values`. Dicts that are missing on the way are made."""
     *outer, last = key.split(".")
     for name in outer:
         if not isinstance(values.get(name), dict):
@@ -213,7 +214,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def take(values: dict[str, Any], key: str) -> Any:
-    """Remove a dotted key from nested dicts. Return its value, or None if it does not exist."""
+    """Remove the dotted key `key` from the nested dicts `values`. Return its value, or None if it does not exist."""
     *outer, last = key.split(".")
     for name in outer:
         values = values.get(name) or {}

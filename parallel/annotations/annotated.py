@@ -84,8 +84,8 @@ def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
 
 
 class Annotated:
-    """Runs a program on real ranks. mesh: must have the program's axes in the same order. compute: computes an operator on local tensors.
-    Raises BadInput if the program shards a dim over several axes in another order than the mesh's."""
+    """Runs an SPMD program (partition.py) on real ranks. mesh: must have the program's axes in the same order. compute: computes an
+    operator on local tensors. Raises BadInput if the program shards a dim over several axes in another order than the mesh's."""
 
     def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
         self.program, self.mesh, self.compute = program, mesh, compute

@@ -29,7 +29,7 @@ Kind = Literal["product", "pointwise", "norm", "lookup", "attention", "dispatch"
 
 @dataclass(frozen=True)
 class Dim:
-    """A factor: its role, such as `hidden`, and its size in the unsharded model."""
+    """A factor, which is a letter of the operators' einsum rules: its role, such as `hidden`, and its size in the unsharded model."""
 
     name: str
     size: int
@@ -40,9 +40,9 @@ class Operator:
     """An operator of the graph. Its output tensor has the operator's name.
 
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
-    pass; 0 if the operator is not a product. whole: factors that cannot be sharded. statistics: factors over which a norm or the loss
-    computes one or two numbers for each position; if these factors are sharded, ranks all-reduce only the numbers. layer: index, from 0, of
-    the operator's block of the model; -1: before the first block; the number of blocks: after the last block."""
+    pass; 0 if the operator is not a product. whole: factors (letters) that cannot be sharded. statistics: factors over which a norm or the
+    loss computes one or two numbers for each position; if these factors are sharded, ranks all-reduce only the numbers. layer: index, from
+    0, of the operator's block of the model; -1: before the first block; the number of blocks: after the last block."""
 
     name: str
     kind: Kind

@@ -43,8 +43,8 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Sharding of one operator. cuts: sharding of its factors. needs: for each input, the sharding in which the operator reads it. made:
-    sharding of its result, perhaps partial sums.
+    """Sharding of one operator. cuts: letter of a factor -> mesh axes that shard it. needs: for each input, the sharding in which the
+    operator reads it. made: sharding of its result, perhaps partial sums.
     gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
     operator: Operator
@@ -181,18 +181,20 @@ def indices(graph: Graph) -> frozenset[str]:
 
 
 def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
-    """Return for each dim of a tensor with these letters the mesh axes that shard it inside an operator with these cuts."""
+    """Return for each dim of a tensor with these letters the mesh axes that shard it inside an operator. cuts: the operator's sharding,
+    letter of a factor -> mesh axes."""
     return tuple(cuts.get(letter, ()) for letter in letters)
 
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
-    """Return the mesh axes over which a tensor with these letters has partial sums: the axes that shard any factor not in `letters` or
-    `but`."""
+    """Return the mesh axes over which a tensor with these letters has partial sums inside an operator with these cuts: the axes that shard
+    any factor that is neither in `letters` nor in `but`."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 
 def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
-    """Return the sharding of an operator with these cuts. constant: names of tensors that have no gradient."""
+    """Return the Work of an operator. cuts: letter of a factor -> mesh axes that shard it. constant: names of tensors that have no
+    gradient."""
     return Work(
         op,
         cuts,

@@ -27,9 +27,10 @@ from parallel.watch.audit import Held
 
 
 class DDP(SummedEarly, Stepped):
-    """The engine of DDP. `layouts`: parameter name -> its layout. Every rank must run the same number of micro-batches.
-    `working`: parameter name -> the dtype in which the model reads it, if weights are cast once a step instead of at each use. The model
-    then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
+    """The engine of DDP. `layouts`: parameter name -> its layout. `optimizer`: the optimizer's settings. Every rank must run the same
+    number of micro-batches.
+    `working`: None: the model casts weights at each use. Else parameter name -> the dtype to which the engine casts the weight once a step.
+    The model then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
     `forward`: a module that runs in training instead of `model`, for DP (Replicas in parallel/data/dp.py). With pipeline stages, torch's
     DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 
@@ -144,7 +145,8 @@ class _Sums:
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
     """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing. Otherwise torch rebuilds them after the first
-    step of a process. The first step of a resumed run would then sum in another order than the same step of an uninterrupted run."""
+    step of a process. The first step of a resumed run would then sum in another order than the same step of an uninterrupted run. sums:
+    state of the model's communication hook."""
 
     class Touch(nn.Module):
         def forward(self) -> Tensor:
@@ -158,7 +160,8 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook: start to sum one bucket of gradients in fp32, and return a future of the sum. torch's own hook averages."""
+    """DDP's communication hook: start to sum one bucket of gradients in fp32, and return a future of the sum. torch's own hook averages.
+    sums: state of the hook."""
     buffer = bucket.buffer()
     if not sums.sends:
         ready: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -40,7 +40,8 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # modules that the first engine would import: imported before ranks are forked, they cost ranks no time
+    # import now the modules that the first engine would import: ranks that are forked later inherit them
+    with suppress(ImportError):
         import_module("torch._dynamo")
         with _uncompiled():
             import deepspeed.runtime.zero.muon.muon_optimizer
@@ -86,7 +87,7 @@ def compile_async_io(say: Callable[[str], None]) -> None:
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
         lines = str(failed).splitlines()
-        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # other lines are commands
+        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # the rest are commands
         raise BadInput(
             "sharding.offload",
             got=f"nvme, whose async_io does not compile ({why})",

@@ -25,8 +25,9 @@ Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 class Replicas(nn.Module):
     """Replicas of `model`, which run its forward pass in training.
-    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is replica i's SumReplicas. `gather(args, outputs, device)`
-    joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" -> number of bytes sent so far."""
+    `scatter(args, devices, sums)` returns each replica's arguments; sums[i] is the function with which replica i sums its tensors over all
+    replicas (SumReplicas). `gather(args, outputs, device)` joins the replicas' outputs on a device. `sent`: "broadcast" or "reduce" ->
+    number of bytes sent so far."""
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()

@@ -69,7 +69,8 @@ class AdamW(Rule):
 
 
 class Engine(Protocol):
-    """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO.
+    """The interface of all data-parallel engines: DDP, DP, FSDP, ZeRO. module: the model. layouts: parameter name -> its layout. rule: the
+    optimizer's settings.
 
     Without pipeline stages, the trainer calls `backward` for each micro-batch. With pipeline stages, it calls `backward_from` for each
     stage and micro-batch (and `deferred`, if the schedule splits the backward pass), may call `expect_sums` before and `start_sums` after a

@@ -83,7 +83,8 @@ def shard(
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         for module in cut.values():
-            module.set_modules_to_backward_prefetch([module])  # prefetches nothing, as it is gathered; with [] torch would choose
+            # prefetches nothing, because the module itself is gathered already; with [] torch would choose modules to prefetch
+            module.set_modules_to_backward_prefetch([module])
         for _, of_stage in groupby((u for u in units if u.path in cut), key=lambda u: u.stage):
             _look_ahead(list(of_stage), cut, prefetch)
     model.to_empty(device=device)  # allocates only the shards of parameters that are cut

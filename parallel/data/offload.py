@@ -27,8 +27,9 @@ GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):
-    """A folder that is deleted with this object. While the object's process runs, a file lock marks the folder as in use. The process id
-    in the folder's name is not enough, because other containers cannot check whether that process runs."""
+    """A folder that is deleted with this object. path: the folder in which it is made. prefix: start of its name. While the object's
+    process runs, a file lock marks the folder as in use. The process id in the folder's name is not enough, because other containers cannot
+    check whether that process runs."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         super().__init__(dir=path, prefix=prefix, ignore_cleanup_errors=True)

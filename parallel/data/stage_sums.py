@@ -23,7 +23,7 @@ from parallel.numerics.weight_gradient import PendingGradients
 
 
 class StageSums:
-    """Reduce-scatters the gradients of a model that fully_shard has cut, unit by unit.
+    """Reduce-scatters the gradients of a model that fully_shard has cut, unit by unit. A unit: parameters that FSDP gathers together.
     once: True: after the last backward pass of a batch, when `start` is called; False: after each backward pass."""
 
     def __init__(self, model: nn.Module, *, once: bool) -> None:
@@ -43,7 +43,8 @@ class StageSums:
     @contextmanager
     def backward(self, pending: PendingGradients | None) -> Iterator[None]:
         """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
-        are scattered after each pass, units without deferred gradients, such as the embedding, are scattered at the context's end."""
+        are reduce-scattered after each pass, units without deferred gradients, such as the embedding, are reduce-scattered at the context's
+        end."""
         # at the end of the pass, torch frees the weights of units in any other state, even of stages that this pass did not run
         for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
@@ -54,8 +55,8 @@ class StageSums:
             self._scatter(group for group in self.groups if not any(id(p._unsharded_param) in later for p in _gathered(group)))
 
     def deferred(self, pending: PendingGradients) -> None:
-        """Compute the deferred weight gradients (W). If gradients are scattered after each pass, a unit's scatter starts before the
-        gradients of the next unit are computed."""
+        """Compute the deferred weight gradients (W). If gradients are reduce-scattered after each pass, the reduce-scatter of an FSDP unit
+        starts before the gradients of the next unit are computed."""
         if self.once:
             pending.compute()
             return
@@ -66,18 +67,19 @@ class StageSums:
             self._scatter(self.groups[number : number + 1] if number >= 0 else ())
 
     def start(self, names: Iterable[str]) -> None:
-        """Start the scatters of the units that hold these parameters, and free their weights. Their gradients must be complete."""
+        """Start the reduce-scatters of the FSDP units that hold these parameters, and free the units' weights. The gradients of these units
+        must be complete."""
         held = {id(self.of[name]) for name in names if name in self.of}
         self._scatter((group for group in self.groups if id(group) in held), frees=True)
 
     def finish(self) -> None:
-        """Wait for all scatters that have started."""
+        """Wait for all reduce-scatters that have started."""
         self.model.set_is_last_backward(True)
         self.model._get_fsdp_state()._root_post_backward_final_callback()
         self.model.set_is_last_backward(False)
 
     def _scatter(self, groups: Iterable[Any], *, frees: bool = False) -> None:
-        """Start the scatters of these units' gradients, if they have any. frees: free gathered weights."""
+        """Start the reduce-scatters of the gradients of these FSDP units, if they have any. frees: also free their gathered weights."""
         for group in groups:
             before = group.reduce_grads, group.reshard_after_backward, group._training_state
             group.reduce_grads, group.reshard_after_backward = True, frees
@@ -86,5 +88,5 @@ class StageSums:
 
 
 def _gathered(group: Any) -> list[Any]:
-    """Return the unit's parameters that have been gathered at least once, and so have an object for the unsharded parameter."""
+    """Return the parameters of an FSDP unit that have been gathered at least once, and so have an object for the unsharded parameter."""
     return [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]

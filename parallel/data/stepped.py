@@ -19,7 +19,8 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(OfStages):
-    """Base class of DDP and FSDP, whose subclasses define `reduce`. parameters: parameter name -> the tensor that the optimizer updates."""
+    """Base class of DDP and FSDP, whose subclasses define `reduce`. rule: the optimizer's settings. parameters: parameter name -> the
+    tensor that the optimizer updates."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer

@@ -29,12 +29,12 @@ _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return x unchanged: the default of a Slot, for layers that communicate nothing."""
+    """Return x unchanged: the default of a Slot (replaceable function of a layer), for layers that communicate nothing."""
     return x
 
 
 def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """Return module(x) for each module: the default of Products."""
+    """Return module(x) for each module: the default of a layer's slot `products`."""
     return [module(x) for module in modules]
 
 
@@ -53,7 +53,8 @@ def by(multiply: Multiply, x: Tensor, modules: Sequence[Any]) -> Sequence[Tensor
 
 
 class Tiled(nn.Module):
-    """A layer that returns leave(sum of tile(enter(x)) over its tiles), which are modules with outputs of one shape."""
+    """A layer cut into tiles: returns leave(sum of tile(enter(x)) over the tiles). The outputs of all tiles have one shape. enter, leave:
+    slots for the collectives of tensor parallelism before and after the tiles; by default they return their input."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__()

@@ -92,7 +92,8 @@ class _OnOwners(Buckets):
 
 
 class Zero(SummedEarly, DeepSpeed):
-    """The engine of stages 1 and 2 for a model in the master dtype. `working`: parameter name -> dtype of the copy that the model reads."""
+    """The engine of stages 1 and 2 for a model in the master dtype. `working`: parameter name -> dtype of the copy that the model reads;
+    None: the model reads the master weights."""
 
     def __init__(
         self, model: nn.Module, stage: int, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None
@@ -303,8 +304,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. dtype: dtype in which the model reads these parameters. owned: whether this rank's
-    shards count in the gradient norm."""
+    """Parameters that DeepSpeed flattens together. family: Layout.family of these parameters. dtype: dtype in which the model reads them.
+    owned: whether this rank's shards count in the gradient norm."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
@@ -317,7 +318,8 @@ def group_parameters(
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
     `marked`: whether parameters with gradients that are not summed over DeepSpeed's data-parallel group get DeepSpeed's marks: `allreduce`
-    False, and as `group_name` the axis's name. Shapes are read from layouts, because a sharded parameter has lost its shape."""
+    False, and as `group_name` the axis's name. `working`: parameter name -> dtype in which the model reads it; None: its own dtype. Shapes
+    are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

@@ -97,7 +97,8 @@ _LIMITS = {
 
 
 class Zero3(DeepSpeed):
-    """The engine of stage 3, for a model made by ShardedInit."""
+    """The engine of stage 3, for a model made by ShardedInit. `working`: parameter name -> dtype in which the model reads it; None: the
+    master weights' dtype."""
 
     def __init__(
         self, model: nn.Module, *, layouts: Layouts, mesh: Mesh, optimizer: AdamW, offload: Offload, working: Working | None

@@ -62,7 +62,7 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
     for _ in range(2 + math.ceil(math.log10(width / least))):
         lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)  # failed: above 0 if not positive definite
-        failed_E = supposed(failed_E, partial(torch.zeros, len(failed_E)))  # in a rehearsal, which computes no values: none failed
+        failed_E = supposed(failed_E, partial(torch.zeros, len(failed_E)))  # in a rehearsal (on fake tensors, without values): none failed
         if not failed_E.any():
             break
         added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)

@@ -26,8 +26,9 @@ _MARGIN = 1.05  # a unit is planned into a bubble only if the bubble is at least
 class BubbleFiller(Watcher):
     """Watcher of the pipeline's runtime that runs a rank's K-FAC units while the rank would wait.
 
-    A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes, units run at the ends of steps and are timed. In the
-    last step of these refreshes, the rank's actions (forward and backward passes) are timed too.
+    A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes (recomputations of all factors and inverses), units
+    run at the ends of steps and are timed. In the last step of these refreshes, the rank's actions (forward and backward passes) are timed
+    too.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
     slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;
@@ -82,7 +83,8 @@ class BubbleFiller(Watcher):
         first = -largest(-record[0].start, self.axis)
         last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # a timeline of this rank alone. An update of negligible length, added when the slowest rank ends the step, makes the wait a bubble
+        # A timeline of this rank alone. It ends with an added update of negligible length, at the time at which the slowest rank ends the
+        # step, so that the wait before this time counts as a bubble.
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)

@@ -23,7 +23,7 @@ from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
 
 class Grafted(AdamWExcept):
-    """AdamW, except that the weights of K-FAC's linear layers take the grafted step."""
+    """AdamW, except that the weights of K-FAC's linear layers take a step in K-FAC's direction with the length of AdamW's step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)

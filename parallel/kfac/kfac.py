@@ -37,8 +37,8 @@ class Settings:
     """Settings of K-FAC.
 
     damping: its square root is added to the eigenvalues of A and of G, relative to each factor's mean eigenvalue (factors.py). ema: weight
-    of the old factor in the running mean. refresh_every: number of updates from one refresh to the next. delay: number of updates from the
-    start of a refresh until its inverses are used."""
+    of the old factor in the running mean. A refresh recomputes all factors and inverses. refresh_every: number of updates from one refresh
+    to the next. delay: number of updates from the start of a refresh until its inverses are used."""
 
     damping: float
     ema: float
@@ -187,8 +187,8 @@ class Kfac:
     # --- units of work: run when they are ready, or later while the rank waits ----------------------------------------
 
     def defer(self, *, timed: bool) -> None:
-        """Set `at_once` to False: units wait for `run`, at most until `finish` needs them. timed: measure each unit until `times` is
-        called."""
+        """Set `at_once` to False: a unit of K-FAC's work (KfacUnit) then waits until the caller passes it to `run`, or until `finish` runs
+        the units that are due. timed: measure the time of each unit until `times` is called."""
         self.at_once, self._seconds = False, {} if timed else None
 
     def times(self) -> dict[tuple[str, str, str], float]:
@@ -230,7 +230,8 @@ class Kfac:
     # --- work at the end of a step ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Do the part of a refresh that is due at the end of this step. Must be called before each update. Collective."""
+        """Do the part of a refresh (recomputation of all factors and inverses) that is due at the end of this step. Must be called before
+        each update. Collective."""
         s = self.settings
         steps = self.updates % s.refresh_every  # since the refresh began
         if steps == s.delay // 2:

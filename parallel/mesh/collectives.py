@@ -320,8 +320,9 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
 
 class StartedRows:
-    """A started all_to_all of rows or, in the backward pass, of their gradients. NCCL sends on a CUDA stream of its own, so until `wait` no
-    kernel may read or write `buffer`, which is being received, or write the tensor that is being sent. `work` keeps both in memory."""
+    """A started all_to_all of rows or, in the backward pass, of their gradients. send, receive: numbers of rows to and from each rank of
+    the axis in the forward pass. NCCL sends on a CUDA stream of its own, so until `wait` no kernel may read or write `buffer`, which is
+    being received, or write the tensor that is being sent. `work` keeps both in memory."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive
@@ -377,7 +378,7 @@ def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list
 
 
 def begun(rows: Tensor, started: StartedRows) -> StartedRows:
-    """Start the exchange `started` of these rows, and return it."""
+    """Start the collective that `started` describes with these rows, as an operation that autograd records. Return `started`."""
     started.buffer = rows if started.axis.size == 1 else _Start.apply(rows, started)
     return started
 

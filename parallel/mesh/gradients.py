@@ -21,13 +21,14 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the full rate o
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
-    """Sum gradients (name -> gradient) in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
+    """Sum the gradients `grads` (parameter name -> gradient) in place, each over the axes that its layout's summed_over() returns.
+    Collective: all ranks must pass the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Layouts, mesh: Mesh) -> None:
-    """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. Collective: these
-    stages must pass the same parameters in the same order."""
+    """Sum the gradients of parameters that several pipeline stages hold (Layout.holders), in place, over these stages. grads: parameter
+    name -> gradient; those of other parameters are ignored. Collective: these stages must pass the same parameters in the same order."""
     shared = sorted((name for name in grads if layouts[name].holders), key=lambda name: layouts[name].holders)
     _sum({name: grads[name] for name in shared}, lambda name: on_stages(layouts[name].holders, mesh))
 

@@ -27,7 +27,8 @@ SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each kin
 
 @dataclass(frozen=True)
 class Grid:
-    """Arrangement of the ranks of tp. kind: a value of tensor.kind, `sliced` or `copied`; without a grid, `rows` is the number of ranks."""
+    """Arrangement of the ranks of tp as depth x rows x columns. kind: value of tensor.kind, or "sliced" or "copied" (top of this file). If
+    the kind has no grid, `rows` is the number of ranks."""
 
     kind: str
     depth: int
@@ -64,11 +65,11 @@ class Grid:
         return 1 if self.kind == "copied" else self.ranks // self.copies
 
     def cuts(self, *, width: int, heads: int, groups: int, hidden: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (key of the recipe, its value, number of shards that must divide the value). `groups`: number of key-value heads. `hidden`:
-        d_ff, or 0 without dense networks.
+        """Yield (key of the recipe, its value, number of shards that must divide the value). width: d_model. heads: number of query heads.
+        groups: number of key-value heads. hidden: d_ff, or 0 without dense networks.
 
-        If the number of key-value heads divides the number of shards, there may be fewer heads than shards: then several ranks hold copies
-        of a head. With DTensor this is not possible."""
+        If the number of key-value heads divides the number of shards, no row is yielded for it: there may be fewer heads than shards, and
+        then several ranks hold copies of a head. With DTensor this is not possible."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units

@@ -51,7 +51,7 @@ AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
 def view_of(*axes: str) -> tuple[str, ...]:
-    """Return the first view that has all of these axes."""
+    """Return the first of the mesh's views (arrangements of the ranks in axes, top of this file) that has all of these axes."""
     found = next((view for view in VIEWS if set(axes) <= set(view)), None)
     assert found is not None, f"no view has the axes {axes}"
     return found
@@ -65,8 +65,10 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks; ep * etp divides dp * sp * tp. Raises BadInput otherwise.
+    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks. ep * etp must divide dp * sp * tp. Raises BadInput if
+    sizes do not fit together.
 
+    `dp`: data, `pp`: pipeline, `tp`: tensor, `sp`: sequence (context) and `ep`: expert parallelism; `etp`: tensor parallelism of an expert.
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
     tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
     hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings of sp / sp_heads
@@ -214,8 +216,10 @@ class Axis:
 @dataclass(frozen=True)
 class Mesh:
     """All axes as one rank sees them, and the `world` axis over every rank. Example: Mesh.of(Degrees(dp=2, tp=4), 5).axis("tp").index is 1.
-    All ranks must make the same number of process groups in the same order, because torch numbers a process's groups and uses the number in
-    the group's name. `connect` makes the groups of `axes`. Each new `part`, and each new joint axis of `axis`, makes one more group."""
+
+    `new_group(ranks)` makes the process group of these ranks; None before `connect`. All ranks must make the same number of process groups
+    in the same order, because torch numbers a process's groups and uses the number in the group's name. `connect` makes the groups of
+    `axes`. Each new `part`, and each new joint axis of `axis`, makes one more group."""
 
     degrees: Degrees = Degrees()
     rank: int = 0

@@ -48,9 +48,10 @@ Splits = list[int] | None  # number of rows to, or from, each rank of a group; N
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    number: how many. chain: hash of all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and
-    received so far, in the formula at the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for
-    each rank j of the group h_ij (for rows sent to j) and h_ji (for rows received from j)."""
+    name: of the group's axis. ranks: the group's ranks. index: this rank's index among them. number: how many collectives. chain: hash of
+    all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and received so far, in the formula at
+    the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for each rank j of the group h_ij (for
+    rows sent to j) and h_ji (for rows received from j)."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0
@@ -91,8 +92,8 @@ class Record:
     def announce(
         self, axis_name: str, ranks: tuple[int, ...], index: int, *, name: str, label: str, tensor: Tensor, send: Splits, receive: Splits
     ) -> None:
-        """Record a collective before it starts. send, receive: numbers of rows to and from each rank, if they may differ between ranks;
-        else None. A rank must send as many rows as the receiver expects from it."""
+        """Record a collective before it starts. ranks: the group's ranks. index: this rank's index among them. send, receive: numbers of
+        rows to and from each rank, if they may differ between ranks; else None. A rank must send as many rows as the receiver expects."""
         lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
@@ -115,17 +116,21 @@ class Record:
         return lane
 
     def message(self, source: int, target: int, label: str) -> None:
-        """Record a pipeline message before this rank sends it or waits for it."""
+        """Record a pipeline message from rank `source` to rank `target`, before this rank sends it or waits for it."""
         self.messages[source, target] = self.messages.get((source, target), (0, ""))[0] + 1, label
         self.awaited = (source, target) if target == self.rank else None
         self.at = time.monotonic()
 
     def token(self) -> float:
-        """Return this rank's token. The sum of all ranks' tokens is 0 modulo 2**40 if the ranks of every group ran the same collectives."""
+        """Return this rank's token, a hash of its collectives (top of this file). The sum of all ranks' tokens is 0 modulo 2**40 if the
+        ranks of every group ran the same collectives."""
         return float(sum(lane.weight * lane.chain + lane.splits for lane in self.lanes.values()) % _MODULUS)
 
     def answer(self) -> dict[str, Any]:
-        """Return this rank's progress as plain values, for JSON. The watchdog's thread calls this, even while the main thread hangs."""
+        """Return this rank's progress as plain values, for JSON. The watchdog's thread calls this, even while the main thread hangs.
+
+        phase, step, patience, failed, awaited, messages: as in Record. idle: seconds since Record.at. place, waits: see `place_and_waits`.
+        latest: name of the lane with the latest collective. lanes: name -> the lane's axis, ranks, number and last collectives."""
         place, waits = place_and_waits(threading.main_thread().ident)
         latest, awaited = self.latest, self.awaited
         return {
@@ -153,7 +158,7 @@ class Record:
 
 
 def balanced(total: float) -> bool:
-    """Return whether all ranks ran the same collectives. total: sum of the hashes that the ranks' `token` returned."""
+    """Return whether all ranks ran the same collectives. total: sum of the ranks' tokens (Record.token)."""
     return total % _MODULUS == 0
 
 

@@ -29,7 +29,7 @@ def region(name: str) -> AbstractContextManager[object]:
 
 
 def in_region(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make every call of the decorated function a region of this name."""
+    """Return a decorator that makes every call of a function a region of this name."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -35,7 +35,7 @@ def join_runs(run: Tensor, axis: Axis, *, total: int) -> Tensor:
 
 
 class _Runs(StartedRows):
-    """A started gather of runs of equal lengths; its backward sums and scatters the runs' gradients."""
+    """A started gather of the ranks' runs (consecutive rows, equally many on each rank). Its backward sums and scatters their gradients."""
 
     def there(self, rows: Tensor) -> Tensor:
         self.work = start_gather(rows, self.axis)
@@ -47,9 +47,9 @@ class _Runs(StartedRows):
 
 
 def start_runs(run: Tensor, axis: Axis) -> StartedRows:
-    """Start to gather all ranks' rows; `run` is this rank's, and all have equal numbers of rows. `finish_rows` waits for them. In the
-    backward pass, gradients are summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this function
-    waits for it."""
+    """Start to gather all ranks' rows. run: this rank's rows; all ranks have equally many. `finish_rows` waits for the gathered rows. In
+    the backward pass, gradients are summed in fp32 or wider: the backward of `finish_rows` starts this sum, and the backward of this
+    function waits for it."""
     return begun(run, _Runs(axis, [], []))
 
 

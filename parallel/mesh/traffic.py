@@ -30,10 +30,10 @@ def leaving(name: str, handed: int, ranks: int) -> int:
 class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks.
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
-    rows. slots: number of slots of all bins, filled or empty; None: slots are not limited. width: elements of a row. row_bytes: bytes of a
-    row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally many rows.
-    reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on targets in
-    consecutive blocks of equal size. None: each row is sent to a random target."""
+    rows. slots: number of rows that all bins together take from this rank at most (capacity); None: no limit. width: elements of a row.
+    row_bytes: bytes of a row. busiest: (rows received by the rank that receives most) / (rows that it sends); 1 if all bins get equally
+    many rows. reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on
+    targets in consecutive blocks of equal size. None: each row is sent to a random target."""
 
     tokens: float
     choices: int
@@ -52,7 +52,7 @@ class Load(NamedTuple):
 
 
 def distinct(choices: float, targets: float) -> float:
-    """Return the expected number of different targets that `choices` random, independent choices among `targets` hit."""
+    """Return the expected number of different targets that `choices` random, independent choices among `targets` targets hit."""
     return targets * (1 - float((1 - 1 / targets) ** choices))
 
 

@@ -23,7 +23,8 @@ from parallel.watch.watchdog import check_tokens
 
 @dataclass(frozen=True)
 class GradientNorm:
-    """2-norms of the whole model's gradient (total) and of each parameter family (family -> norm). Equal on every rank."""
+    """2-norms of the whole model's gradient (total) and of the gradients of each family (group of parameters, such as experts): family ->
+    norm. Equal on every rank."""
 
     total: float
     families: dict[str, float]
@@ -37,12 +38,15 @@ class GradientNorm:
 
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
-    """Return the norms of the whole model's gradients. `owned`: (family, gradient shard) that this rank owns. Collective."""
+    """Return the norms of the whole model's gradients. owned: a pair (family, gradient) for each shard that this rank owns. families: names
+    of all families (groups of parameters, such as experts). world: the axis over all ranks. device: where the sums of squares are added
+    over ranks. Collective."""
     return norms_of(squares(owned, families=families, device=device), families=families, world=world)[0]
 
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
-    """Return for each family the sum of the squares of this rank's gradients, float64 [families]. owned: (family, gradient shard)."""
+    """Return for each of `families` (groups of parameters, such as experts) the sum of the squares of this rank's gradients: float64
+    [len(families)] on `device`. owned: a pair (family, gradient) for each shard that this rank owns."""
     on_host: list[tuple[int, Tensor]] = []
     on_gpu: list[tuple[str, Tensor]] = []
     for family, grad in owned:
@@ -58,15 +62,17 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def squares_together(owned: Sequence[tuple[str, Tensor]], families: tuple[str, ...]) -> Tensor:
-    """Return the sum of squares of each family's gradients, all on one GPU. Runs at most ten kernels, instead of five for each gradient."""
+    """Return the sum of the squares of the gradients of each family (group of parameters): float64 [len(families)]. owned: pairs (family,
+    gradient); all gradients are on one GPU. Runs at most ten kernels, instead of five for each gradient."""
     norms = torch.stack(torch._foreach_norm([grad for _, grad in owned], 2, dtype=torch.float32))
     of_family = on_device(torch.tensor([[mine == family for mine, _ in owned] for family in families]), norms.device)
     return torch.where(of_family, norms.double().square(), 0.0).sum(1)
 
 
 def norms_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> list[GradientNorm]:
-    """Return the norms of one or more steps. squares: this rank's results of `squares`, concatenated. Collective. The same all-reduce
-    compares the collectives that ranks have run (Record.token); if they differ, all ranks raise Disagreement."""
+    """Return the norms of one or more steps. squares: this rank's results of the function `squares`, one a step, concatenated. Collective.
+    The all-reduce of the squares also compares the collectives that ranks have run (Record.token). If these differ, all ranks raise
+    Disagreement."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:

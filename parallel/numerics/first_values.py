@@ -24,7 +24,8 @@ from parallel.numerics.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
 
-Fill = Callable[..., None]  # fill(name, out, within=None) writes into `out` the initial values of this rank's shard, or of its box `within`
+# fill(name, out, within=None) writes initial values of parameter `name` into `out`: this rank's shard, or only a box `within` of the shard
+Fill = Callable[..., None]
 
 _CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
 _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants
@@ -36,7 +37,8 @@ _P_TOP, _Q_TOP = 4.38453206, 10.7060532
 
 
 def key_of_tensor(seed: int, name: str) -> int:
-    """Return a 64-bit key. With 32 bits, two tensors of a large model could have the same key, and so the same values."""
+    """Return a 64-bit key of the tensor's initial values. With 32 bits, two tensors of a large model could have the same key, and so the
+    same values."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 

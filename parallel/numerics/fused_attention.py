@@ -26,8 +26,8 @@ _aten = torch.ops.aten
 
 
 class Fused(NamedTuple):
-    """A kernel. forward: (q, k, v, causal) -> (out, log-sum-exp [B, H, L]). backward: (gradient of out, q, k, v, out, log-sum-exp, causal)
-    -> gradients of q, k and v. causal: query i sees the first i + 1 keys."""
+    """A fused attention kernel. forward: (q, k, v, causal) -> (out, log-sum-exp [B, H, L]). backward: (gradient of out, q, k, v, out,
+    log-sum-exp, causal) -> gradients of q, k and v. causal: query i sees the first i + 1 keys."""
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]

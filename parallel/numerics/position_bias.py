@@ -27,11 +27,11 @@ class Bias(NamedTuple):
     bucket: Callable[[Tensor], Tensor]
 
     def of(self, queries: range, keys: range) -> Tensor:
-        """Return the bias of all pairs: [H, L, S], contiguous."""
+        """Return the bias of all pairs of a query and a key at these positions: [H, L, S], contiguous."""
         return self.table_UH[self._rows(queries, keys)].t().contiguous().unfold(1, len(keys), 1).flip(2).contiguous()
 
     def gradient(self, grad_BHLS: Tensor, queries: range, keys: range) -> Tensor:
-        """Return the gradient of the table, in its dtype, given the logits' gradient."""
+        """Return the gradient of the table, in its dtype, given the gradient of the logits of queries and keys at these positions."""
         grad_HLS = reduce(grad_BHLS, "b h l s -> h l s", "sum").to(self.table_UH.dtype)
         row_N, heads = self._rows(queries, keys), len(grad_HLS)
         sum_HN = torch.ops.aten.unfold_backward(grad_HLS.flip(2), [heads, len(row_N)], 1, len(keys), 1)

@@ -41,9 +41,10 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass
 class LossScale:
-    """Factor of the loss in the backward pass; dynamic if `growth_interval` is above 0.
+    """Factor `value` of the loss in the backward pass; dynamic if `growth_interval` is above 0.
     Call `update(finite)` after each step. It halves the scale on overflow, never below `floor`, and doubles it after
-    `growth_interval` good steps in a row. `at_floor` is True after an overflow at the floor: then scaling cannot help."""
+    `growth_interval` good steps (without overflow) in a row. `at_floor` is True after an overflow at the floor: then scaling cannot
+    help."""
 
     value: float = 1.0
     growth_interval: int = 0

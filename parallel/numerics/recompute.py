@@ -21,7 +21,8 @@ Value = TypeVar("Value")
 
 
 def recomputed(part: Callable[..., Value], *args: Any) -> Value:
-    """Return part(*args). The backward pass computes the activations again. Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
+    """Return part(*args), and save only `args` for the backward pass, which computes the activations again. Example:
+    `x_BLD, report = recomputed(block, x_BLD, context)`.
 
     Random numbers inside must be functions of the position (parallel/numerics/random.py), because torch's generator is not rewound. The
     second pass runs to the part's end, so that all ranks call the same collectives in the same order."""

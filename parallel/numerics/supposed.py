@@ -24,16 +24,17 @@ def supposed(tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
 
 
 def labelled(tensor: Tensor, label: str) -> Tensor:
-    """Return the tensor. In a rehearsal, also label the next message that contains it; sender and receiver must give equal labels."""
+    """Return the tensor. In a rehearsal (a run on fake tensors), also label the next message that sends or receives it. The rehearsal
+    checks that sender and receiver give equal labels."""
     if pretended(tensor):
         tensor.label = label  # type: ignore[attr-defined]
     return tensor
 
 
 def supposed_as(made: Any, twin: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Return `made`, a tensor or a dataclass of tensors that `twin(*given, **named)` would compute in another way, for example without a
-    GPU kernel. In a rehearsal, if the arguments' values are known, give `made` the values that twin computes from them on the CPU. If
-    `made` has more rows than twin's result, the values of these rows are 0."""
+    """Return `made`, a tensor or a dataclass of tensors. In a rehearsal (a run on fake tensors), if the values of all tensors in `given`
+    are known, first give `made` the values of `twin(*given, **named)`, computed on the CPU. twin: a function that computes the same as the
+    code that made `made`, for example without a GPU kernel. If `made` has more rows than twin's result, the additional rows are 0."""
     mode: Any = getattr(given[0], "fake_mode", None)
     known = None if mode is None else mode.computed(twin, given, named)
     if known is not None:

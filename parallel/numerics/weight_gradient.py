@@ -98,14 +98,16 @@ def _is_view(weight: Tensor) -> bool:
 
 
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """Return a weight's gradient compute(), or defer it and return None. An autograd.Function's backward returns this for the weight.
+    """Return compute(), the gradient of `weight`. If the gradient can be deferred now (`pending_for`), defer the call and return None. The
+    backward pass of an autograd.Function returns this result as the gradient of the weight.
 
     `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects."""
     return gradients_or_later((weight,), lambda: (compute(),))[0]
 
 
 def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
-    """Return the gradients of several weights, or defer them and return a None for each."""
+    """Return compute(), the gradients of `weights`. If they can be deferred now (`pending_for`), defer the call and return a None for each
+    weight."""
     pending = pending_for(*weights)
     if pending is None:
         return compute()
@@ -190,7 +192,7 @@ class _Product(torch.autograd.Function):
             found: Tensor = grads.t() @ rows if transposed else rows.t() @ grads
             return found.to(dtype)
 
-        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # None: frozen
+        later = gradient_or_later(ctx.weight, of_weight) if ctx.needs_input_grad[1] else None  # None: deferred or frozen
         if not ctx.needs_input_grad[0]:
             return None, later, None, None, None
         if kernels is not None:

@@ -35,8 +35,9 @@ Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are it
 class Muon(Rule):
     """Settings of Muon, from which `build` makes torch's optimizer.
 
-    matrix: (name, number of dims) -> orientation of the parameter's matrices; None: the parameter takes AdamW's step. lr_factor: learning
-    rate of matrices / learning rate of other parameters. betas, eps: AdamW's. decays: (name, parameter) -> True if weight decay applies."""
+    momentum: mu. scale: kind of the factor s (see the function `scale`). matrix: (name, number of dims) -> orientation of the parameter's
+    matrices; None: the parameter takes AdamW's step. lr_factor: learning rate of matrices / learning rate of other parameters. betas, eps:
+    AdamW's. decays: (name, parameter) -> True if weight decay applies."""
 
     momentum: float
     scale: Scale

@@ -21,7 +21,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Op, Schedule
 
 NONE = -1
-WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # operations of one micro-batch on one stage
+WHOLE = ({Op.F, Op.B}, {Op.F, Op.I, Op.W})  # the sets of operations that are complete for one micro-batch on one stage
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -43,7 +43,7 @@ def action_graph(schedule: Schedule, *, all_reduce_blocks: bool = False) -> Acti
 
 class ActionGraph:
     """Dependency graph of a schedule's actions, numbered from rank 0's first action to the last rank's last. Each action needs the previous
-    action of its rank, and in addition:
+    action of its rank, and in addition (letters: see Op in schedule.py):
 
     F: F of the previous stage. B and I: F of the same stage, and the next stage's B or I. W: I of the same stage.
     S: each B or W that computes gradients of its stage on its rank. U: the same actions, or S on all replicas if the stage has replicas.
@@ -200,7 +200,8 @@ def _check_whole(schedule: Schedule) -> None:
 
 
 def _check_one(schedule: Schedule, stage: int, microbatch: int, actions: list[tuple[int, Action]]) -> None:
-    """Raise BadInput unless these (rank, action) of a stage's micro-batch are F, B or F, I, W, on one rank and with one version."""
+    """Raise BadInput unless these (rank, action) of a stage's micro-batch are a forward pass F and a backward pass B, or F and both halves
+    of the backward pass, I and W. All of them must be on one rank and read one weight version."""
 
     def named(ops: Iterable[Op]) -> str:
         return " ".join(str(Action(op, stage, microbatch)) for op in COMPUTE if op in ops) or "nothing"

@@ -57,7 +57,9 @@ class Work(Protocol):
         """Return a context in which the stage's parameters have the values of this weight version."""
         ...
 
-    def update(self, stage: int, version: int) -> None: ...
+    def update(self, stage: int, version: int) -> None:
+        """Update the stage's weights by the optimizer, which makes weight version `version`."""
+        ...
 
 
 @dataclass
@@ -169,11 +171,13 @@ class Runtime:
     _forwards: dict[int, Schedule] = field(default_factory=dict)  # number of micro-batches -> a schedule of forward passes only
 
     def run(self, work: Work, schedule: Schedule | None = None, *, watchers: Sequence[Watcher] = ()) -> None:
-        """Run all of this rank's actions of a schedule (default: `self.schedule`). Collective over the pipeline's ranks."""
+        """Run all of this rank's actions of a schedule (default: `self.schedule`). watchers: callbacks around each action. Collective over
+        the pipeline's ranks."""
         _Run(self, work, self._plan(schedule or self.schedule), watchers, train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
-        """Run forward passes only, without autograd, for any number of micro-batches. Collective over the pipeline's ranks."""
+        """Run only forward passes, without autograd, of `microbatches` micro-batches, a number that may differ from the schedule's.
+        Collective over the pipeline's ranks."""
         with torch.no_grad():
             if microbatches not in self._forwards:
                 self._forwards[microbatches] = forwards(self.schedule, microbatches)
@@ -283,8 +287,8 @@ def hash_of(value: object) -> int:
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     """Return a schedule of forward passes only. Micro-batch j runs on the ranks that run micro-batch j % m in `schedule`, which has m
-    micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). F needs only F of the previous stage, which comes earlier
-    in this order, so there is no deadlock."""
+    micro-batches. Each rank's actions are sorted by (j // num_ranks, stage, j). A forward pass needs only that of the previous stage, which
+    comes earlier in this order, so there is no deadlock."""
     homes = {(a.stage, a.microbatch): rank for rank, order in enumerate(schedule.orders) for a in order if a.op is Op.F}
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):

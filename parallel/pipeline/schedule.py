@@ -29,8 +29,8 @@ OF_A_BATCH = -1  # micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One action of a rank. version: of the weights. F, B, I and W read this version (0: initial weights); U makes it (from 1), and S sums
-    the gradients for it."""
+    """One action of a rank. version: of the weights. Forward and backward passes (F, B, I, W) read this version (0: initial weights). An
+    update U makes it (from 1), and an all-reduce S sums the gradients for it."""
 
     op: Op
     stage: int
@@ -50,7 +50,8 @@ class Node(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A point-to-point message from rank `source` to rank `target`: the output of F, or the input gradient that B or I computed."""
+    """A point-to-point message from rank `source` to rank `target`: the output of a forward pass F, or the input gradient that a backward
+    pass B or I computed. stage, microbatch: of this pass."""
 
     op: Op
     stage: int
@@ -143,7 +144,8 @@ class Schedule:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Return the schedule of one batch after which the pipeline is empty. orders: each rank's actions; updates (U) are appended."""
+    """Return the schedule of one batch after which the pipeline is empty. homes: for each stage its ranks. orders: each rank's actions;
+    updates (U) are appended."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
@@ -165,7 +167,7 @@ def one_stage_a_rank(ranks: int) -> list[tuple[int]]:
 
 
 def looped(ranks: int, chunks: int) -> list[tuple[int]]:
-    """Return the rank of each stage in a looped placement: rank r holds stages r, r + ranks, r + 2 ranks, ..."""
+    """Return the rank of each stage in a looped placement: rank r holds `chunks` stages, r, r + ranks, r + 2 ranks, ..."""
     return [(stage % ranks,) for stage in range(ranks * chunks)]
 
 

@@ -1,7 +1,8 @@
 """Start and end of the process group, for every launcher.
 
 Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which DeepSpeed's launcher and torchrun set. Without RANK it reads
-the variables of SLURM or Open MPI. Without any of these variables, there is one process and no group. Only this file reads them.
+the variables of SLURM or Open MPI. Without any of these variables, there is one process and no group. Only this file reads these
+variables.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class World:
 
 
 def gpus() -> int:
-    """Return the number of GPUs that this process may use; 0 if DS_ACCELERATOR is cpu. Only this function asks torch."""
+    """Return the number of GPUs that this process may use; 0 if the environment variable DS_ACCELERATOR is cpu. All code calls this instead
+    of torch's device_count, which ignores the variable."""
     hidden = os.environ.get("DS_ACCELERATOR") == "cpu"
     return torch.cuda.device_count() if not hidden and torch.cuda.is_available() else 0
 
@@ -223,7 +225,8 @@ def _communicator(world: World) -> Communicator:
 
 
 def share_cores(world: World) -> None:
-    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
+    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set. Threads in excess of the cores would only
+    wait."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
 

@@ -81,7 +81,8 @@ class Ledger:
         return self._made
 
     def name_alive(self, kind: str, *, since: int = 0, before: int | None = None) -> None:
-        """Set the purpose of all live storages that were made between two marks and have no purpose yet. before: None: until now."""
+        """Set the purpose of all live storages that were made between the marks `since` and `before` (None: now) to `kind`, if they have no
+        purpose yet."""
         for number in self._sizes:
             if since <= number < (self._made if before is None else before):
                 self.kinds.setdefault(number, kind)

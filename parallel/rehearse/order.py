@@ -1,4 +1,4 @@
-"""Compares the order of collectives and messages of all ranks of a world. The ranks were rehearsed one after another.
+"""Compares the order of collectives and messages of all ranks of a world. The ranks were rehearsed (run on fake tensors) one after another.
 
     rank 0   all_reduce of (0, 1)   send F of micro-batch 0 to 2   ...      a group: equal collectives in the same order on all ranks
     rank 2   recv F of micro-batch 0 from 0   all_reduce of (2, 3)   ...    a pair: each send has its receive, in the same order
@@ -45,7 +45,7 @@ def _call(*fields: Any) -> Call:
 
 
 class Calls:
-    """Records this rank's calls in the list `made`."""
+    """Records this rank's calls of collectives and messages in the list `made`."""
 
     def __init__(self) -> None:
         self.made: list[Call] = []

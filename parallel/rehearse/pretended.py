@@ -52,7 +52,8 @@ _BETWEEN = (  # files on the stack between an operator and its caller
 
 
 class RehearsalError(RuntimeError):
-    """Raised if a rehearsal finds an error in a run. The message is one line with the source file and line number of the error."""
+    """Raised if a rehearsal (a run on fake tensors) finds an error in the run. The message is one line with the source file and line number
+    of the error."""
 
 
 class Pretended(FakeTensorMode):
@@ -68,7 +69,7 @@ class Pretended(FakeTensorMode):
     # --- known values of fake tensors ---------------------------------------------------------------------------------
 
     def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
-        """Give the tensor known values and return it. values: computes them on the CPU, in the tensor's shape."""
+        """Give the fake tensor known values and return it. values: computes them on the CPU, in the tensor's shape."""
         with _disable_current_modes():
             real = values().to(tensor.dtype)
         assert tensor.shape == real.shape, (tensor.shape, real.shape)
@@ -76,7 +77,7 @@ class Pretended(FakeTensorMode):
         return tensor
 
     def known(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor's values, as a real tensor on the CPU; None if they are unknown."""
+        """Return the values of a fake or real tensor, as a real tensor; None if they are unknown."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.is_meta else tensor  # not fake, so it has its values
         values: Tensor | None = getattr(tensor, "_known", None)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 _ROOT = f"{Path(__file__).parents[2]}/"
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # paths that `where` skips
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the operator's result, or its shape, depends on values
-_WAITS = {"bincount": 2, "repeat_interleave": 2}  # waits of operators that read two numbers, one by one; all others read one number
+_WAITS = {"bincount": 2, "repeat_interleave": 2}  # waits of the host for operators that read two numbers, one by one; for others: one
 _IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # no kernel
 _PRODUCTS = (
     "mm",
@@ -47,8 +47,8 @@ _PRODUCTS = (
 
 @dataclass
 class Work:
-    """Work of one module in one pass. waits: source file, line and function of a host synchronisation -> number of times. copies: the same
-    for copies from the host."""
+    """A GPU's work for one module in one pass. kernels: number of launched kernels. moved_bytes: bytes of their inputs and results. waits:
+    source file, line and function of a host synchronisation -> number of times. copies: the same for copies from the host."""
 
     kernels: int = 0
     moved_bytes: int = 0
@@ -57,7 +57,7 @@ class Work:
 
 
 class Counted:
-    """Work since `begin`, by (module's name, "forward" or "backward"). Name "": outside of the watched modules."""
+    """Counts a GPU's work since `begin`, by (module's name, "forward" or "backward"). Name "": outside of the watched modules."""
 
     def __init__(self) -> None:
         self.by_module: dict[tuple[str, str], Work] = {}
@@ -92,13 +92,13 @@ class Counted:
             self._within -= 1
 
     def launch(self, tensors: Sequence[Tensor], *, product: bool) -> None:
-        """Count a kernel with these inputs and results."""
+        """Count a kernel with these inputs and results. product: it is a matrix product or attention, of which bytes are not counted."""
         self.now.kernels += 1
         if not product:
             self.now.moved_bytes += sum(t.nbytes for t in tensors)
 
     def read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
-        """Count an operator with one of the tags READS, if it makes the host wait for a GPU's values."""
+        """Count a host synchronisation if `func`, an operator with one of the tags READS, makes the host wait for a GPU's values."""
         masked = func._opname not in ("index", "index_put", "index_put_") or any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )

@@ -1,7 +1,7 @@
 """Facts about the methods of sequence-parallel attention, for checks, planner, model and verify. This file does not import torch.
 
-A new method is its file in this folder, its SequenceKind in this file, and its name in `Named`. Costs are closed forms, which `python -m
-tests.counted sequence` compares with counted bytes.
+To add a method, add its file to this folder, its SequenceKind to this file, and its name to `Named`. Costs are closed forms, which
+`python -m tests.counted sequence` compares with counted bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Named = Literal["ring", "lightseq", "colossal_ring", "ulysses"]  # values of seq
 
 @dataclass(frozen=True)
 class Attention:
-    """The sizes of one attention layer for `batch` sequences. itemsize: bytes of an element."""
+    """The sizes of one attention layer for `batch` sequences of `length` tokens, over all ranks. itemsize: bytes of an element."""
 
     batch: int
     length: int

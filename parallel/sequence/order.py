@@ -30,7 +30,9 @@ ALL = slice(None)
 
 
 def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
-    """Return a slice of joined ranges, as ranges. Example: cut([range(4), range(8, 12)], slice(2, 6)) is (range(2, 4), range(8, 10))."""
+    """Return the slice `part` of the joined ranges `runs`, as ranges.
+
+    Example: cut([range(4), range(8, 12)], slice(2, 6)) is (range(2, 4), range(8, 10))."""
     start, stop, step = part.indices(sum(map(len, runs)))
     assert step == 1
     kept = []

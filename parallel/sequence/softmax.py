@@ -137,7 +137,8 @@ def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
     """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys; then there are as many keys
-    as queries. `queries` and `keys` say which pairs are outside the window or of different documents; these are masked."""
+    as queries. queries, keys: positions and documents of the block's tokens; pairs outside the window or of different documents are
+    masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
@@ -166,7 +167,8 @@ def attend_backward(
     keys: Tokens,
     bias: Bias | None = None,
 ) -> Gradients:
-    """Return a block's gradients. `whole`: the merged result of all blocks of these queries; its `out_BHLC` has q's dtype."""
+    """Return a block's gradients. `whole`: the merged result of all blocks of these queries; its `out_BHLC` has q's dtype. The other
+    arguments are those of `attend`."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:

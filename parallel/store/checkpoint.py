@@ -126,8 +126,8 @@ Entry = dict[str, Any]  # a tensor's entry in the manifest
 
 
 def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
-    """Yield the content of each file, at least one: [(entry of the manifest, tensor on the CPU)]. Only one file's tensors are in memory at
-    a time, because an engine may keep its states on a disk."""
+    """Yield the content of each file of a rank, at least one: [(entry of the manifest, tensor on the CPU)]. held: as in `save`. Only one
+    file's tensors are in memory at a time, because an engine may keep its states on a disk."""
     tensors: list[tuple[Entry, Tensor]] = []
     held_bytes = 0
     for kind, piece in held:
@@ -143,9 +143,9 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """Write a rank's files, then its record. Raise BadInput for values that are not finite, and OSError or SafetensorError if a file cannot
-    be written. Errors are raised after the last item of `held`, because its items may be gathered from all ranks, and without this rank the
-    other ranks would wait."""
+    """Write a rank's files into the folder `temporary`, then its record. held: as in `save`. Raise BadInput for values that are not finite,
+    and OSError or SafetensorError if a file cannot be written. Errors are raised after the last item of `held`, because its items may be
+    gathered from all ranks, and without this rank the other ranks would wait."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     problem: Exception | None = None
@@ -182,8 +182,8 @@ def _write_file(path: Path, tensors: list[tuple[Entry, Tensor]]) -> dict[str, An
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
-    """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints (None: keep all). Rank 0 calls this when the
-    records of all ranks exist."""
+    """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints (None: keep all). state: the trainer's state.
+    Rank 0 calls this when the records of all ranks exist."""
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
@@ -279,7 +279,7 @@ def verify(path: Path) -> dict[str, Any]:
                 f"checkpoint {path.name}",
                 got=f"format {manifest['format']}",
                 needed=f"format {FORMAT}",
-                fix="use the version that wrote it",
+                fix="use the version of moe-parallel that wrote it",
             )
         for name, record in manifest["files"].items():
             file = path / Path(name).name
@@ -304,11 +304,12 @@ def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
-    """Return the folder of the newest checkpoint that verifies, or of the checkpoint of `step`; None if there is no checkpoint. Collective:
-    rank 0 looks, and all ranks return its result.
+    """Return the folder of the newest checkpoint that passes `verify`, or of the checkpoint of `step`; None if there is no checkpoint.
+    Collective: rank 0 looks, and all ranks return its result.
 
-    Raise BadInput on all ranks if checkpoints exist but none verifies (starting over would replace them), if a file cannot be read but may
-    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`."""
+    Raise BadInput on all ranks if checkpoints exist but none passes (starting over would replace them), if a file cannot be read but may
+    be intact, or if `step` does not exist. flag: the command-line flag by which the user gave `step`. log: called with a
+    line about each checkpoint that is skipped, and about names that are ignored."""
 
     def look() -> int:
         return _NONE if world.index else _newest(folder, log) if step is None else _named(folder, step, flag)
@@ -319,7 +320,8 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int |
 
 
 def _newest(folder: Path, log: Callable[[str], None]) -> int:
-    """Return the step of the newest checkpoint that verifies; _NONE if there is no checkpoint. Log each newer one that is skipped."""
+    """Return the step of the newest checkpoint that passes `verify`; _NONE if there is no checkpoint. Log each newer one that is
+    skipped."""
     there = sorted(numbered(folder), reverse=True)
     none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
     if none:

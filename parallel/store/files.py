@@ -42,7 +42,8 @@ def reason(error: Exception) -> str:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError for other files, such as a pipe, which may block, or a device without end."""
+    """Return the UTF-8 text of a regular file. Raise OSError if it has more than `most_bytes` bytes, and for other files, such as a pipe,
+    which may block, or a device without end. newline: as in Python's `open`."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

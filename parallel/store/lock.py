@@ -49,7 +49,7 @@ def is_held(folder: Path) -> bool:
 @dataclass
 class _Held:
     """A locked folder. place, file: open file descriptors of the folder and of its lock file. made: folders made for this run, deepest
-    first. signed: the lock file names this process."""
+    first. signed: the lock file names this process. process: id of the process that locked the folder."""
 
     folder: Path
     made: list[Path]

@@ -48,7 +48,8 @@ class Saver:
         self.known = step
 
     def begin(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any]) -> None:
-        """Copy the tensors of a checkpoint and start writing it. Collective. Raises BadInput on all ranks if the previous save failed."""
+        """Copy the tensors of a checkpoint and start writing it. held, state: as in `save`. Collective. Raises BadInput on all ranks if the
+        previous save failed."""
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]

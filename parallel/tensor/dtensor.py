@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class DTensorColumn(Style):
     """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills two slots (replaceable functions, style.py): `product` of
-    the weight's module, and `enter` of its layer."""
+    the weight's module, and `enter` of its layer. sliced: with sequence parallelism between layers (sliced.py)."""
 
     sliced: bool = False
 
@@ -54,7 +54,7 @@ class DTensorColumn(Style):
 @dataclass(frozen=True)
 class DTensorRow(Style):
     """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills two slots (replaceable functions, style.py): `product` of
-    the weight's module, and `leave` of its layer."""
+    the weight's module, and `leave` of its layer. sliced: with sequence parallelism between layers (sliced.py)."""
 
     sliced: bool = False
 
@@ -107,8 +107,8 @@ def for_heads(x: Tensor) -> Tensor:
 
 
 def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
-    """Return, as plain tensors, this rank's outputs of x W^T for each W, and x A^T for each narrow A. Each rank holds all of A. x is a
-    DTensor from `enter`."""
+    """Return, as plain tensors, this rank's outputs of x W^T for each W, then x A^T for each of LoRA's narrow matrices A, of which each
+    rank holds all. x is a DTensor from `enter`."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     assert isinstance(x, DTensor)
@@ -118,8 +118,9 @@ def column_products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence
 
 
 def row_products(h: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor], *, ranks: Ranks) -> list[Tensor]:
-    """Return the partial sums of h W^T over this rank's inputs, as DTensors; `leave` adds them over ranks. With narrow matrices A (of
-    LoRA): also the partial sums of h A^T, all as plain tensors, because ranks add LoRA's terms to them before `leave`."""
+    """Return this rank's part of h W^T for each W, as DTensors: partial sums over its inputs, which `leave` adds over ranks. With LoRA's
+    narrow matrices A, return plain tensors instead: h W^T for each W, then h A^T for each A. LoRA's terms are added to the h W^T before
+    `leave`."""
     from torch.distributed.tensor import Shard
 
     if narrow_rI:

@@ -26,7 +26,7 @@ from parallel.mesh.runs import run_lengths
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
 
-# B sequences, L length, D channels on this rank, N tokens on this rank
+# B sequences, L length, D channels of a token on this rank, A tokens of which ranks share the channels, T this rank's chunk of these tokens
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
@@ -134,8 +134,8 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All-to-alls over `axis`. `cut`: from this rank's channels of all tokens to all channels of this rank's chunk of tokens.
-    `join`: the reverse."""
+    """All-to-alls over `axis`, whose ranks share the channels of their tokens. `cut`: from this rank's channels of all these tokens to all
+    channels of this rank's chunk of them. `join`: the reverse; total: number of all these tokens."""
 
     axis: Axis
 

@@ -59,7 +59,8 @@ class Column(Style):
 @dataclass(frozen=True)
 class Row(Style):
     """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer (a replaceable function,
-    style.py). With `chunks` above 1, fills `product` of the module instead, so that sums start before the product ends (overlapped.py)."""
+    style.py). With `chunks` above 1, fills `product` of the module instead, so that sums start before the product ends (overlapped.py).
+    sliced, chunks: as in Column."""
 
     sliced: bool = False
     chunks: int = 1

@@ -58,7 +58,8 @@ class Cube(Style):
 
 
 def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
-    """Return `products` as a function of x and the weights, for this rank's axes of the cube. label: for error messages."""
+    """Return `products` as a function of x and the weights, for this rank's axes of the cube. place: "first" or "second", see FACES. label:
+    for error messages."""
     *faces, deep = FACES[place]
     into, out, depth = (mesh.axis(str(axis), label=label) for axis in (*faces, "tp_depth"))
     return partial(products, into=into, out=out, depth=depth, deep=deep)

@@ -26,7 +26,7 @@ Answers = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """A diagnosis. ranks: the ranks that hold up the others. line: the message."""
+    """A diagnosis. kind: see the top of this file. ranks: the ranks that hold up the others. line: the message."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -135,7 +135,8 @@ def _first_difference(lanes: Mapping[int, Mapping[str, Any]]) -> Finding | None:
 
 
 def _other_number(lanes: Mapping[int, Mapping[str, Any]], answers: Answers) -> Finding | None:
-    """Return the finding for ranks with more or fewer collectives in their group than most; None if all have run equally many."""
+    """Return the finding for ranks of a group with more or fewer collectives than most; None if all have run equally many. lanes: rank ->
+    its report about the group."""
     made = {rank: lanes[rank]["number"] if rank in lanes else 0 for rank in next(iter(lanes.values()))["ranks"] if rank in answers}
     if len(set(made.values())) == 1:
         return None

@@ -41,6 +41,8 @@ _STORE = "a store operation that did not end"
 # parts of messages of errors that are consequences of another rank's end
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
 
+# reason of a question: the rank waits for more than half of the limit, or for more than the limit; it lost the connection to another rank;
+# it failed; or ranks ran different collectives
 Why = Literal["slow", "hang", "lost", "failed", "differ"]
 T = TypeVar("T")
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -62,6 +64,8 @@ class Watchdog:
         self.line: str | None = None
         self.prints, self.kind = False, ""
         self._store, self._listener_store = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
+        # number of the next question; whether the main thread is ending and prints the line itself; number of ranks that answered the last
+        # question, and so will read its verdict
         self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
@@ -287,7 +291,7 @@ class Watchdog:
         self._wait_for_readers(asked)
 
     def _wait_for_readers(self, asked: int) -> None:
-        """On rank 0, which may hold the store: wait until the other ranks have read the line."""
+        """On rank 0, which may hold the store: wait until the other ranks have read the line. asked: number of the question."""
         if self.record.rank:
             return
         until = time.monotonic() + 1.5

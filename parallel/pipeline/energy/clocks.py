@@ -71,9 +71,11 @@ def energy_above_idle(clock: Clock, idle_power: float) -> float:
 
 def efficient_clocks(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
     """Return the Pareto-optimal clocks, the fastest first. A slower clock is kept if its `energy_above_idle` is less than that of all
-    faster clocks. Raises BadInput, which names `action`, if there is no clock."""
+    faster clocks. idle_power: watts of an idle GPU. Raises BadInput, which names `action`, if there is no clock."""
     if not clocks:
-        raise BadInput("profile", got=f"no clock for {action}", needed="at least one clock", fix="measure it, or give it one clock")
+        raise BadInput(
+            "profile", got=f"no clock for {action}", needed="at least one clock", fix="measure this action, or give it one clock"
+        )
     kept: list[Clock] = []
     for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
         if not kept or energy_above_idle(clock, idle_power) < energy_above_idle(kept[-1], idle_power):
@@ -138,4 +140,5 @@ def _clocks(value: Any) -> list[Clock]:
 
 
 def is_number(value: Any, *, below: float = 1e12) -> bool:
+    """Return whether a value that JSON gave is a number of at least 0 and below `below`."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below

@@ -31,7 +31,8 @@ _EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 @dataclass(frozen=True)
 class EnergyPlan:
     """A GPU clock for every action, the resulting timeline, and the timeline at full clock for comparison.
-    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of a step. idle_power: watts."""
+    clocks: for each rank the clocks of its actions in order. energy, full_clock_energy: joules of a step. idle_power: watts of a rank that
+    waits."""
 
     schedule: Schedule
     clocks: tuple[tuple[Clock, ...], ...]
@@ -57,8 +58,8 @@ class EnergyPlan:
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """Return the nodes at full clock: all passes of the last stage; on other stages, the first micro-batch's forward pass and the last
-    micro-batch's backward pass."""
+    """Return the nodes (actions) that stay at full clock: all passes of the last stage; on other stages, the first micro-batch's forward
+    pass and the last micro-batch's backward pass."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -72,7 +73,8 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Return for each rank the number of forward passes that its warm-up has in addition to 1F1B's: floor(T_B (p - s - 1) / T_F) on stage s
     of p. T_B: time of a backward pass at full clock. T_F: time of a forward pass at the clock of least energy. most: limit of this number,
-    given by a rank's memory; None: no limit. A rank gets at most one more than the previous rank, which prevents deadlock."""
+    given by a rank's memory; None: no limit. idle_power: watts of a rank that waits. A rank gets at most one more than the previous rank,
+    which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -115,8 +117,9 @@ def plan_clocks(
     schedule: Schedule, profile: Profile, *, idle_power: float, limit: float | None = None, transfer_time: float = 0, rule: str = "envelope"
 ) -> EnergyPlan:
     """Choose a clock for each action of any schedule, such that the makespan is at most `limit` seconds (None: the makespan at full clock).
-    rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan. Raises
-    BadInput if `limit` is shorter than the makespan at full clock, or if the profile has no clock for an action."""
+    rule: `envelope` (top of this file), or `uniform`: every action at its clock of least energy, without a limit on the makespan.
+    idle_power, transfer_time: as in `envpipe`. Raises BadInput if `limit` is shorter than the makespan at full clock, or if the profile has
+    no clock for an action."""
     graph = Graph(schedule, transfer_time)
     options = {node: efficient_clocks(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
     options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # no choice: S computes nothing
@@ -150,7 +153,8 @@ def _timeline(schedule: Schedule, clocks: Mapping[Node, Clock], transfer_time: f
 
 def _raise(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Raise clocks in `chosen` and `at` until the makespan is at most `limit`. Each iteration raises one action to its next higher clock:
-    the action on the critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first."""
+    the action on the critical path that costs the least energy for each second gained. options: clocks of each node, the fastest first.
+    chosen: node -> its clock. at: the graph with these clocks."""
 
     def price(node: Node) -> float:
         faster = _faster(options[node], chosen[node])
@@ -174,7 +178,8 @@ def _faster(clocks: list[Clock], than: Clock) -> Clock:
 
 def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Lower clocks in `chosen` and `at` while any action has enough slack. Each iteration sets one action to its next lower clock: the
-    action that saves most energy. options: clocks of each node, the fastest first."""
+    action that saves most energy. options: clocks of each node, the fastest first. chosen: node -> its clock. at: the graph with these
+    clocks."""
     while True:
         spare = limit - at.makespan
         slack = at.slack()
@@ -192,7 +197,8 @@ def _lower(at: ClockedGraph, options: dict[Node, list[Clock]], chosen: dict[Node
 
 class Graph:
     """Dependency graph of a schedule, in topological order. Vertices are its actions and messages. An all-reduce S is one vertex for all
-    replicas of its stage, and runs in parallel with their next actions. A message also needs the previous message between its two ranks.
+    replicas of its stage, and runs in parallel with the next actions of the replicas' ranks. A message also needs the previous message
+    between its two ranks.
 
     vertices: node -> its vertex. before, after: for each vertex, the vertices that it needs, and the vertices that need it. transfers:
     vertices of messages."""
@@ -225,7 +231,7 @@ class Graph:
 
     def _all_reduce(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
         """Record that the rank of `node`, an all-reduce S, reaches S. When the last replica's rank has reached it, add the common vertex,
-        which needs the last action and the last S of each replica's rank."""
+        which needs the last action and the last S of each replica's rank. last: ("rank" or "S", rank, 0) -> last vertex so far."""
         _, stage, _, version = schedule.action(node)
         reached = self._reached.setdefault((stage, version), {})
         reached[node] = {last[kind, node.rank, 0] for kind in ("rank", "S") if (kind, node.rank, 0) in last}

@@ -21,8 +21,8 @@ from parallel.pipeline.schedule import Action, Op
 class Alternating:
     """Builds the orders of all ranks for one setting of the options late, waiting, skip and always. The top of this file says what
     each option changes in warm-up or steady phase.
-    times: for each rank, F, I or W -> its duration. sent: transfer time of a message. memory: largest number of micro-batches between
-    their F and W on a rank; None: no limit."""
+    times: for each rank, F (forward pass), I or W (gradients of inputs, of weights) -> its duration. sent: transfer time of a message.
+    memory: largest number of micro-batches between their F and W on a rank; None: no limit."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Alternating:
         self.late, self.waiting, self.skip, self.always = late, waiting, skip, always
         self.ranks, self.last = range(len(times)), len(times) - 1
         self.done: list[list[Action]] = [[] for _ in times]
-        self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}
+        self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}  # op -> for each rank: number of its actions so far
         self.free, self.waited = [0.0] * len(times), [0.0] * len(times)  # for each rank: time at which it is free; idle time so far
         self.ended: dict[Action, float] = {}
 
@@ -132,7 +132,8 @@ class Alternating:
         return self.counts[Op.W][rank] < self.counts[Op.I][rank]
 
     def _arrival(self, op: Op, rank: int) -> float:
-        """Return the time at which the rank's next F or I receives its input from another rank; 0 if it receives nothing."""
+        """Return the time at which the input of the rank's next `op` arrives from another rank; 0 if it needs no input from one. op: F
+        (forward pass) or I (gradients of inputs)."""
         before = rank - 1 if op is Op.F else rank + 1
         if not 0 <= before <= self.last:
             return 0.0

@@ -59,8 +59,9 @@ def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
 
 
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
-    """Return the order of one rank's F and B. It follows from time slots: for a pipeline's micro-batch j of a block, F of stage s has slot
-    s + 2j, and B has slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a rank have the same slot."""
+    """Return the order of one rank's forward passes (F) and backward passes (B). It follows from time slots: for a pipeline's micro-batch j
+    of a block, F of stage s has slot s + 2j, and B has slot 2p - 1 - s + 2j. A block of p micro-batches takes 2p slots. No two actions of a
+    rank have the same slot."""
     each = ranks // pipelines  # micro-batches of one pipeline in a block
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]
     slots: dict[int, Action] = {}
@@ -80,9 +81,10 @@ def _with_all_reduces(order: list[Action]) -> list[Action]:
 
 
 class _Greedy:
-    """Finds orders for two pipelines and m > p by a simulation with F = 1 and B = 2: a free rank takes the action that can start first.
-    If several can start at the same time, F goes before B, and lower micro-batches go first. At most p micro-batches are in flight on a
-    rank. Directions are 0 (down) and 1 (up). Each direction numbers its own micro-batches from 0."""
+    """Finds orders for two pipelines and more micro-batches than ranks, by a simulation in which a forward pass F takes 1 and a backward
+    pass B takes 2: a free rank takes the action that can start first. If several can start at the same time, F goes before B, and lower
+    micro-batches go first. At most `ranks` micro-batches are in flight on a rank. Directions are 0 (down) and 1 (up).
+    Each direction numbers its own micro-batches from 0."""
 
     def __init__(self, ranks: int, microbatches: int) -> None:
         self.ranks, self.each = ranks, microbatches // 2

@@ -63,7 +63,8 @@ def dualpipe_refusal(size: Size) -> BadInput | None:
 
 
 def _v_order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[Action]:
-    """Return a DualPipe-V rank's order without updates. Adds the nodes of its pairs to `pairs`."""
+    """Return a DualPipe-V rank's order without updates. pairs: the function adds the node of each forward pass that runs as one block with
+    the next action, a backward pass."""
     down, up = rank, 2 * ranks - 1 - rank  # stages of the rank's two chunks
     after = ranks - 1 - rank  # number of ranks after this one
     to = NumberedOrder()

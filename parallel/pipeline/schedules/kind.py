@@ -18,7 +18,7 @@ DEFAULT_CHUNKS = 2  # stages a rank if the schedule leaves the choice and the us
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a schedule. microbatches: number in one batch. chunks: stages a rank.
+    """Parameters of a schedule. microbatches: number in one batch. chunks: stages a rank. batches: number of batches in the schedule.
     vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera)."""
 
     ranks: int
@@ -32,7 +32,7 @@ class Size:
 class PassTimes(NamedTuple):
     """Times of the passes, from which a closed form computes the time of a schedule.
     forward, backward: for each rank, seconds of one micro-batch's passes through all stages of the rank. waits: seconds that a rank waits
-    for the messages of one micro-batch, in both directions together."""
+    for the messages of one micro-batch, in both directions together. chunks: stages a rank."""
 
     forward: Sequence[float]
     backward: Sequence[float]

@@ -116,19 +116,21 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 
 class _Greedy:
-    """Builds the orders of all ranks by a simulation: a free rank takes the F or I that can start first; W fills waits or frees memory.
-    first: the op (F or I) that goes first if both can start at the same time. filled: a wait is filled with W if the wait is at least this
-    fraction of W's time. ahead: a stage has at most `ahead` times as many micro-batches in flight as in 1F1B."""
+    """Builds the orders of all ranks by a simulation: a free rank takes the forward pass F or the gradients of inputs I that can start
+    first; gradients of weights W fill waits or free memory. first: the op (F or I) that goes first if both can start at the same time.
+    filled: a wait is filled with W if the wait is at least this fraction of W's time. ahead: a stage has at most `ahead` times as many
+    micro-batches in flight as in 1F1B."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
         self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead
-        self.rank = [home[0] for home in problem.homes]
+        self.rank = [home[0] for home in problem.homes]  # stage -> its rank
         stages = len(self.rank)
-        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(problem.ranks)]
-        self.free: list[float] = [0] * problem.ranks
-        self.kept = [0] * problem.ranks
-        self.next = {op: [0] * stages for op in (Op.F, Op.I)}
-        self.pending: list[list[Action]] = [[] for _ in range(problem.ranks)]
+        self.held_by = [[s for s in range(stages) if self.rank[s] == r] for r in range(problem.ranks)]  # rank -> its stages
+        self.free: list[float] = [0] * problem.ranks  # for each rank: time at which it is free
+        self.kept = [0] * problem.ranks  # for each rank: micro-batches between F and W, summed over its stages
+        self.next = {op: [0] * stages for op in (Op.F, Op.I)}  # op -> for each stage: its next micro-batch
+        self.pending: list[list[Action]] = [[] for _ in range(problem.ranks)]  # for each rank: W that may run
+        # (op, stage, micro-batch) -> time at which the action's input has arrived
         self.arrived: dict[tuple[Op, int, int], float] = {(Op.F, 0, j): 0 for j in range(problem.microbatches)}
         self.done: list[list[Action]] = [[] for _ in range(problem.ranks)]
 

@@ -55,15 +55,15 @@ class _Block(NamedTuple):
 
 def _fastest(name: str, blocks: list[_Block], microbatches: int, *, limit: int) -> Schedule:
     """Return the faster of two schedules. The first keeps the building block's order of forward passes; in the second, a rank that would
-    wait may run a forward pass early."""
+    wait may run a forward pass early. limit: see _Builder."""
     tries = [_Builder(blocks, microbatches, limit, early=early) for early in (False, True)]
     best = min(tries, key=lambda tried: tried.run())
     return flushed(name, folded(len(blocks)), microbatches, best.orders)
 
 
 class _Rank:
-    """Progress of one rank in _Builder. next: F or I -> next micro-batch of chunks 0 and 1. kept: number of micro-batches between F and W,
-    summed over both chunks."""
+    """Progress of one rank in _Builder. next: F (forward pass) or I (gradients of inputs) -> next micro-batch of chunks 0 and 1. kept:
+    number of micro-batches between F and W (gradients of weights), summed over both chunks."""
 
     def __init__(self, stages: tuple[int, int], block: _Block) -> None:
         self.stages, self.block = stages, block
@@ -73,9 +73,9 @@ class _Rank:
 
 
 class _Builder:
-    """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else a pending W.
-    limit: largest number of micro-batches between F and W on a rank, summed over both chunks. early: a rank that would wait may run an F
-    before its slot."""
+    """Builds the orders of all ranks tick by tick: in each tick a rank runs the ready action with the earliest slot, or else pending
+    gradients of weights (W). limit: largest number of micro-batches between forward pass (F) and W on a rank, summed over both chunks.
+    early: a rank that would wait may run a forward pass before its slot."""
 
     def __init__(self, blocks: list[_Block], microbatches: int, limit: int, *, early: bool) -> None:
         self.microbatches, self.limit, self.early = microbatches, limit, early
@@ -125,8 +125,8 @@ class _Builder:
         return self.ended.get(after, tick + 1) <= tick
 
     def _room(self, rank: _Rank, chunk: int, microbatch: int) -> bool:
-        """Return whether this F may run: if memory is free for it, and all F of the other chunk with earlier slots have run. With `early`
-        it may also overtake such F, if no W is pending and the overtaken F will still fit into memory."""
+        """Return whether this forward pass (F) may run: if memory is free for it, and all F of the other chunk with earlier slots have run.
+        With `early` it may also overtake such F, if no W is pending and the overtaken F will still fit into memory."""
         if rank.kept >= self.limit:
             return False
         slot, other = rank.block.slot(Op.F, chunk, microbatch), 1 - chunk

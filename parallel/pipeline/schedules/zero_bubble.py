@@ -21,15 +21,15 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded, on
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-H1. Every rank keeps activations of up to `ranks` micro-batches, as 1F1B's first rank does. If F, I and W take equal times,
-    the bubble is a third of 1F1B's."""
+    """Build ZB-H1. Every rank keeps activations of up to `ranks` micro-batches, as 1F1B's first rank does. If forward passes, gradients of
+    inputs and gradients of weights take equal times, the bubble is a third of 1F1B's."""
     orders = [_order(rank, microbatches, ahead=ranks - rank, delay=rank) for rank in range(ranks)]
     return flushed("zb_h1", one_stage_a_rank(ranks), microbatches, orders)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-H2. Every rank keeps activations of up to 2 * ranks - 1 micro-batches; 1F1B's first rank keeps at most `ranks`. If F, I and
-    W take equal times, there is no bubble."""
+    """Build ZB-H2. Every rank keeps activations of up to 2 * ranks - 1 micro-batches; 1F1B's first rank keeps at most `ranks`. If
+    forward passes, gradients of inputs and gradients of weights take equal times, there is no bubble."""
     orders = [_order(rank, microbatches, ahead=2 * (ranks - rank) - 1, delay=2 * rank) for rank in range(ranks)]
     return flushed("zb_h2", one_stage_a_rank(ranks), microbatches, orders)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# op -> (colour for the first half of a rank's stages, darker colour for the later half)
 _COLORS = {Op.F: ("#bcd4ea", "#5b8fc2"), Op.B: ("#b9d8c8", "#4f8a70"), Op.I: ("#d9ead9", "#8dbf9f"), Op.W: ("#f8d3ae", "#e39a50")}
 _COLORS |= {Op.U: ("#1f2933", "#1f2933"), Op.S: ("#bc6c8f", "#bc6c8f")}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.S: "sum over replicas", Op.U: "update"}
@@ -116,7 +117,8 @@ def draw(titled: Mapping[str, Timeline], path: str | Path, *, unit: str) -> None
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write a PNG file with actions in the colours of their GPU clocks (0 MHz: not drawn). Raises BadInput if it cannot be written."""
+    """Write a PNG file with actions in the colours of their GPU clocks. clocks_mhz: for each rank, the clocks of its actions in order; an
+    action of 0 MHz is not drawn. unit: name of the unit of time. Raises BadInput if the file cannot be written."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
-_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> InFlight.gradients of its stage from its end on
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> value of InFlight.gradients for its stage after it
 
 
 class InFlight(NamedTuple):
@@ -20,7 +20,7 @@ class InFlight(NamedTuple):
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
     weights; (): False for all stages. gradients: gradients of the stage's parameters that exist. 0: none. 1: an I has ended, which computes
-    only the embedding's and those of adapters. 2: a B or W has ended, so all exist. (): not known."""
+    only the gradients of the embedding and of adapters. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
@@ -35,8 +35,8 @@ class RankPeaks:
 
     stages: the rank's stages. most: for each such moment, the number of each stage's micro-batches after their forward pass and before the
     end of their backward pass (B or W); a moment is left out if another moment has at least as many in every stage. versions: number of
-    weight versions that the rank keeps, the newest included. with_i: if the rank has actions I and W, or several stages, such moments with
-    more detail (InFlight); else ().
+    weight versions that the rank keeps, the newest included. with_i: if the rank splits backward passes into I and W, or has several
+    stages, such moments with more detail (InFlight); else ().
     """
 
     stages: tuple[int, ...]
@@ -46,7 +46,7 @@ class RankPeaks:
 
     @cached_property
     def moments(self) -> tuple[InFlight, ...]:
-        """Return the moments of possible peaks as InFlight: `with_i` if the rank has actions I, else made from `most`."""
+        """Return the moments of possible peaks as InFlight: `with_i` if it is not empty, else made from `most`."""
         return self.with_i or tuple(InFlight(count, (0,) * len(count), False) for count in self.most)
 
 
@@ -117,7 +117,8 @@ def peak_held(schedule: Schedule, size: _Size = lambda stage: 1) -> tuple[float,
 
 
 def peak_kept(schedule: Schedule, kept: _Size, pending: _Size) -> tuple[float, ...]:
-    """Return each rank's peak memory. kept: memory of a micro-batch from F to B or I. pending: its memory from I to W."""
+    """Return each rank's peak memory of activations. kept: memory of a micro-batch from its forward pass F to its backward pass B, or I
+    (gradients of inputs only). pending: its memory from I to W (gradients of weights)."""
     peaks = []
     for order in schedule.orders:
         held: float = 0

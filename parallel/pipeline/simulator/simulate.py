@@ -24,6 +24,8 @@ OfMessage = Callable[[Message], float]  # message -> its transfer time, or its n
 
 
 class Transfer(NamedTuple):
+    """A message with the times at which the link starts to send it and at which it has arrived."""
+
     message: Message
     start: float
     end: float
@@ -32,7 +34,8 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated times. spans: for each rank its actions in order. overlap: True if transfers and S ran while ranks computed."""
+    """Simulated times. spans: for each rank its actions in order. overlap: True if transfers and all-reduces (S) ran while ranks
+    computed."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -110,7 +113,7 @@ def simulate(
 
 
 def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
-    """Return `simulate(...).makespan`, but faster, because no Timeline is built."""
+    """Return `simulate(...).makespan` for the same arguments, but faster, because no Timeline is built."""
     run = _Run(schedule, transfer_time, overlap)
     end = run.all(cost or costs())
     return end - min(run.starts[n] for n in run.graph.first[:-1])
@@ -128,7 +131,7 @@ def drained_period(
 ) -> float:
     """Return the time that one more batch adds in a long run, for a schedule of one batch that drains. This batch is simulated again and
     again until each batch delays all ranks and links by the same time (steady state), at most `batches` times. Costs must not depend on the
-    micro-batch."""
+    micro-batch. cost, transfer_time, overlap: as in `simulate`."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
@@ -152,7 +155,8 @@ class _Run:
         self._free: list[float] = [0] * ranks  # for each rank: end of its last action
         self._reduced: list[float] = [0] * ranks  # for each rank: end of its last all-reduce
         self._link: dict[int, float] = {}  # source * ranks + target -> end of the last transfer
-        self._waiting: dict[tuple[int, int], dict[int, float]] = {}  # (stage, version) -> (S of a replica -> time when it was reached)
+        # (stage, version) -> (number of the action S of a replica -> time at which its rank reached S)
+        self._waiting: dict[tuple[int, int], dict[int, float]] = {}
 
     def all(self, cost: Cost) -> float:
         """Simulate one batch and return the end of its last action. Another call simulates a batch that follows directly."""
