@@ -84,6 +84,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
 
 
 def _named(run: Run, batches: int) -> Schedule:
+    """Return the schedule that pipeline.schedule names, from the catalog or from a file. Errors name keys of the recipe."""
     p = run.pipeline
     if p.schedule.endswith(".csv"):
         return _from_file(run)
@@ -196,8 +197,8 @@ class Device:
     link_gb_s: float
 
     def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
-        """Return a function from (rank, action) to seconds. Action S is the all-reduce of a stage's fp32 gradients over the replicas.
-        Action U, the update, takes no time."""
+        """Return a function from (rank, action) to seconds. replicas: number of ranks that hold each stage, 2 in bidirectional pipelines.
+        Action S is the all-reduce of a stage's fp32 gradients over these ranks. Action U, the update, takes no time."""
 
         def cost(rank: int, action: Action) -> float:
             stage = stages[action.stage]
@@ -268,6 +269,7 @@ def _ends(run: Run, *, first: bool, last: bool) -> int:
 
 
 def _recomputed(run: Run, layer: int) -> float:
+    """Return the forward FLOPs per token that the backward pass of a layer computes again."""
     whole = block_size(run, layer=layer).forward
     attention = 2.0 * attention_products(run.model) + core_forward(run.model, layer=layer)
     return {"none": 0.0, "full": whole, "selective": whole - attention}[run.recompute.of_layer(layer)]

@@ -95,6 +95,7 @@ def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
 
 
 def _matrices(network: Network, plan: Plan, sparse: bool) -> Elements:
+    """Parameters of a layer on a rank, without LoRA adapters. sparse: whether the layer has experts."""
     n, e, t = network, network.experts, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     of_norms = dense(n, (attentions + 1) * norm(n) / plan.grid.columns, "norms")

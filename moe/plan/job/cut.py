@@ -6,9 +6,8 @@ Among cuts with the same largest cost, the cut with the least sum of squared cos
 early stages, because early stages keep more micro-batches in flight.
 
 The planner tries two cuts (`layer_lists`). The cut by work minimizes the multiplications of the slowest stage. The cut by parameters
-minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. In
-the cut by parameters, head and embedding are units like layers, so a stage may have no layers: in (12, 12, 0), the last stage has only the
-head.
+minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. The
+cut by parameters treats head and embedding like layers, so a stage may have no layers: in (12, 12, 0), the last stage has only the head.
 """
 
 from __future__ import annotations

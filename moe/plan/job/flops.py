@@ -171,6 +171,7 @@ def attention_products(model: sections.Model) -> int:
 
 
 def latent_of(model: sections.Model) -> Latent | None:
+    """Return the sizes of multi-head latent attention; None if the model has none."""
     if model.latent.key_rank is None:
         return None
     size = model.latent_sizes

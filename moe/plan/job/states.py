@@ -22,8 +22,8 @@ STAGES = (0, 1, 2, 3)
 @dataclass(frozen=True)
 class Storage:
     """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
-    parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter in blocks, which no rank shards
-    (moe/nn/blocks.py)."""
+    parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter that is stored in quantized blocks
+    (moe/nn/blocks.py). Blocks are never sharded."""
 
     parameters: int
     gradients: int

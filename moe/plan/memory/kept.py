@@ -138,6 +138,7 @@ def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
 
 
 def _mask(stack: Stack, itemsize: int) -> int:
+    """Bytes of an element of a dropout mask."""
     return 1 if stack.mask == "byte" else itemsize
 
 
@@ -149,6 +150,7 @@ def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def _attention(n: Network, stack: Stack, itemsize: int) -> float:
+    """Number of elements that a layer's attention keeps for each token, without log-sum-exp and norms."""
     inner = n.heads * n.channels
     if n.latent is None:
         keys, chunks = _key_heads(n, stack, itemsize) * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels

@@ -19,8 +19,8 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     experts         c (r D + n F) + maps         for each choice of a token: r = expert_rows, n = `expert_plain` or `expert_gated`; and for
                                                  the router, 8 bytes per token and expert
 
-Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; autograd for this project (tests/moe/plan/job/
-test_activations.py).
+Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; for this project, the tensors that autograd saves
+(tests/moe/plan/job/test_activations.py).
 """
 
 from __future__ import annotations

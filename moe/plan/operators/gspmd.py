@@ -122,7 +122,8 @@ class _State:
 
     def round(self, operators: Iterable[Operator], priority: int, *, contended: bool) -> set[str]:
         """Let every operator propose from the shardings at the start of the round, then apply all proposals. Returns the names of the
-        changed tensors."""
+        changed tensors. priority: annotations with a larger number are not read yet. contended: whether an axis that already shards another
+        letter of the operator may be proposed."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
             for tensor, proposal in self._proposals(op, priority, contended=contended):
@@ -236,8 +237,8 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
 
 
 def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. If several axes cut one letter, all their
-    orders are yielded."""
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. letters_of: mesh axis -> letters that it may
+    cut. If several axes cut one letter, all their orders are yielded."""
     seen: set[str] = set()
     for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
         of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}

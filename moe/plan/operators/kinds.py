@@ -142,4 +142,5 @@ def _check_stream(program: Program, kind: _Kind) -> Literal["1d", "sliced"]:
 
 
 def _other(what: str, got: str, needed: str, fix: str) -> BadInput:
+    """Return the error for a tensor `what` with a sharding that no plan has."""
     return BadInput(f"sharding of {what}", got=got, needed=needed, fix=f"{fix}, or run the graph by DTensor")

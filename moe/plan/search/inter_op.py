@@ -38,6 +38,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
+    """Stages of the whole model. seconds: time of a step."""
+
     stages: tuple[Stage, ...]
     seconds: float
 
@@ -104,6 +106,7 @@ def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[
 
 
 def _walk(choice: Any, t: Any, stages: int, devices: int, submeshes: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the `stages` stages that F[stages, 0, devices] stands for, in order. choice: from `_sums`. t: seconds, as in `inter_op`."""
     made, first = [], 0
     for s in range(stages, 0, -1):
         j, end = (int(x) for x in choice[s, first, devices])

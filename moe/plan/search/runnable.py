@@ -130,6 +130,7 @@ class Runnable:
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return (cut, scatter) of an operator, as in `cuts`."""
         dims, letters = self.joined.dims, {self.joined.dims[a].name: a for a in op.factors}
         sliced = plan.tensor == "sliced"
         batch, length = letters.get("batch", ""), letters.get("length", "")

@@ -189,7 +189,7 @@ def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
             made = replace(plan, stage_layers=runnable.stages(plan, costs) if plan.pp > 1 else None)
             if runnable.allowed(made):
                 return made
-    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, or more devices"
+    fix = "--search enumerate, which tries more kinds of plans; or another pipeline.microbatches, or more devices"
     raise BadInput("--search", got="no plan that can run and fits", needed="at least one", fix=fix)
 
 
