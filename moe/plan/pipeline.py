@@ -105,6 +105,7 @@ def _checked(
 
 
 def _from_file(run: Run) -> Schedule:
+    """Read the schedule from the file pipeline.schedule. Raises BadInput if its sizes differ from the recipe's."""
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
@@ -242,6 +243,8 @@ def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Sta
 
 
 def _stage(run: Run, layers: range, size: StageBytes, plan: Plan, *, first: bool, last: bool) -> Stage:
+    """Return a stage with its costs. size: bytes of its activations. first, last: whether it is the first stage, and whether it is the
+    last."""
     model, tokens = run.model, plan.microbatch * run.model.read_length
     flops = end_flops(run) if last else 0.0
     heads = head_forward(run) * (1 + model.ahead) if last else 0.0

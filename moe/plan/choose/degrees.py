@@ -62,7 +62,7 @@ def fastest_degrees(
 
     plans: with 1F1B. ideal: returns a lower bound of a step's seconds with any schedule. seconds: `How` -> function that returns a step's
     exact seconds or one of the lower bounds. schedules: (name, stages on each rank). recompute: kinds in order of preference; the last
-    needs the least memory.
+    needs the least memory. held: computes the memory of plans.
     """
 
     @cache

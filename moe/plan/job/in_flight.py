@@ -25,8 +25,8 @@ STEADY = 3  # after this number of rounds, all further rounds of a schedule are 
 
 @lru_cache(maxsize=5_000)
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
-    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule does not
-    allow."""
+    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule does not allow.
+    chunks: number of stages on each rank."""
     kind = kind_of(schedule)
     if kind.peaks is not None:
         return kind.peaks(Size(ranks, microbatches, kind.chunks or chunks))
@@ -71,7 +71,7 @@ def fullest_ranks(
     inputs that it receives, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
-    has the encoder's norm. every: Plan.recompute_every.
+    has the encoder's norm. every: Plan.recompute_every. chunks: number of stages on each rank.
     """
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1

@@ -128,7 +128,8 @@ class Adapters:
 
 
 def attention_shapes(width: int, heads: int, groups: int, channels: int, latent: Latent | None) -> list[tuple[int, int]]:
-    """Return (rows, columns) of each matrix of one attention with `groups` key-value heads: q, k, v, out, or the matrices of latents."""
+    """Return (rows, columns) of each matrix of one attention: q, k, v, out, or the matrices of latents. groups: number of key-value heads.
+    channels: size of a head."""
     if latent is None:
         return [(heads * channels, width), (groups * channels, width), (groups * channels, width), (width, heads * channels)]
     down = [(latent.query_rank, width)] if latent.query_rank else []

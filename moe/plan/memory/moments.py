@@ -111,7 +111,7 @@ class _Pass(NamedTuple):
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Return the sizes of all pipeline ranks, or only of the ranks that may need most memory."""
+    """Return the sizes of the pipeline ranks. which: `all`: of every rank. `fullest`: only of the ranks that may need most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
     without_states = without_order(plan).but(storage=_DEFAULT.storage, **engine, **offload)

@@ -51,7 +51,8 @@ class Propagated:
 
 
 def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> Annotation:
-    """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
+    """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim. tensor:
+    name of the tensor, for messages. shape: sizes of its dims."""
     head, colon, rest = text.partition(":")
     if colon and not head.strip().isdecimal():
         fix = f'write "0:{rest}", or remove the priority and its colon'
@@ -132,6 +133,7 @@ class _State:
         return set(proposed)
 
     def _proposals(self, op: Operator, priority: int, *, contended: bool) -> Iterator[tuple[str, Proposal]]:
+        """Yield (tensor, proposal) for all proposals of an operator. priority, contended: as in `round`."""
         read = [(name, letters) for name, letters in _terms(op) if self.annotations[name].priority <= priority]
         shardings = [dict(zip(letters, self.dims[name], strict=True)) for name, letters in read]
         agreed: ByLetter = {a: agreement([one[a] for one in shardings if a in one]) for a in op.factors if a not in op.whole}

@@ -50,7 +50,7 @@ class Placed:
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
-Placement = Mapping[str, Placed]
+Placement = Mapping[str, Placed]  # operator -> its placement
 
 
 class Task(NamedTuple):
@@ -166,7 +166,7 @@ class Simulator:
         return made
 
     def seconds(self, placement: Placement, ran: Ran) -> float:
-        """Return the seconds of a simulated placement, plus a penalty for bytes above a device's memory."""
+        """Return the seconds of a simulated placement, plus a penalty for bytes above a device's memory. ran: result of its simulation."""
         return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
 
     def excess(self, placement: Placement) -> float:

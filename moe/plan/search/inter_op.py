@@ -85,7 +85,8 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
 
 
 def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the arrays F[s, l, d] (top of this file) and choice[s, l, d, 2]: (index of the submesh, end layer) of the first stage."""
+    """Return the arrays F[s, l, d] (top of this file) and choice[s, l, d, 2]: (index of the submesh, end layer) of the first stage. t:
+    seconds, as in `inter_op`."""
     most = len(t)
     sums = np.full((most + 1, layers + 1, devices + 1), inf)
     choice = np.zeros((most + 1, layers + 1, devices + 1, 2), dtype=np.int32)

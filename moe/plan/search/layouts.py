@@ -154,7 +154,8 @@ Best = tuple[Plan, float, _Candidate]
 
 
 def _best(candidates: Iterable[_Candidate], machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str) -> Best:
-    """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed."""
+    """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed. search: name of the
+    search, for messages."""
     best: Best | None = None
     least = inf  # fewest bytes of a candidate
     for one in candidates:

@@ -87,7 +87,8 @@ def fold(graph: Graph) -> Folded:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
-    """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it."""
+    """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it.
+    chosen: operator -> strategy."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -178,7 +179,8 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
+        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`. chosen:
+        operator -> strategy."""
         found = layer_costs(graph, mesh, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input

@@ -129,13 +129,14 @@ def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str]) -> float:
     """Return the seconds of a rank's part of the work. The backward pass takes twice as long as the forward pass. Each tensor is read or
-    written once."""
+    written once. cut: as in `strategy`."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * 3
 
 
 def _sums(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str], scatter: Sequence[str]) -> float:
-    """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result."""
+    """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result. cut,
+    scatter: as in `strategy`."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
         if not letter:

@@ -185,7 +185,7 @@ def _around(network: Network, plan: Plan, program: Program) -> float:
 def _of_second(plan: Plan, *, sparse: bool) -> float:
     """Return the fraction of the time of a layer's tp collectives that belongs to its second half, the dense network or the experts.
     Experts need only an all-gather of their tokens, which takes half the time of attention's all-reduce. `exchange` has their other
-    messages."""
+    messages. sparse: the layer has experts."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3

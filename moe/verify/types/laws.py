@@ -173,6 +173,7 @@ class _Flows:
 
 
 def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
+    """Yield a line for each tensor with unequal copies, and for each tensor with equal shards. of_ranks: for each rank, Seen.copies."""
     held: dict[tuple[int, str], dict[str, dict[int, int]]] = {}  # (step, tensor) -> region -> rank -> hash
     constant = set[tuple[int, str]]()
     for rank, copies in enumerate(of_ranks):
@@ -189,6 +190,7 @@ def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
 
 
 def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
+    """Yield a line for each sum over ranks that has the same term on all ranks. of_ranks: for each rank, Seen.sums."""
     calls: dict[str, dict[int, list[list[Any]]]] = {}  # ranks of a group -> rank -> its calls in order
     for rank, sums in enumerate(of_ranks):
         for ranks, *what in sums:
