@@ -113,8 +113,8 @@ def _named(pair: Pair) -> str:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Return a value for each factor: the chosen ones, and for all others the simplest with which the chosen dispatcher or split of experts
-    can run."""
+    """Return a value for each feature: the chosen ones, and for all others the simplest with which the chosen dispatcher or split of
+    experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)

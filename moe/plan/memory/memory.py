@@ -146,7 +146,8 @@ class _Engine:
         return trained + older + frozen
 
     def _missing(self, to_come: Elements) -> float:
-        """Bytes of these parameters' gradients, if they are freed between steps."""
+        """Bytes of the gradients of the parameters `to_come` if gradients are freed between steps, so that these do not exist yet;
+        otherwise 0."""
         return self.of_dense * to_come.dense + self.of_expert * to_come.expert
 
     def fullest_moment(self, rank: RankMoments) -> _Full:

@@ -105,8 +105,8 @@ def _products(
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
     that the host launches. cast: if the program computes products in a narrower dtype (fp8), add the time to cast their operands.
-    by_product: order in which times are added. The order changes only the last digits; both orders exist so that predictions stay equal to
-    the tables in docs/benchmarks.
+    by_product: whether the times of a product's two gradients are added to each other first. This changes only the last digits; both orders
+    exist so that predictions stay equal to the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)

@@ -107,7 +107,7 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
 
 @dataclass
 class Checked:
-    """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
+    """Result of checking a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
     flows, divided by its bound. without: parameters that no law of flows covers; only their copies and sums are checked."""
 
     broken: list[str]
@@ -117,8 +117,8 @@ class Checked:
 
 
 def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
-    """Check what the ranks recorded against the laws at the top of this file. Return the broken laws, and how many were checked. seen: for
-    each rank, the fields of its Seen (moe/verify/types/watch.py)."""
+    """Check the ranks' records against the laws at the top of this file. seen: for each rank, the fields of its Seen
+    (moe/verify/types/watch.py)."""
     broken = [*_copies([rank["copies"] for rank in seen]), *_sums([rank["sums"] for rank in seen], run.mesh_degrees())]
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:

@@ -44,7 +44,7 @@ _SUMS = ("allreduce", "all_reduce", "reduce_")  # beginnings of the names of tor
 
 @dataclass
 class Seen:
-    """What one rank has seen. All values are numbers, texts, lists and dicts, so that processes can exchange them.
+    """Record of one rank. All values are numbers, texts, lists and dicts, so that processes can exchange them.
 
     sums: for each sum over ranks, in order: [ranks of the group, name and place of the call, hash of the input, whether the input is finite
         and has fractions]. Sums of integers are counts, which may be equal on all ranks

@@ -93,7 +93,8 @@ def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
-    """Find the part of the single process's first input that equals the rank's first input."""
+    """Find the part of the single process's first input `one` that equals the rank's first input `here`. If there is none, the result is a
+    guess from the number `rank`."""
     if (one.sampled or here.sampled) and one.rows and one.shape[1:] == here.shape[1:] and (known := _by_hash(one.rows, here.rows)):
         length = one.shape[1] if len(one.shape) > 1 else 1
         return Samples(torch.tensor(known), torch.arange(length), len(one.rows), length)
