@@ -84,6 +84,7 @@ def energy_plan(run: Run) -> ClockedSchedule:
 
 
 def _named(run: Run, batches: int) -> Schedule:
+    """Return the schedule that pipeline.schedule names, from the catalog or from a file. Errors name keys of the recipe."""
     p = run.pipeline
     if p.schedule.endswith(".csv"):
         return _from_file(run)
@@ -104,6 +105,7 @@ def _checked(
 
 
 def _from_file(run: Run) -> Schedule:
+    """Read the schedule from the file pipeline.schedule. Raises BadInput if its sizes differ from the recipe's."""
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
@@ -196,8 +198,8 @@ class Device:
     link_gb_s: float
 
     def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
-        """Return a function from (rank, action) to seconds. Action S is the all-reduce of a stage's fp32 gradients over the replicas.
-        Action U, the update, takes no time."""
+        """Return a function from (rank, action) to seconds. replicas: number of ranks that hold each stage, 2 in bidirectional pipelines.
+        Action S is the all-reduce of a stage's fp32 gradients over these ranks. Action U, the update, takes no time."""
 
         def cost(rank: int, action: Action) -> float:
             stage = stages[action.stage]
@@ -241,6 +243,8 @@ def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Sta
 
 
 def _stage(run: Run, layers: range, size: StageBytes, plan: Plan, *, first: bool, last: bool) -> Stage:
+    """Return a stage with its costs. size: bytes of its activations. first, last: whether it is the first stage, and whether it is the
+    last."""
     model, tokens = run.model, plan.microbatch * run.model.read_length
     flops = end_flops(run) if last else 0.0
     heads = head_forward(run) * (1 + model.ahead) if last else 0.0
@@ -268,6 +272,7 @@ def _ends(run: Run, *, first: bool, last: bool) -> int:
 
 
 def _recomputed(run: Run, layer: int) -> float:
+    """Return the forward FLOPs per token that the backward pass of a layer computes again."""
     whole = block_size(run, layer=layer).forward
     attention = 2.0 * attention_products(run.model) + core_forward(run.model, layer=layer)
     return {"none": 0.0, "full": whole, "selective": whole - attention}[run.recompute.of_layer(layer)]

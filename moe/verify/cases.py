@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# router settings with which results do not depend on the layout
 _BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch_mtf": {"router": {"preset": "switch_mtf", "min_capacity": 1}},
@@ -209,7 +210,8 @@ FEW: dict[str, dict[str, Any]] = {  # other numbers of heads
 
 
 def attentions() -> dict[str, dict[str, Any]]:
-    """Return method of sequence parallelism (a value of Case.attention) -> the recipe's section `sequence`."""
+    """Return method of sequence parallelism (a value of Case.attention) -> the recipe's section `sequence`. `heads2` is the ring with
+    sequence.heads 2: Ulysses over each two ranks, a ring over these pairs."""
     found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
@@ -268,6 +270,7 @@ class Case:
 
     @property
     def layout(self) -> str:
+        """Text for tables: model, degrees and the settings that are not usual. Different cases may have the same text."""
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
         parts += ["layers" + "-".join(map(str, self.stages)) if self.stages else ""]
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]

@@ -27,15 +27,19 @@ def _relative(a: float, b: float) -> float:
 
 def gradient_deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Return a dict: parameter -> deviation of its gradient. The divisor is the gradient's largest element, but at least 1/1000 of the
-    largest element of all gradients. Otherwise rounding in a tiny gradient would be a large deviation."""
+    largest element of all gradients. Otherwise rounding in a tiny gradient would be a large deviation. got, want: parameter -> gradient, of
+    the tested run and of the reference."""
     largest = max(g.abs().max().item() for g in want.values())
     return {name: deviation(got[name], gradient, 1e-3 * largest) for name, gradient in want.items()}
 
 
 def compare(got: Result, want: Result) -> dict[str, float]:
-    """Return a dict: name in NUMBERS -> largest relative deviation. In step 0: "loss" of loss and balance loss, "gradient" of any
-    parameter's gradient, "norm" of the gradient norm, "update" of any weight after the step. "ten_step": of the losses of all steps. All
-    are inf if a gradient or a weight is missing."""
+    """Return a dict: name in NUMBERS -> largest relative deviation. got, want: results of the tested run and of the reference. All
+    deviations are inf if a gradient or a weight is missing.
+
+    "loss", "gradient", "norm" and "update" are deviations in step 0: of the loss and the balance loss, of each parameter's gradient, of the
+    gradient norm, and of each weight after the step. "ten_step" is the deviation of the losses of all steps.
+    """
     if got.gradients.keys() != want.gradients.keys() or not want.weights.keys() <= got.weights.keys():
         return dict.fromkeys(NUMBERS, math.inf)
     return {

@@ -139,6 +139,7 @@ class Expected:
 
     @staticmethod
     def of(twin: Case) -> Expected:
+        """Compute the Expected of all cases that have the reference case `twin`."""
         plain = twin.recipe is None or known(twin.run())
         if twin.values is not None:
             return _of_values(twin)
@@ -218,7 +219,7 @@ class Bound:
 
     def share(self, got: Result) -> tuple[float, str]:
         """Return (largest ratio of deviation to limit, name of the number or parameter that has it). Makes more runs with random rounding
-        while the ratio exceeds 1, up to MOST_DRAWS."""
+        while the ratio exceeds 1, up to MOST_DRAWS. got: result of the tested run."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)

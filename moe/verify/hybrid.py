@@ -113,8 +113,8 @@ def _named(pair: Pair) -> str:
 
 
 def completed(chosen: Choice) -> Choice:
-    """Return a value for each factor: the chosen ones, and for all others the simplest with which the chosen dispatcher or split of experts
-    can run."""
+    """Return a value for each feature: the chosen ones, and for all others the simplest with which the chosen dispatcher or split of
+    experts can run."""
     row = {factor: values[0] for factor, values in FACTORS.items()} | chosen
     if "experts" not in chosen and row["dispatch"] != "none":
         row["experts"] = next(place for place, (ep, _) in PLACES.items() if row["dispatch"] in rows_for(ep) and ep > 1)
@@ -126,15 +126,14 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks. None: on as many ranks as give dp the degree 2, or ep * etp if this is larger. Raises BadInput
-    if `world` is too small, and Idle if a value of the row has no effect.
-    """
+    """Return a row's case on `world` ranks. choice: the row, feature -> value. world: None: as many ranks as give dp the degree 2, or ep *
+    etp if this is larger. Raises BadInput if `world` is too small, and Idle if a value of the row has no effect."""
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]
     sp = {"none": 1, "heads2": 4}.get(choice["sequence"], 2)
     dp = _dp_of(choice, world, pp * tp * sp, ep * etp, sp=sp)
-    # without a pipeline: 3 micro-batches, or 1 if dp is 8, which leaves each rank 3 of the 24 sequences
+    # without a pipeline: 3 micro-batches, or 1 if dp is 8. The batch then has at most 12 parts (dp * microbatches), as in CUTS, expected.py
     kind = None if pp == 1 else SCHEDULES[schedule]
     microbatches = (3 if dp <= 4 else 1) if kind is None else kind.update_every or (3 if kind.continuous else 6)
     batch = BATCH if world is not None else dp * microbatches * max(1, tp // 2)  # tp // 2: at least as many sequences as a tp grid has rows
@@ -162,6 +161,8 @@ def few_of(choice: Choice) -> Case:
 
 
 def _check_idle(choice: Choice, ep: int) -> None:
+    """Raise Idle for a dispatcher without expert parallelism, for expert parallelism without a dispatcher, and for a dispatcher that needs
+    a larger ep than the row's."""
     rows, places = choice["dispatch"], choice["experts"]
     if (rows == "none") != (ep == 1):
         needed = "none: one rank holds every expert" if ep == 1 else "a dispatcher"

@@ -61,8 +61,7 @@ def in_parts(model: Transformer, run: Run, *, first: int) -> None:
 
 def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
     """Return the sum of the ranks' partial results. regions: for each rank, parameter -> its slice. Each partial result gets its own view
-    of x and of the encoder's output, so that autograd also sums their gradients by rank.
-    """
+    of x and of the encoder's output, so that autograd also sums their gradients by rank. rest, named: the layer's other arguments."""
     held = dict(layer.named_parameters())
     shares = []
     for region in regions:
@@ -92,6 +91,7 @@ def in_blocks(model: Transformer, side: int) -> None:
 
 
 def _products(x: Tensor, weights_OI: Iterable[Tensor], narrow_rI: Iterable[Tensor], *, side: int) -> list[Tensor]:
+    """Return the products of x with the weights, then with LoRA's narrow matrices, each in blocks (`_product`)."""
     return [_product(x, matrix, side=side) for matrix in (*weights_OI, *narrow_rI)]
 
 
@@ -202,17 +202,19 @@ class _ColossalInSlices(Method):
         return kept[-1]
 
     def _ranks(self, *rounds: Tensor) -> list[_Rank]:
+        """Return all ranks. rounds: as in `_Rank`."""
         axes = [Axis("alone", tuple(range(self.order.size)), rank) for rank in range(self.order.size)]
         return [_Rank(axis, self.order, self.window, list(rounds)) for axis in axes]
 
     def _mine(self, x: Tensor, rank: _Rank) -> Tensor:
+        """Return the rank's slice of a tensor along the sequence."""
         return x.chunk(self.order.size, dim=2)[rank.axis.index]
 
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One of the ranks that a single process computes. rounds: a tensor for each trip around the ring, with the keys or values of all
-    ranks."""
+    """One of the ranks of Colossal-AI's ring, all of which a single process computes. rounds: for each trip around the ring, in order, the
+    tensor whose shards go around, for all ranks: keys or values."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -116,6 +116,8 @@ def _stepped(
     device: torch.device,
     watch: Watcher | None,
 ) -> Result:
+    """Run the steps of a case in which the pipeline, if any, is empty between steps. older: the weights with which gradients are computed.
+    The other arguments: as in `compute`."""
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
@@ -182,6 +184,8 @@ def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
 
 
 def _reports(numbers: Numbers) -> dict[str, Tensor]:
+    """Return name of a router -> its losses and counts, in the order of `_report` in twin.py."""
+
     def row(n: LayerNumbers) -> Tensor:
         return torch.tensor([n.balance_loss, n.importance_loss, n.load_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)
 

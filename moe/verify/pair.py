@@ -65,7 +65,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor, *, pin: bool = False) -> None:
     """Record a training step with AdamW on these token ids into the folder. pin: replay the routers' choices that the single process
-    recorded."""
+    recorded. logits: token ids -> the model's logits."""
     optimizer = adamw(model)
     for step in record(folder, model, optimizer, pin=folder.parent / "one" if pin else None):
         loss = loss_of(logits(tokens[:, :-1]), tokens[:, 1:])

@@ -212,6 +212,7 @@ def mended(rng: random.Random, values: Values, world: int, most: int) -> Draw:
 
 
 def _changes(ways: list[Fix], values: Values, world: int, most: int) -> Iterator[tuple[str, Values, int]]:
+    """Yield (text of a fix, recipe's values after it, number of processes) for each fix in `ways` that needs at most `most` processes."""
     for way in ways:
         if 1 <= (processes := nproc(way, world)) <= most:
             yield str(way), applied(way, values), processes

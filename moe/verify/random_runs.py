@@ -38,7 +38,8 @@ def main(
     *, draws: int, seed: str = "0", nproc: int | None = None, json: str | None = None, timeout_s: float | None = None, say: Say = say_now
 ) -> int:
     """Run `moe verify --draws`: print one line for each draw, and a summary. Return 1 if a recipe deviates, or if a refusal's text is not
-    one line with what, got, needed and fix; else 0."""
+    one line with what, got, needed and fix; else 0. draws: number of recipes. seed: equal texts give equal recipes. nproc: largest number
+    of processes of a recipe (None: 2). json: file of the rows. timeout_s: time limit for training one recipe."""
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
     ENGINES[PLAIN].load()
     started, rows, refusals = time.perf_counter(), list[dict[str, Any]](), list[Refusal]()
@@ -59,7 +60,8 @@ def main(
 
 
 def _compared(number: int, drawn: Draw, limit_s: float | None, say: Say) -> dict[str, Any]:
-    """Run a draw, print its line and, if it fails, the smallest recipe that still fails. Return the draw's row."""
+    """Run a draw, print its line and, if it fails, the smallest recipe that still fails. Return the draw's row. number: index of the
+    draw."""
     row = tried(drawn, limit_s)
     cells = " ".join(f"{row[n]:9.1e}" for n in NUMBERS) if "loss" in row else f"not compared: {row['lacks']}"
     verdict = "pass" if row["passed"] else "FAIL" if row["passed"] is False else ""
@@ -124,6 +126,7 @@ def _is_wrong(refusal: Refusal) -> bool:
 
 
 def _summary(rows: list[dict[str, Any]], refusals: list[Refusal], seconds: float) -> Iterator[str]:
+    """Yield the lines of the summary: numbers of draws by outcome, settings that the twin lacks, and the most frequent refusals."""
     states, drawn = Counter(row["passed"] for row in rows), [row["refusals"] for row in rows if "refusals" in row]
     accepted = drawn.count([])
     yield (

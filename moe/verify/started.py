@@ -107,6 +107,7 @@ def _launch(folder: Path, world: int, parent: int) -> None:
 
 
 def _rank(words: list[str], rank_run: RankRun) -> int:
+    """Run the cases in the folder of the command line `words`, as one rank. Return the exit code."""
     folder = parse(words).out
     assert folder is not None
     rank_run.place.append(folder)
@@ -114,6 +115,7 @@ def _rank(words: list[str], rank_run: RankRun) -> int:
 
 
 def _run_cases(folder: Path) -> None:
+    """Run all cases of cases.json as this rank, and write each result into the folder."""
     world, asked = process.read_environment(), json.loads((folder / "cases.json").read_text())
     given: list[dict[str, Any]] = asked["cases"]
     cases = [Case(**case | {"stages": case["stages"] and tuple(case["stages"])}) for case in given]

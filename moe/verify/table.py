@@ -86,6 +86,7 @@ class Table:
 
 
 def _read(file: str | None) -> dict[str, Any]:
+    """Return the table in the file of --json. Raises BadInput if it is not a table of `moe verify`."""
     needed, fix = "--json FILE with the table that an interrupted run has left", "--json docs/benchmarks/verify-hybrid.json"
     if file is None:
         raise BadInput("--go_on", got="no --json", needed=needed, fix=fix)

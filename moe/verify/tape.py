@@ -30,8 +30,8 @@ AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 @dataclass
 class Step:
-    """Record of one step. reports: router -> losses and counts (`_report` of twin.py); norms: family of parameters or "total"
-    -> norm of their gradients."""
+    """Record of one step. reports: router -> losses and counts (`_report` of twin.py). norms: family of parameters (dense, router or
+    expert), or "total" for all -> norm of the gradients."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -57,8 +57,9 @@ class Tape:
         return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
-        """Record outputs [..., width] of the tokens with these indices. A second record of the same tokens is stored as recomputed outputs.
-        first: index of the outputs' first channel in the module's whole output."""
+        """Record outputs `values` [..., width] of the module `name` for the tokens with the indices `places_T` in the step's batch. A
+        second record of the same tokens is stored as recomputed outputs. first: index of the outputs' first channel in the module's whole
+        output."""
         self.last = f"{name} of step {step}"
         if step >= TAPED:
             return

@@ -130,7 +130,7 @@ def _trained(run: Run, parameters: Weights) -> set[str]:
 
 
 def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Pass:
-    """Run a batch forward and backward. The weights in `trained` get gradients."""
+    """Run a batch forward and backward. The weights in `trained` get gradients. sequences: the step's batch, from `batch`."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
     predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())

@@ -141,6 +141,7 @@ def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
 
 
 def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
+    """Return the case's table row, by one comparison with `expected`."""
     row: dict[str, Any] = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision, "case": case.in_full}
     if isinstance(ran, str):
         return row | dict.fromkeys((*NUMBERS, "of_bound"), float("inf")) | {"passed": False, "error": ran}
@@ -183,7 +184,7 @@ def place_of(case: Case, row: dict[str, Any]) -> str:
 
 def _where(case: Case, ran: Ran, standard: Standard | None, row: dict[str, Any]) -> str:
     """Return text about a case's first deviating value, or about the module after which its ranks failed. ran: outcome of a second run with
-    a Tape."""
+    a Tape. standard: the reference's tape; None if there is none."""
     if isinstance(ran, str):
         return f"its ranks failed after {last_module(ran) or 'a module that is not known'}"
     if standard is None or ran[1] is None:

@@ -8,8 +8,9 @@ to embedding; gradient norms; moments and weights after the update. The losses o
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
 
-    fp32        with every number changed at random by up to fp32's unit roundoff (moe/verify/expected.py). At most 1e-5 is allowed
-    bf16, fp16  in that precision with the sums in other orders (`reorderings`)
+    fp32        the twin, with each weight and intermediate result changed at random by up to fp32's unit roundoff (`Rounding`). The allowed
+                relative deviation is never above 1e-5
+    bf16, fp16  the trainer on one process in that precision, with its sums in other orders (`reorderings`)
 """
 
 from __future__ import annotations
@@ -198,6 +199,8 @@ class Standard:
         return None
 
     def _with_parameter(self, found: Deviation, held: dict[tuple[int, str, str], Line], case: Case) -> Deviation:
+        """Return `found`. If it is a gradient norm, add the first parameter whose update is wrong (`then`). held: key -> line of the case's
+        tape."""
         if found.phase != "gradient norm":
             return found
         after = (line for line in lines(self.tape) if line.step == found.step and line.phase.endswith("after the update"))
@@ -205,6 +208,8 @@ class Standard:
         return replace(found, then=next((where.name for where in off if where is not None), ""))
 
     def _judged(self, want: Line, line: Line | None, case: Case) -> Deviation | None:
+        """Return the deviation of the case's `line` from the reference's line `want`; None if it is allowed. line: None if the case has no
+        such line."""
         allowed = self.allowed[want.step, want.phase]
         if line is None:
             known = want.name.endswith(".router.bias") and case.delayed

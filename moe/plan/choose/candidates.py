@@ -51,6 +51,8 @@ def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int
 
 
 class Degrees(NamedTuple):
+    """Degrees of parallelism of a plan, without etp."""
+
     pp: int
     tp: int
     sp: int

@@ -86,8 +86,12 @@ class Refusals(dict[str, Refused]):
 
 
 class _Waiting(NamedTuple):
-    """A plan that may be ranked next, in the order of the ranking. level: index of the bound that `seconds` is; `exact` is the last.
-    held_bytes: 0 as long as it is not computed."""
+    """A plan that may be ranked next. These tuples compare in the order of the ranking.
+
+    against: the plan is not recommended. printed: `seconds`, rounded to the printed digits. tight: see TIGHT. seconds: a lower bound or the
+    exact time. exact: `seconds` is exact. held_bytes: 0 as long as it is not computed. kinds: number of kinds of parallelism (`_kinds`).
+    number: position among the given plans. level: index of the function that returned `seconds`; UNKNOWN: none yet.
+    """
 
     against: bool
     printed: float
@@ -119,7 +123,8 @@ def choose(
 
     held_bytes: plan -> memory of the rank that needs most. seconds: plan -> seconds of a step. least: functions that return lower bounds of
     `seconds`, from the fastest and loosest to the tightest. recompute: kinds in order of preference; the last needs the least memory.
-    enough: the ranking ends with the first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
+    devices_per_node: needed to recommend against tensor parallelism over several nodes; None: unknown. enough: the ranking ends with the
+    first plan for which it returns True. given: one more plan to rank, with its own kind of recompute.
     """
     bounds, held = (*least, seconds), Held(held_bytes, limit_bytes)
 
@@ -200,6 +205,7 @@ class Held:
 
 
 def _kinds(plan: Plan) -> int:
+    """Return the number of kinds of parallelism that the plan uses, plus its ZeRO stage."""
     return sum(n > 1 for n in (plan.tp, plan.sp, plan.pp, plan.ep, plan.etp)) + plan.stage
 
 

@@ -57,12 +57,13 @@ def fastest_degrees(
     count: int,
     recompute: Sequence[Recomputed] = ("none", "selective", "full"),
 ) -> Found:
-    """Return the sets of degrees that can have the fastest plan, at least `count` if so many have a plan that fits. Sets that have only
-    plans that are not recommended come last.
+    """Return the sets of degrees that can have the fastest plan. Returns at least `count` sets, or all that have a plan that fits, if these
+    are fewer. Sets that have only plans that are not recommended come last.
 
     plans: with 1F1B. ideal: returns a lower bound of a step's seconds with any schedule. seconds: `How` -> function that returns a step's
     exact seconds or one of the lower bounds. schedules: (name, stages on each rank). recompute: kinds in order of preference; the last
-    needs the least memory."""
+    needs the least memory. held: computes the memory of plans.
+    """
 
     @cache
     def scheduled(plan: Plan) -> list[Plan]:

@@ -28,7 +28,8 @@ def refusal(network: Network, plan: Plan) -> str | None:
 
 
 def advice(plan: Plan, *, devices_per_node: int | None = None) -> str | None:
-    """Return the first reason why a plan that can run is not recommended; None if it is recommended."""
+    """Return the first reason why a plan that can run is not recommended; None if it is recommended. devices_per_node: of the cluster;
+    None: unknown."""
     return next(_advice(plan, devices_per_node), None)
 
 

@@ -90,10 +90,13 @@ class Planned:
 def planned(
     run: Run, cluster: Cluster, *, checked: Check, top: int = 10, space: Space | None = None, num_degrees: int | None = NUM_DEGREES
 ) -> Planned:
-    """Return the `top` best plans for all devices of the cluster. num_degrees: least number of sets of degrees that are tried
-    with every other option, after all had a first, short round (None: all).
+    """Return the `top` best plans for all devices of the cluster. checked: returns a recipe after its checks. space: values that are tried
+    for each setting; None: Space(). num_degrees: least number of sets of degrees that round 2 tries; None: it tries all, and there is no
+    round 1.
+
     Raises BadInput if there is no plan that can run, fits into memory and passes the recipe's checks. The message proposes a change of the
-    recipe or of the cluster with which a plan exists."""
+    recipe or of the cluster with which a plan exists.
+    """
     space = _offloading(space or Space(), run)
     own_run = None
     with suppress(BadInput):

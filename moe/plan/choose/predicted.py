@@ -192,10 +192,12 @@ def change_that_fits(
 
 
 def _named(kind: EngineKind) -> Values:
+    """Return the keys of the section `sharding` that select this engine."""
     return {f"sharding.{key}": value for key, value in kind.sharding.items()}
 
 
 def _changes(run: Run, *, has_gpus: bool) -> Iterator[Values]:
+    """Yield the changes that `change_that_fits` tries, in the order at the top of this file."""
     again: list[Values] = [{"recompute.kind": "selective"}, {"recompute.kind": "full"}]
     smaller: list[Values] = [{"pipeline.microbatches": run.pipeline.microbatches * 2**n} for n in range(1, 11)]
     engines = sorted(reversed(ENGINES.values()), key=lambda kind: kind.stage)  # zero3 before fsdp, which is also stage 3

@@ -71,7 +71,8 @@ def _layer(network: Network, plan: Plan, sparse: bool) -> Elements:
 
 def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
     """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the dim of A
-    or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp."""
+    or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp.
+    sparse: whether the layer has experts."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0
@@ -95,6 +96,7 @@ def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
 
 
 def _matrices(network: Network, plan: Plan, sparse: bool) -> Elements:
+    """Parameters of a layer on a rank, without LoRA adapters. sparse: whether the layer has experts."""
     n, e, t = network, network.experts, plan.grid.matrix
     attentions = 2 if n.source else 1  # self-attention and cross-attention, each with a norm
     of_norms = dense(n, (attentions + 1) * norm(n) / plan.grid.columns, "norms")

@@ -6,9 +6,8 @@ Among cuts with the same largest cost, the cut with the least sum of squared cos
 early stages, because early stages keep more micro-batches in flight.
 
 The planner tries two cuts (`layer_lists`). The cut by work minimizes the multiplications of the slowest stage. The cut by parameters
-minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. In
-the cut by parameters, head and embedding are units like layers, so a stage may have no layers: in (12, 12, 0), the last stage has only the
-head.
+minimizes the parameters of the largest stage. It is tried only if it makes that stage at least 5 % smaller than the cut by work does. The
+cut by parameters treats head and embedding like layers, so a stage may have no layers: in (12, 12, 0), the last stage has only the head.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def _least_largest(ends: Sequence[float], stages: int) -> float:
 
 
 def _needed(ends: Sequence[float], most: float) -> int:
-    """Return the least number of stages that each cost at most `most`. If a single layer costs more, return the number of layers + 1."""
+    """Return the least number of stages that each cost at most `most`. If a single layer costs more, return the number of layers + 1. ends:
+    as for `_least_largest`."""
     at, found, count = 0, 0, len(ends) - 1
     while at < count:
         further = bisect_right(ends, ends[at] + most, lo=at) - 1
@@ -68,7 +68,7 @@ def _needed(ends: Sequence[float], most: float) -> int:
 
 def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
     """Return the number of layers of each stage. Among all cuts in which no stage costs more than `limit`, it is the cut with the least sum
-    of squared costs."""
+    of squared costs. ends: as for `_least_largest`."""
     count = len(ends) - 1
     # best[n]: best cut of the layers from n on into the last stages: (sum of squared costs, number of layers of the first of these stages)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
@@ -129,7 +129,7 @@ def _by_work(network: Network, stages: int) -> tuple[int, ...]:
 
 def operations(network: Network, index: int) -> float:
     """Number of multiplications in a layer's forward pass for one token: one for each parameter that the token uses, plus those of causal
-    attention."""
+    attention. index: index of the layer in the stack `network`."""
     n, e = network, network.experts
     active = n if e is None else replace(n, experts=replace(e, count=e.choices))
     return counts.layer(active, Plan(), index).total + n.heads * n.channels * n.length

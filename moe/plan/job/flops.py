@@ -51,7 +51,7 @@ def size(run: sections.Run) -> Size:
 
 def _adapted_training(run: sections.Run, blocks: Sequence[Size]) -> float:
     """FLOPs per token of a step with LoRA: of the forward pass, of the gradients of activations from the first adapter on, and of the
-    adapters' narrow products, 6 r (inputs + outputs) for each adapted matrix."""
+    adapters' narrow products, 6 r (inputs + outputs) for each adapted matrix. blocks: size of each layer."""
     after = [bool(_adapter_sides(run, layer)) for layer in range(len(blocks))]
     first = after.index(True) if any(after) else len(blocks)
     total = sum(block.forward for block in blocks[:first]) + 2.0 * end_flops(run)
@@ -171,6 +171,7 @@ def attention_products(model: sections.Model) -> int:
 
 
 def latent_of(model: sections.Model) -> Latent | None:
+    """Return the sizes of multi-head latent attention; None if the model has none."""
     if model.latent.key_rank is None:
         return None
     size = model.latent_sizes

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
-KEPT = "_hash"
+KEPT = "_hash"  # name of the attribute in which an instance stores its hash
 _T = TypeVar("_T")
 
 

@@ -25,8 +25,8 @@ STEADY = 3  # after this number of rounds, all further rounds of a schedule are 
 
 @lru_cache(maxsize=5_000)
 def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[RankPeaks, ...]:
-    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule does not
-    allow."""
+    """Return the peak numbers of micro-batches in flight on each pipeline rank. Raises BadInput for sizes that the schedule does not allow.
+    chunks: number of stages on each rank."""
     kind = kind_of(schedule)
     if kind.peaks is not None:
         return kind.peaks(Size(ranks, microbatches, kind.chunks or chunks))
@@ -44,6 +44,7 @@ def steady(schedule: str, ranks: int, microbatches: int) -> int:
 
 
 def possible(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Return whether the schedule allows these numbers of ranks and micro-batches."""
     return kind_of(schedule).refusal(Size(ranks, microbatches)) is None
 
 
@@ -64,13 +65,14 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def fullest_ranks(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], before: int, every: int
 ) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much memory. The
-    earlier rank then has the same layers, at least as many micro-batches in flight and weight versions, and gradients and the head if the
-    later rank has them. Also, both ranks have the embedding, or neither has it: a rank without the embedding keeps the inputs that it
-    receives, which may be larger.
+    """Return the pipeline ranks that may need the most memory. A rank is left out if an earlier rank certainly needs as much memory. That
+    is certain if the earlier rank has the same layers, at least as many micro-batches in flight and weight versions, and also gradients and
+    the head if the later rank has them. In addition, both ranks must have the embedding, or neither: a rank without the embedding keeps the
+    inputs that it receives, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
-    has the encoder's norm. every: Plan.recompute_every."""
+    has the encoder's norm. every: Plan.recompute_every. chunks: number of stages on each rank.
+    """
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
     of_layer = [(i < before, i == before - 1, i in sparse, repeats(i, every)) for i in range(bounds[-1])]
@@ -93,14 +95,15 @@ def fullest_ranks(
 
 
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return (micro-batches in flight, whether no B or W has ended, so that no gradients of weights exist) at the moments that may be the
-    rank's peak. The moment after the step's first backward pass is included."""
+    """Return the moments that may be the rank's peak, and the moment after the step's first backward pass. Each is a pair (micro-batches in
+    flight, whether no gradients of weights exist yet). Gradients of weights exist as soon as an action B (backward pass) or W (gradients of
+    weights) has ended."""
     found = [(of, max(of.gradients) < 2 if of.gradients else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
     later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.gradients]
     return (*found, *((of, False) for of in later))
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    # each stage whose weights FSDP has freed at `more`, or which lacks gradients at `more`, is so at `less` too
+    # at `more`, no stage has freed weights (FSDP) that it still holds at `less`, and none has fewer gradients than at `less`
     holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.gradients, less.gradients))
     return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -50,9 +50,9 @@ class Router:
     capped: bool = False  # the logits are bounded
     kept: int = 0  # bytes per token that routing keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
-    decides: int = 0  # bytes per token that the ranks which share a group exchange to decide its routing
-    counts: int = 0  # bytes per group that these ranks exchange for the balance loss
-    gathered_counts: bool = False  # a GPU counts the choices that `decides` gathers, so that `counts` are not sent
+    decides: int = 0  # bytes per token that ranks exchange if the tokens of a group are on several ranks, to decide their routing
+    counts: int = 0  # bytes per group that these ranks exchange for the balance loss: choices of each expert
+    gathered_counts: bool = False  # on a GPU, each rank counts the choices that it gets in the exchange `decides`, so `counts` is not sent
     balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in each of the two passes
 
 
@@ -128,7 +128,8 @@ class Adapters:
 
 
 def attention_shapes(width: int, heads: int, groups: int, channels: int, latent: Latent | None) -> list[tuple[int, int]]:
-    """Return (rows, columns) of each matrix of one attention with `groups` key-value heads: q, k, v, out, or the matrices of latents."""
+    """Return (rows, columns) of each matrix of one attention: q, k, v, out, or the matrices of latents. groups: number of key-value heads.
+    channels: size of a head."""
     if latent is None:
         return [(heads * channels, width), (groups * channels, width), (groups * channels, width), (width, heads * channels)]
     down = [(latent.query_rank, width)] if latent.query_rank else []
@@ -291,7 +292,8 @@ class Plan:
     ep: int = 1
     etp: int = 1
     engine: str = PLAIN  # data-parallel engine
-    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"  # Megatron-LM: `1d`, with sequence parallelism `sliced`
+    # kind of tensor parallelism. `1d`: Megatron-LM's; `sliced`: `1d` with its sequence parallelism; `copied`: no tensor is cut
+    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1  # depth of the 2.5D grid: it has `depth` 2D grids
     sequence: str = sequences.DEFAULT  # method of attention over the sp ranks
     order: Places = "zigzag"  # which positions of a sequence each sp rank holds; ranks with early positions have less causal attention

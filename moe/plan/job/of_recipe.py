@@ -143,9 +143,9 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
     """Return the bytes that ranks exchange in moe/router/slices.py to route together, as arguments of Router.
 
     decides: bytes per token. If the routing method needs whole groups of tokens: fp32 logits, position and token id. Otherwise, with a
-    capacity, for each choice: expert, priority, and whether a random second choice is used. counts: number of choices of each expert, per
-    group. balances: gates (importance loss) and probabilities of being chosen (load loss), per token. gathered_counts: whether a GPU's
-    kernels sort the queues (`Router._fused`), and count the choices themselves."""
+    capacity, for each choice: expert, priority, and whether a random second choice is used. counts: bytes per group of the number of
+    choices of each expert. balances: bytes per token of gates (importance loss) and of probabilities of being chosen (load loss).
+    gathered_counts: whether GPU kernels sort the queues (`Router._fused`) and count the gathered choices, so that no counts are sent."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
         decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)
@@ -268,6 +268,7 @@ def optimizer_bytes(run: Run) -> tuple[float, float]:
 
 
 def _matrices(run: Run) -> Iterator[Matrices]:
+    """Yield all matrices of the model. Matrices of the same shape and kind come together."""
     m, x, width = run.model, run.experts, run.model.d_model
     yield Matrices("outer", 1 if m.tied_embeddings else 2, run.vocab_size, width)
     cross_attentions = 0 if m.kind == "decoder" else m.num_layers - m.decoder_begins

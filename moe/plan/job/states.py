@@ -22,8 +22,8 @@ STAGES = (0, 1, 2, 3)
 @dataclass(frozen=True)
 class Storage:
     """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
-    parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter in blocks, which no rank shards
-    (moe/nn/blocks.py)."""
+    parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter that is stored in quantized blocks
+    (moe/nn/blocks.py). Blocks are never sharded."""
 
     parameters: int
     gradients: int
@@ -62,8 +62,8 @@ class States(Summed):
 
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the model states of P parameters on one of N = `copies` data-parallel ranks with ZeRO stage 0 to 3. For MIXED: 16 P in stage
-    0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
+    """Bytes of the model states of P = `num_parameters` parameters on one of N = `copies` data-parallel ranks with ZeRO stage 0 to 3. For
+    MIXED: 16 P in stage 0; 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N in stages 1, 2 and 3."""
     assert stage in STAGES and copies >= 1, f"no stage {stage} on {copies} ranks"
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),

@@ -128,6 +128,7 @@ class Cluster:
         return self.devices_per_node * self.nodes
 
     def of(self, nodes: int) -> Cluster:
+        """Return this cluster with another number of nodes."""
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:

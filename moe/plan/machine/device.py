@@ -113,7 +113,7 @@ class Device:
     def product(self, m: float, n: float, k: float, *, count: float = 1, kind: str = "bf16", of_weights: bool = False) -> float:
         """Seconds of `count` matrix products (m x k by k x n) in one kernel. of_weights: the product is a gradient of weights, so k counts
         tokens. The time depends on the alignment of the operands' rows in memory. Rows have k and n elements, or m and n for a gradient of
-        weights."""
+        weights. kind: dtype of the operands."""
         if min(m, n, k, count) <= 0:
             return 0.0
         return _product(self, round(m), round(n), round(k), max(1, round(count)), kind, round(m if of_weights else k))
@@ -123,7 +123,7 @@ class Device:
         return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
 
     def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
-        """Seconds of fused attention (FlashAttention). pairs: number of (query, key) pairs."""
+        """Seconds of fused attention (FlashAttention). pairs: number of (query, key) pairs. kind: dtype."""
         if kind in self.attention_times:
             of_operation, of_pair = self.attention_times[kind][2:] if backward else self.attention_times[kind][:2]
             seconds = (of_operation * flops + of_pair * pairs) * 1e-12

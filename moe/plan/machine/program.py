@@ -19,7 +19,8 @@ ALONE = 0.3
 @hashed_once
 @dataclass(frozen=True)
 class Program:
-    """One training program. The value `overlapped` means: at the same time as computation, so that it takes no additional time."""
+    """One training program. The value `overlapped` means: at the same time as computation, so that it takes no additional time. `waited`
+    means: computation waits for it."""
 
     name: str
     attention: Literal["fused", "scores"] = "fused"  # one kernel that keeps scores on the chip, or kernels that write and read them
@@ -44,7 +45,7 @@ class Program:
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
-    router: Literal["kernels", "operations"] = "operations"  # `kernels`: on a GPU, they count the gathered choices, so counts are not sent
+    router: Literal["kernels", "operations"] = "operations"  # `kernels`: GPU kernels count the gathered choices, so no counts are sent
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time

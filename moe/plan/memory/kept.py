@@ -11,6 +11,7 @@ moe/plan/memory/stack.py defines the parts for training without parallelism. Und
                          The rank with the most rows is counted (`Experts.share`)
 
 I and W are the two parts of a backward pass that some schedules split: gradients of inputs first, gradients of weights later.
+Arguments of several functions: index: a layer's index in the stack `network`. itemsize: bytes of an element of activations.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -37,6 +38,7 @@ class Tokens:
 
 
 def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
+    """Return the numbers of one micro-batch's tokens in the tensors of a rank."""
     here, t = plan.microbatch * network.length / plan.sp, 1 if plan.tensor == "copied" else plan.tp
     cut = plan.tensor == "sliced" or plan.tensor in GRIDS
     between = here / t if cut else here
@@ -138,6 +140,7 @@ def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
 
 
 def _mask(stack: Stack, itemsize: int) -> int:
+    """Bytes of an element of a dropout mask."""
     return 1 if stack.mask == "byte" else itemsize
 
 
@@ -149,6 +152,7 @@ def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def _attention(n: Network, stack: Stack, itemsize: int) -> float:
+    """Number of elements that a layer's attention keeps for each token, without log-sum-exp and norms."""
     inner = n.heads * n.channels
     if n.latent is None:
         keys, chunks = _key_heads(n, stack, itemsize) * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
@@ -234,7 +238,8 @@ def head_pending(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: bool) -> int:
-    """Number of tensors that a micro-batch keeps on a stage for messages to and from other stages, in addition to the layers' tensors."""
+    """Number of tensors that a micro-batch keeps on a stage for messages to and from other stages, in addition to the layers' tensors.
+    first, last: whether the stage is the model's first, and whether it is the last."""
     sent = int(stack.outputs == "kept" and plan.pp > 1)
     wider = stack.norm > plan.compute_bytes and plan.tensor not in GRIDS  # the first norm keeps its input in the norm's dtype
     if layers or last:

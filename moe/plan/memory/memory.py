@@ -122,7 +122,9 @@ class _Engine:
 
     dense, expert: bytes of the model states of one parameter outside of experts, and in experts. of_dense, of_expert: bytes of such a
     parameter's gradient that are allocated only in a step's first backward pass. of_head: bytes of an element of the gradient that a tied
-    head has in addition to the embedding's."""
+    head has in addition to the embedding's. bucket_at_loss, bucket: bytes of gradient buckets at the loss, and at other moments. late:
+    whether gradients are reduced and sharded only at the end of a step (FSDP that keeps gathered weights, with pipeline stages).
+    """
 
     def __init__(self, plan: Plan, stack: Stack) -> None:
         self.plan, self.stack, self.by_moment = plan, stack, differs_by_moment(plan, stack)
@@ -144,7 +146,8 @@ class _Engine:
         return trained + older + frozen
 
     def _missing(self, to_come: Elements) -> float:
-        """Bytes of these parameters' gradients, if they are freed between steps."""
+        """Bytes of the gradients of the parameters `to_come` if gradients are freed between steps, so that these do not exist yet;
+        otherwise 0."""
         return self.of_dense * to_come.dense + self.of_expert * to_come.expert
 
     def fullest_moment(self, rank: RankMoments) -> _Full:
@@ -162,7 +165,7 @@ class _Engine:
             )
             for one in rank.moments
         ]
-        if self.late and whole:  # the first and the last scatter of a step
+        if self.late and whole:  # the first and the last reduce-scatter of a step
             unit, trained = plan.copies * self._missing(rank.largest.trained), plan.copies * sharded
             found.append(_Full(EMPTY._replace(at="sums"), sharded, 0.0, whole(EMPTY._replace(at="sums")) + unit, 0.0))
             found.append(_Full(EMPTY._replace(at="sums"), 0.0, 0.0, trained + unit, 0.0))

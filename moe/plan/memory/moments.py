@@ -35,13 +35,14 @@ MOST_STARTED = 8  # at most this number of buckets of DDP or ZeRO-1 are summed a
 
 
 class Moment(NamedTuple):
-    """What a rank holds at one moment of a step. `activations` to `dispatch` and `gathered` are bytes, the others numbers of parameters.
+    """Memory of a rank at one moment of a step. `activations` to `dispatch` and `gathered` are bytes, the others numbers of parameters.
     at: kind of moment.
 
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
-    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages. With stages, if gradients are
-    reduce-scattered after each pass: freed: parameters of freed gathered weights. reducing: parameters of gradients being reduced.
+    gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages.
+    freed, reducing: read only with ZeRO stage 3 and pipeline stages. Parameters with gathered weights that have been freed, and parameters
+    with gradients that are being reduced.
     summed: in the last backward pass, trained parameters with a complete gradient, which engines with buckets may be summing.
     """
 
@@ -86,9 +87,9 @@ class RankMoments:
 
 
 class _AtWork(NamedTuple):
-    """A layer in its backward pass. gone: bytes that later layers of its stage have freed. to_come: parameters of the stage that have no
-    gradient yet. freed: parameters of the later layers. behind: parameters with gradients being reduced. done: parameters of the later
-    layers and the head."""
+    """A layer in its backward pass. Later layers are those above it in the stack, which have ended their backward pass. gone: bytes that
+    later layers of its stage have freed. to_come: parameters of the stage that have no gradient yet. freed: parameters of the later layers.
+    behind: parameters with gradients being reduced. done: parameters of the later layers and the head."""
 
     of: LayerBytes
     gone: float
@@ -99,8 +100,9 @@ class _AtWork(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (of weights) is later. once: no B or W of the step has
-    ended. gradients: those of this stage that exist (InFlight). last: it may be the rank's last, with the only micro-batch in flight."""
+    """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (gradients of weights) is later. once: no B or W of the
+    step has ended. gradients: number from 0 to 2, which says what gradients of the stage exist (InFlight.gradients). last: it may be the
+    rank's last backward pass of the step, in which only one micro-batch is in flight."""
 
     at_i: bool
     once: bool
@@ -109,7 +111,7 @@ class _Pass(NamedTuple):
 
 
 def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[RankMoments, ...]:
-    """Return the sizes of all pipeline ranks, or only of the ranks that may need most memory."""
+    """Return the sizes of the pipeline ranks. which: `all`: of every rank. `fullest`: only of the ranks that may need most memory."""
     engine: dict[str, Any] = {} if differs_by_moment(plan, stack) else {"dp": 1, "engine": _DEFAULT.engine, "reshard": _DEFAULT.reshard}
     offload: dict[str, Any] = {"offload_optimizer": "none", "offload_parameters": "none"}
     without_states = without_order(plan).but(storage=_DEFAULT.storage, **engine, **offload)
@@ -209,13 +211,13 @@ class _Moments:
                         yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
 
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
-        """Return InFlight.gradients when the stage at index `at` of the rank's stages begins its backward pass. If they are not known, the
-        rank's later stages have run theirs."""
+        """Return, for each stage of the rank, a number that says what gradients exist (InFlight.gradients) when the stage at index `at`
+        begins its backward pass. If `now` does not say it, the rank's later stages are assumed to have ended theirs."""
         return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
-        """Return the parameters of a stage that have no gradient yet. gradients: as in InFlight. head: whether to count the head and last
-        norm."""
+        """Return the parameters of a stage that have no gradient yet. gradients: 0, 1 or 2 (InFlight.gradients). head: whether to count the
+        head and last norm."""
         if gradients == 2 or (gradients and self.network.adapters is not None):
             return NOTHING
         return stage.elements + self.outside.elements[stage.number == 0 and not gradients, stage.number == self.last and head]
@@ -248,8 +250,8 @@ class _Moments:
         others: Elements,
         now: _Pass,
     ) -> Iterator[Moment]:
-        """Yield the moments of a stage's backward pass. rest: parameters of other stages that have no gradient yet. others: parameters of
-        other stages; FSDP has freed their weights. The other arguments: as for `_at_loss`."""
+        """Yield the moments of a stage's backward pass. held: parameters of the rank. rest: parameters of its other stages that have no
+        gradient yet. others: parameters of its other stages with weights that FSDP has freed. kept, ends, whole: as for `_at_loss`."""
         outside, (at_i, once, gradients, last) = self.outside, now
         tied = outside.embedding.trained.dense if self.network.tied and self.last == 0 else 0.0
         for of, gone, to_come, freed, behind, done in self._at_work(stage, now):

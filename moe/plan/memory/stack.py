@@ -19,8 +19,8 @@ Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * chan
     experts         c (r D + n F) + maps         for each choice of a token: r = expert_rows, n = `expert_plain` or `expert_gated`; and for
                                                  the router, 8 bytes per token and expert
 
-Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; autograd for this project (tests/moe/plan/job/
-test_activations.py).
+Sources: Korthikanti et al. (arXiv 2205.05198), section 4, for Megatron-LM; for this project, the tensors that autograd saves
+(tests/moe/plan/job/test_activations.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: engines' formulas instead
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: no `gathered`, but the engines' formulas
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them

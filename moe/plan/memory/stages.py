@@ -116,7 +116,8 @@ def differs_by_moment(plan: Plan, stack: Stack) -> bool:
 
 
 class Stages:
-    """Computes the bytes of a step's pipeline stages and ranks. Each kind of layer is computed once."""
+    """Computes the bytes of a step's pipeline stages and ranks. Each kind of layer is computed once. stages: the layers of each stage.
+    casts: whether micro-batches keep copies of the weights in the compute dtype."""
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
@@ -128,6 +129,7 @@ class Stages:
         self.outside = outside_of(network, of_microbatch, stack)
 
     def layer(self, index: int) -> LayerBytes:
+        """Return the sizes of layer `index` of the model."""
         n, kind = self.network, self.kind_of_layer[index]
         if kind not in self.kinds:
             run, _ = n.at(index)
@@ -161,6 +163,7 @@ class Stages:
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:
+        """Return pipeline rank `number`. peaks: its entry in the result of `in_flight`. moments: result of `moments_of` for it."""
         stages = tuple(map(self.stage, peaks.stages))
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 

@@ -51,7 +51,8 @@ class Propagated:
 
 
 def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> Annotation:
-    """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim."""
+    """Parse an annotation. Raises BadInput for unknown or repeated axes, a wrong number of dims, and axes that do not divide a dim. tensor:
+    name of the tensor, for messages. shape: sizes of its dims."""
     head, colon, rest = text.partition(":")
     if colon and not head.strip().isdecimal():
         fix = f'write "0:{rest}", or remove the priority and its colon'
@@ -122,7 +123,8 @@ class _State:
 
     def round(self, operators: Iterable[Operator], priority: int, *, contended: bool) -> set[str]:
         """Let every operator propose from the shardings at the start of the round, then apply all proposals. Returns the names of the
-        changed tensors."""
+        changed tensors. priority: annotations with a larger number are not read yet. contended: whether an axis that already shards another
+        letter of the operator may be proposed."""
         proposed: dict[str, set[Proposal]] = {}
         for op in operators:
             for tensor, proposal in self._proposals(op, priority, contended=contended):
@@ -131,6 +133,7 @@ class _State:
         return set(proposed)
 
     def _proposals(self, op: Operator, priority: int, *, contended: bool) -> Iterator[tuple[str, Proposal]]:
+        """Yield (tensor, proposal) for all proposals of an operator. priority, contended: as in `round`."""
         read = [(name, letters) for name, letters in _terms(op) if self.annotations[name].priority <= priority]
         shardings = [dict(zip(letters, self.dims[name], strict=True)) for name, letters in read]
         agreed: ByLetter = {a: agreement([one[a] for one in shardings if a in one]) for a in op.factors if a not in op.whole}
@@ -236,8 +239,8 @@ def program(graph: Graph, mesh: Sizes, annotations: Mapping[str, str]) -> Progra
 
 
 def _possible(graph: Graph, mesh: Sizes, letters_of: Mapping[str, Sequence[str]]) -> Iterator[Cuts]:
-    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. If several axes cut one letter, all their
-    orders are yielded."""
+    """Yield all cuts of an operator's work: each mesh axis cuts one of its letters or none. letters_of: mesh axis -> letters that it may
+    cut. If several axes cut one letter, all their orders are yielded."""
     seen: set[str] = set()
     for chosen in product(*[(*letters, "") for letters in letters_of.values()]):
         of = {a: tuple(axis for axis, letter in zip(letters_of, chosen, strict=True) if letter == a) for a in set(chosen) - {""}}

@@ -73,7 +73,7 @@ class _Kind:
         return _Kind(data, tensor, _cutting(program, experts, ("experts",)), _cutting(program, experts, ("expert_hidden",)))
 
     def axes(self, name: str, *, of_experts: bool) -> Axes:
-        """Return the mesh axes that cut the dim `name` of a weight in this plan."""
+        """Return the mesh axes that cut the dim `name` of a weight in this plan. of_experts: whether the weight belongs to experts."""
         if of_experts:
             return {"experts": self.experts, "expert_hidden": self.expert_hidden}.get(name, ())
         return self.tensor if name in BY_TENSOR else ()
@@ -142,4 +142,5 @@ def _check_stream(program: Program, kind: _Kind) -> Literal["1d", "sliced"]:
 
 
 def _other(what: str, got: str, needed: str, fix: str) -> BadInput:
+    """Return the error for a tensor `what` with a sharding that no plan has."""
     return BadInput(f"sharding of {what}", got=got, needed=needed, fix=f"{fix}, or run the graph by DTensor")

@@ -39,7 +39,8 @@ class Mesh:
     memory_bytes: float = inf
 
     def work(self, flops: float, moved_bytes: float) -> float:
-        """Return the seconds in which a device computes `flops` operations, then reads and writes `moved_bytes` without overlap."""
+        """Return the seconds in which a device computes `flops` operations, and then reads and writes `moved_bytes`. The two do not
+        overlap."""
         return flops / self.flops + moved_bytes / self.moved
 
     def _ring(self, size_bytes: float, axis: int, turns: int) -> float:

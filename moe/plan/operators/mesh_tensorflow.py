@@ -34,7 +34,9 @@ from parallel.annotations.resharding import Sharding, Sizes, check_axes
 from parallel.errors import BadInput, did_you_mean
 
 Layout = Mapping[str, str]  # name of a dim -> axis of the mesh that splits it
-INSIDE, OUTSIDE = "expert_batch", "experts_whole"  # further names of the dims `batch` and `experts`; `renamed` sets them
+# names that `renamed` gives to the dim `batch` between dispatch and combine, and to the dim `experts` everywhere else. With separate names,
+# each of the four can have its own mesh axis
+INSIDE, OUTSIDE = "expert_batch", "experts_whole"
 Objective = Literal["seconds", "bytes"]
 Choice = dict[str, str]  # name of a dim -> its axis, or NONE (whole); a missing name has no axis yet
 NONE = ""
@@ -122,6 +124,7 @@ def program(graph: Graph, mesh: Sizes, layout: Layout) -> Program:
 
 
 def by_letter(graph: Graph, layout: Layout) -> Cuts:
+    """Return a dict: letter of a dim -> the mesh axis that splits it, as a tuple. Dims that are not split are left out."""
     return {letter: (layout[dim.name],) for letter, dim in graph.dims.items() if dim.name in layout}
 
 
@@ -157,8 +160,9 @@ def best_layout(
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of one term of a step's cost. names: the dims on which the term depends. costs: (choice of axes for these dims, cost) for all
-    legal choices. times: number of equal terms. found: cached results of `least`, by the axis of each name (None: not chosen yet)."""
+    """Costs of one term of a step's cost. names: the dims on which the term depends. costs: (choice of axes for these dims, cost) for
+    all legal choices. times: number of equal terms. found: cached results of `least`; the key has the axis of each name (None: not
+    chosen yet)."""
 
     names: tuple[str, ...]
     costs: tuple[tuple[Choice, float], ...]
@@ -193,6 +197,7 @@ class _Search:
         self.tried = 0
 
     def go(self, decided: Choice, left: list[str]) -> None:
+        """Search all layouts with the axes `decided`. left: names of the dims that have no axis yet."""
         self.tried += 1
         seconds = sum(table.least(decided) for table in self.times)
         if seconds == inf:
@@ -243,6 +248,8 @@ def _choices(graph: Graph, mesh: Sizes, together: Iterable[str]) -> Iterator[Cho
 
 
 def _table(graph: Graph, mesh: Sizes, together: Iterable[str], cost: Callable[[Choice], float], times: int = 1) -> _Table:
+    """Return the table of a term's costs. together: see `_choices`. cost: returns the term's cost, given the axes of the dims that are
+    split. times: number of equal terms."""
     costs = tuple((choice, cost({name: axis for name, axis in choice.items() if axis})) for choice in _choices(graph, mesh, together))
     return _Table(tuple(costs[0][0]), costs, times)
 

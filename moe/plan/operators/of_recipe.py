@@ -29,8 +29,8 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass. sequences: batch size, of all replicas together. Raises BadInput for latent
-    attention and multi-token prediction."""
+    """Return the operators of a forward pass. sequences: number of sequences in the batch of all replicas together. Raises BadInput for
+    latent attention and multi-token prediction."""
     if run.model.latent.key_rank is not None:
         needed = "null: latent attention has no sharding rule in this search"
         fix = "take another recipe; moe plan without --search can plan this one"
@@ -74,7 +74,11 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 class _Trace:
     """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: name of the tensor that the
     next operator reads. layer: index of the current layer. length: letter of the length of the sequences that the current layer reads; it
-    replaces `l` in rules. source: name of the encoder's output, and the letter of its length."""
+    replaces `l` in rules. source: name of the encoder's output, and the letter of its length.
+
+    Arguments of the methods: name: path of a module, or name of an operator. module: the module. x, y: names of tensors. letters, dims:
+    letters of a tensor's dims.
+    """
 
     run: Run
     sequences: int
@@ -102,6 +106,8 @@ class _Trace:
         return wanted
 
     def add(self, name: str, kind: Kind, rule: str, *inputs: str, flops: float | None = None, **more: str) -> str:
+        """Append an operator. Returns `name`, which is also the name of the operator's output. rule: einsum rule, in which `l` stands for
+        the length of the current layer's sequences. more: other fields of Operator."""
         rule = rule.replace("l", self.length)
         if kind == "product":
             flops = 2.0 * math.prod(self.dims[a].size for a in set(rule) - set(",->"))
@@ -141,7 +147,7 @@ class _Trace:
             self.source, self.stream, self.length = (self.x, self.length), "embedding.written", "l"
 
     def _join(self, name: str, y: str) -> None:
-        """Add the sum of the residual stream and `y`, the output of attention, a feed-forward network or experts."""
+        """Append the operator `name`, which adds `y` to the residual stream. y: output of attention, a feed-forward network or experts."""
         self.stream = self.add(name, "pointwise", "bld,bld->bld", self.stream, y)
 
     def attention(self, name: str, module: Any) -> None:
@@ -186,6 +192,8 @@ class _Trace:
         self._join(f"{name}.add", out)
 
     def _network(self, name: str, f: str, x: str, *, gated: bool) -> str:
+        """Append the operators of a feed-forward network. Returns the name of its output. f: letter of the hidden units. x: name of the
+        input."""
         first = [self.product(f"{name}.{w}", f"bld,d{f}->bl{f}", x) for w in (("w1", "w3") if gated else ("w1",))]
         act = self.add(f"{name}.act", "pointwise", ",".join([f"bl{f}"] * len(first)) + f"->bl{f}", *first)
         return self.product(f"{name}.w2", f"bl{f},{f}d->bld", act)

@@ -50,7 +50,7 @@ class Placed:
         return prod(n for letter, n in self.degrees if letter and letter in letters)
 
 
-Placement = Mapping[str, Placed]
+Placement = Mapping[str, Placed]  # operator -> its placement
 
 
 class Task(NamedTuple):
@@ -63,8 +63,8 @@ class Task(NamedTuple):
 
 @dataclass
 class Ran:
-    """Result of a simulation. ready: key -> time in seconds at which the task could start. ends: key -> time at which it ended. order:
-    (ready time, key) of all tasks in the order in which they were executed."""
+    """Result of a simulation. tasks: key -> task. ready: key -> time in seconds at which the task could start. ends: key -> time at which
+    it ended. order: (ready time, key) of all tasks in the order in which they were executed."""
 
     tasks: dict[Key, Task]
     order: list[tuple[float, Key]] = field(default_factory=list)
@@ -166,7 +166,7 @@ class Simulator:
         return made
 
     def seconds(self, placement: Placement, ran: Ran) -> float:
-        """Return the seconds of a simulated placement, plus a penalty for bytes above a device's memory."""
+        """Return the seconds of a simulated placement, plus a penalty for bytes above a device's memory. ran: result of its simulation."""
         return ran.seconds + FINE_S_PER_BYTE * self.excess(placement)
 
     def excess(self, placement: Placement) -> float:
@@ -184,6 +184,7 @@ class Simulator:
         return max(0.0, float(held.max()) - self.machine.memory_bytes)
 
     def _block(self, key: Any, make: Any, *args: Any) -> dict[Key, Task]:
+        """Return the tasks in the cache under `key`. If they are not there, make(*args) makes them."""
         if key not in self._blocks:
             self._blocks[key] = make(*args)
         return self._blocks[key]
@@ -209,6 +210,8 @@ class Simulator:
         return made
 
     def _statistics(self, op: Operator, placed: Placed) -> float:
+        """Return the seconds in which the parts of a norm or a loss all-reduce their partial statistics, one fp32 number for each
+        position."""
         rest = "".join(a for a in op.output if a not in op.statistics)
         count, size = placed.num_pieces(op.statistics), self.graph.size(rest) * 4 / placed.num_pieces(rest)
         return self._all_reduce(size, placed.parts, count) if count > 1 else 0.0
@@ -222,8 +225,9 @@ class Simulator:
         return seconds + (between.alpha_s + 2 * (nodes - 1) / nodes * size_bytes / within * between.beta_s if nodes > 1 else 0.0)
 
     def _sum(self, op: Operator, place: int, term: str, placed: Placed) -> dict[Key, Task]:
-        """Return a dict: key -> task for the all-reduce of one parameter's gradient. It runs once a step, so its time is divided by the
-        number of micro-batches."""
+        """Return a dict: key -> task for the all-reduce of a parameter's gradient; empty if no parts of `op` have partial sums of it. The
+        parameter is the operator's input number `place`, and `term` has the letters of its dims. The tasks are those of one micro-batch.
+        The all-reduce runs once a step, so its time is divided by the number of micro-batches."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
@@ -276,6 +280,9 @@ class Simulator:
     def _fetches(
         self, have: _Regions, need: _Regions, size: float, source: tuple[int, int], what: tuple[int, int], weight: float
     ) -> dict[Key, Task]:
+        """Return a dict: key -> task for the parts in `need`, each of which fetches its region of a tensor from the parts in `have`. size:
+        bytes of the tensor. source: (kind, operator) of the tasks that make the tensor. what: (kind, edge) of the fetching tasks. weight:
+        number of equal layers that the tasks stand for."""
         # matrices with a row for each part that needs a region, and a column for each part that has one
         sides = np.minimum(need.high[:, None], have.high[None]) - np.maximum(need.low[:, None], have.low[None])
         overlap = np.clip(sides, 0.0, 1.0).prod(axis=2)

@@ -38,6 +38,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stages:
+    """Stages of the whole model. seconds: time of a step."""
+
     stages: tuple[Stage, ...]
     seconds: float
 
@@ -83,7 +85,8 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
 
 
 def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the arrays F[s, l, d] (top of this file) and choice[s, l, d, 2]: (index of the submesh, end layer) of the first stage."""
+    """Return the arrays F[s, l, d] (top of this file) and choice[s, l, d, 2]: (index of the submesh, end layer) of the first stage. t:
+    seconds, as in `inter_op`."""
     most = len(t)
     sums = np.full((most + 1, layers + 1, devices + 1), inf)
     choice = np.zeros((most + 1, layers + 1, devices + 1, 2), dtype=np.int32)
@@ -104,6 +107,7 @@ def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[
 
 
 def _walk(choice: Any, t: Any, stages: int, devices: int, submeshes: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the `stages` stages that F[stages, 0, devices] stands for, in order. choice: from `_sums`. t: seconds, as in `inter_op`."""
     made, first = [], 0
     for s in range(stages, 0, -1):
         j, end = (int(x) for x in choice[s, first, devices])

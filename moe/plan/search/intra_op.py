@@ -32,7 +32,8 @@ Options = dict[str, tuple[Strategy, ...]]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Result of the search. graph: the given graph with added operators `NAME.read` (`read_together`). chosen: operator -> strategy."""
+    """Result of the search. graph: the given graph with added operators `NAME.read`, each of which reshards the tensor NAME once for
+    several readers (`read_together`). chosen: operator -> strategy."""
 
     graph: Graph
     chosen: Mapping[str, Strategy]
@@ -126,6 +127,8 @@ class _Program:
         return found
 
     def _edge(self, writer: str, reader: str, place: int) -> None:
+        """Add a column for each pair of shardings with which `reader` can read the output of `writer` as input number `place`. Also add the
+        rows that tie these columns to the chosen strategies."""
         given, read = self._states(writer, None), self._states(reader, place)
         size = self.graph.size(self.graph.letters(writer)) * self.graph.itemsize
         rows: dict[State, dict[int, float]] = {a: dict.fromkeys(columns, -1.0) for a, columns in given.items()}
@@ -139,6 +142,7 @@ class _Program:
         self.rows += [(row, 0.0, 0.0) for row in (*rows.values(), *columns.values())]
 
     def alike(self, same: tuple[tuple[str, str], ...]) -> None:
+        """Add rows that force the two outputs of each pair of operators in `same` to have equal shardings."""
         for one, other in same:
             a, b = self._states(one, None), self._states(other, None)
             for state in a.keys() | b.keys():
@@ -162,6 +166,8 @@ class _Program:
         return states + sum(chosen[name].output_bytes * self.weight[name] for name in self.kept) * in_flight
 
     def solve(self, how: Literal["integer", "relaxed"], gap: float = 1e-9) -> Any:
+        """Return the value of each column in the solution; None if there is no solution. how: `integer`: columns of strategies are 0 or 1.
+        `relaxed`: all columns may be fractions. gap: fraction by which the integer program may miss the optimum."""
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -182,6 +188,7 @@ class _Program:
         return all(min(abs(v), abs(1 - v)) < 1e-6 for v in values[: self.integers])
 
     def read(self, values: Any) -> dict[str, Strategy]:
+        """Return operator -> the strategy with the largest value. values: result of `solve`."""
         return {name: one[max(range(len(one)), key=lambda i: values[self.first[name] + i])] for name, one in self.options.items()}
 
     def rounded(self, values: Any) -> dict[str, Strategy]:

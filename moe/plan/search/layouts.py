@@ -44,8 +44,8 @@ class _Candidate:
 
 
 def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. `free_seconds` of the result is the step time of the
-    fastest legal layout, even if the trainer cannot run it."""
+    """Find the fastest layout that the trainer can run. Raises BadInput if none fits. allowed: returns whether the recipe can be trained
+    with a plan. `free_seconds` of the result is the step time of the fastest legal layout, even if the trainer cannot run it."""
     free, where = inf, ""
     for mesh in meshes(machine):
         rates = _rates(machine, mesh)
@@ -61,7 +61,8 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
 
 
 def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the set of annotations in SETS with the fewest seconds. Raises BadInput if none fits."""
+    """Find the set of annotations in SETS with the fewest seconds that the trainer can run. Raises BadInput if none fits. allowed: returns
+    whether the recipe can be trained with a plan."""
     found = _best(_annotated(graph, machine), machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 
@@ -98,6 +99,7 @@ def _layouts(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 
 def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
+    """Yield one program for each mesh, each set of annotations in SETS, and each alternative in EXPERTS."""
     sparse = any(dim.name == "experts" for dim in graph.dims.values())
     for mesh in meshes(machine):
         for kind in SETS:
@@ -152,7 +154,8 @@ Best = tuple[Plan, float, _Candidate]
 
 
 def _best(candidates: Iterable[_Candidate], machine: Machine, microbatches: int, allowed: Callable[[Plan], bool], search: str) -> Best:
-    """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed."""
+    """Return (Plan, seconds, candidate) of the fastest candidate that fits, can be run as a Plan, and is allowed. search: name of the
+    search, for messages."""
     best: Best | None = None
     least = inf  # fewest bytes of a candidate
     for one in candidates:
@@ -186,6 +189,8 @@ def _seconds(program: Program, rates: Rates, microbatches: int) -> float:
 
 
 def _found(search: str, best: Best, free: float, other: str) -> SearchResult:
+    """Return the result of a search. free: seconds of the fastest legal layout. other: text of this layout if the trainer cannot run it,
+    otherwise ""."""
     plan, seconds, one = best
     said = f"{_said(one.rules)} on {_shape(one.mesh)}"
     if one.program.conflicts:

@@ -87,7 +87,8 @@ def fold(graph: Graph) -> Folded:
 
 
 def layer_costs(graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy]) -> dict[int, Cost]:
-    """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it."""
+    """Return the cost of each layer of a folded graph, by the layer's index. Resharding a tensor is counted in the layer that reads it.
+    chosen: operator -> strategy."""
     found = {}
     for layer in graph.layers:
         mine = [op for op in graph.operators if op.layer == layer]
@@ -130,6 +131,7 @@ class Runnable:
         return {op.name: self._cut(op, plan) for op in self.joined.operators if op.whole != "read"}
 
     def _cut(self, op: Operator, plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return (cut, scatter) of an operator, as in `cuts`."""
         dims, letters = self.joined.dims, {self.joined.dims[a].name: a for a in op.factors}
         sliced = plan.tensor == "sliced"
         batch, length = letters.get("batch", ""), letters.get("length", "")
@@ -177,7 +179,8 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`."""
+        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`. chosen:
+        operator -> strategy."""
         found = layer_costs(graph, mesh, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)
         for i in set(found) & set(self.blocks) if recompute == "full" else ():  # a recomputed layer keeps only its input

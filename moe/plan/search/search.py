@@ -95,7 +95,8 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
 
 
 def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
-    """Return two arrays [first, end]: the seconds of the layers first to end - 1 in the fastest solution that fits, and its index."""
+    """Return two arrays [first, end]: the seconds of the layers first to end - 1 in the fastest solution that fits, and its index.
+    in_flight: number of micro-batches with outputs in memory."""
     sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
     seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
     times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
@@ -119,7 +120,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
         """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
-        if no strategies fit into `limit`."""
+        if no strategies fit into `limit`. same, again: as in `intra_op`."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight
@@ -166,7 +167,8 @@ def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
 
 
 def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, ...], ...]:
-    """Return cumulative sums over the layers (`_Solution.sums`). The embedding is counted in the first layer, the head in the last."""
+    """Return cumulative sums over the layers (`_Solution.sums`). The embedding is counted in the first layer, the head in the last. costs:
+    layer of the folded graph -> its cost."""
     blocks, (first, *_, last) = runnable.blocks, runnable.whole.layers
     rows = []
     for part in ("seconds", "state_bytes", "output_bytes"):
@@ -189,7 +191,7 @@ def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
             made = replace(plan, stage_layers=runnable.stages(plan, costs) if plan.pp > 1 else None)
             if runnable.allowed(made):
                 return made
-    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, or more devices"
+    fix = "--search enumerate, which tries more kinds of plans; or another pipeline.microbatches, or more devices"
     raise BadInput("--search", got="no plan that can run and fits", needed="at least one", fix=fix)
 
 
@@ -210,7 +212,8 @@ def flexflow(
     seed: int = 0,
 ) -> SearchResult:
     """Find the best placement by a random walk (FlexFlow), and the fastest plan that the trainer can run. The walk's cuts use all devices,
-    and it has no stages: micro-batches run one after another. budget: number of proposals. seconds: time limit of the walk."""
+    and it has no stages: micro-batches run one after another. budget: number of proposals. seconds: time limit of the walk. allowed:
+    returns whether the recipe can be trained with a plan."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded

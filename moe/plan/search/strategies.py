@@ -82,11 +82,14 @@ def divides(graph: Graph, mesh: Mesh, cut: Sequence[str]) -> bool:
 
 
 def _scatters(op: Operator, letter: str) -> tuple[str, ...]:
+    """Return the possible `scatter` of an axis that cuts the dim `letter` ("": cuts none): "" and, if ranks have partial sums, each dim of
+    the output."""
     partial = letter in op.summed and letter not in op.statistics
     return ("", *op.output) if letter and partial else ("",)
 
 
 def _unbeaten(group: list[Strategy]) -> list[Strategy]:
+    """Drop every strategy that another one matches or beats in both seconds and bytes of model states."""
     kept: list[Strategy] = []
     for s in sorted(group, key=lambda s: (s.seconds, s.state_bytes)):
         if not kept or s.state_bytes < kept[-1].state_bytes:
@@ -115,22 +118,25 @@ def strategy(
 
 
 def _place(term: str, letter: str) -> int:
+    """Return the index of the dim `letter` among the dims `term`; WHOLE if it is not one of them."""
     return term.index(letter) if letter and letter in term else WHOLE
 
 
 def _ways(term: str, cut: Sequence[str], mesh: Mesh) -> int:
+    """Return the number of shards into which `cut` divides a tensor with the dims `term`."""
     return prod(n for letter, n in zip(cut, mesh.sizes, strict=True) if letter and letter in term)
 
 
 def _work(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str]) -> float:
     """Return the seconds of a rank's part of the work. The backward pass takes twice as long as the forward pass. Each tensor is read or
-    written once."""
+    written once. cut: as in `strategy`."""
     moved = sum(graph.size(term) / _ways(term, cut, mesh) for term in (*op.terms, op.output)) * graph.itemsize
     return mesh.work(op.flops / _ways(op.factors, cut, mesh), moved) * 3
 
 
 def _sums(op: Operator, graph: Graph, mesh: Mesh, cut: Sequence[str], scatter: Sequence[str]) -> float:
-    """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result."""
+    """Return the seconds of collectives that sum the operator's partial results, and that gather the gradient of a scattered result. cut,
+    scatter: as in `strategy`."""
     held, seconds = graph.size(op.output) * graph.itemsize / _ways(op.output, cut, mesh), 0.0
     for axis, (letter, to) in enumerate(zip(cut, scatter, strict=True)):
         if not letter:

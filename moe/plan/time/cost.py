@@ -142,7 +142,8 @@ def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | No
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
     """Seconds by which the step is longer because ranks share the cores of a CPU host; negative if each rank has several cores. A rank that
     waits for a message leaves its core to other ranks, so the mean of the ranks' work decides, not the maximum. crowd: a rank's compute
-    time / its time with one core of its own (Cluster.crowd). pipeline: seconds of the pipeline with one core per rank."""
+    time / its time with one core of its own (Cluster.crowd). pipeline: seconds of the pipeline with one core per rank. stages: times of the
+    ranks."""
     work = microbatches * sum(stage.work for stage in stages) / len(stages)
     sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
     return (crowd - 1) * work if crowd < 1 else max(0.0, crowd * work + sent - pipeline)
@@ -150,7 +151,8 @@ def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: f
 
 def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, stage: Stage, spare: Spare) -> tuple[float, float, float]:
     """Return the seconds of data parallelism's collectives in one step: (gradient reductions that no computation hides, parameter gathers
-    that no computation hides, the rest of both, which computation hides)."""
+    that no computation hides, the rest of both, which computation hides). stage: times and parameters of the rank. spare: computation at
+    the end of its step."""
     by_stage, m = plan.pp > 1 and program.staged == "by stage", plan.microbatches
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
@@ -243,7 +245,7 @@ def _overlapped(seconds: float, window: float, program: Program) -> tuple[float,
 
 def _after_backward(seconds: float, stage: Stage, program: Program, plan: Plan) -> float:
     """Seconds of gradient reductions that a backward pass does not hide. Only nine tenths of the pass can hide them, because the last
-    bucket is reduced after it."""
+    bucket is reduced after it. seconds: time of all reductions."""
     after = program.gradients == "after" or not plan.kind.overlaps
     return seconds if after else _overlapped(seconds, 0.9 * stage.backward_seconds, program)[0]
 
@@ -257,7 +259,8 @@ def _casts_saved(plan: Plan, cluster: Cluster, program: Program, stage: Stage) -
 
 def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> tuple[float, float]:
     """Return (seconds of the optimizer on the device, seconds of offloading). Offloading consists of transfers to the host and back, AdamW
-    on the host, and reading and writing the disk. Frozen parameters have no gradients and no optimizer states."""
+    on the host, and reading and writing the disk. Frozen parameters have no gradients and no optimizer states. held: parameters of the
+    rank."""
     trained, shared = held.trained, plan.dp * plan.sp if plan.stage >= 1 else 1
     elements = trained.dense / shared + trained.expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
     g, ranks = plan.storage.gradients, min(cluster.devices_per_node, plan.world)

@@ -105,8 +105,8 @@ def _products(
 
     streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
     that the host launches. cast: if the program computes products in a narrower dtype (fp8), add the time to cast their operands.
-    by_product: order in which times are added. The order changes only the last digits; both orders exist so that predictions stay equal to
-    the tables in docs/benchmarks.
+    by_product: whether the times of a product's two gradients are added to each other first. This changes only the last digits; both orders
+    exist so that predictions stay equal to the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)
@@ -185,7 +185,7 @@ def _around(network: Network, plan: Plan, program: Program) -> float:
 def _of_second(plan: Plan, *, sparse: bool) -> float:
     """Return the fraction of the time of a layer's tp collectives that belongs to its second half, the dense network or the experts.
     Experts need only an all-gather of their tokens, which takes half the time of attention's all-reduce. `exchange` has their other
-    messages."""
+    messages. sparse: the layer has experts."""
     if not sparse or plan.tensor in GRIDS:
         return 0.5
     return 0.0 if plan.tensor == "sliced" else 1 / 3

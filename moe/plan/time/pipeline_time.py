@@ -80,6 +80,8 @@ def _of_stages(plan: Plan, times: Times) -> Times:
 
 
 def _least(plan: Plan, forward: Rounded, backward: Rounded, share: float, sent: float) -> float:
+    """Return a lower bound of the pipeline's time for every order of actions (`least` at the top of this file). forward, backward: times of
+    the stages, in rounding units. share: weight gradients' fraction of `backward`. sent: time of a message."""
     m, p = plan.microbatches, plan.pp
     whole = [f + b for f, b in zip(forward, backward, strict=True)]
     if placed(plan.schedule) == "both_ways":  # a stage's two replicas may share the micro-batches unequally

@@ -129,7 +129,8 @@ def _kinds(network: Network, given: tuple[int, ...] | None, where: Placed, pp: i
 
 
 def _of_ranks(network: Network, given: tuple[int, ...] | None, homes: Sequence[Sequence[int]], every: int) -> list[Counts]:
-    """Return the Counts of each rank. Only layers with an index divisible by `every` are counted. homes: for each stage, its rank."""
+    """Return the Counts of each rank. Only layers with an index divisible by `every` are counted. homes: for each stage, its rank. given:
+    Plan.stage_layers."""
     before, sparse = network.before, set(network.with_experts)
     found, at = [[0] * (4 if before else 2) for _ in range(1 + max(map(max, homes)))], 0
     for size, (rank,) in zip(counts.sizes_of(network.depth, len(homes), given), homes, strict=True):
@@ -152,7 +153,8 @@ def _stage(
     kind: Kind,
 ) -> Stage:
     """Return the times of a stage or rank. small: result of `of_layer`. added: bytes of a gradient that each micro-batch adds to the
-    running sums; 0 if there is one micro-batch. staged: the plan has pipeline stages."""
+    running sums; 0 if there is one micro-batch. staged: the plan has pipeline stages. recompute, every: Plan.recompute and
+    Plan.recompute_every. kind: kind of the stage or rank."""
     layers, repeated, first, last = kind
     held = _held(network, small.only(counts.DIVIDES), layers, first, last)
     ahead = sum(repeats(network.layers + depth, every) for depth in range(network.ahead)) if last else 0
@@ -255,7 +257,7 @@ def timeline(network: Network, plan: Plan, cluster: Cluster, *, microbatches: in
 
 
 def priced(network: Network, plan: Plan, cluster: Cluster, *, microbatches: int | None = None) -> tuple[Schedule, Cost, float]:
-    """Return (the plan's schedule, its actions' costs in seconds, seconds of a message between stages)."""
+    """Return (the plan's schedule, its actions' costs in seconds, seconds of a message between stages). microbatches: as in `timeline`."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
     sizes = counts.sizes_of(network.depth, made.num_stages, plan.stage_layers)

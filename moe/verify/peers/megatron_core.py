@@ -99,7 +99,8 @@ class Norm(nn.RMSNorm):
 
 
 def _model(model: str, heads: int, degrees: dict[str, int], sequence: bool, dispatcher: str) -> Any:
-    """Return this rank's part of the model, with initial values."""
+    """Return this rank's part of the model, with initial values. heads: number of key-value heads. degrees: axis -> number of ranks; {}:
+    one process. sequence: with sequence parallelism. dispatcher: one of DISPATCHERS."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

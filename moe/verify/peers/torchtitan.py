@@ -72,7 +72,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 def _layers(model: str, heads: int) -> tuple[Any, Any, Any]:
-    """Return torchtitan's module of the family, the class of its configuration and the configurations of two layers."""
+    """Return torchtitan's module of the family, the class of its configuration and the configurations of two layers. heads: number of
+    key-value heads."""
     from torchtitan.models import deepseek_v3, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 

@@ -35,10 +35,11 @@ def batch(step: int, *, padded: bool = False, packed: bool = False, length: int 
 
 
 def ids(tokens: Tensor) -> Tensor:
-    """Return the input ids of a batch from `batch`: stored values -101 - id and -101 - id - BEGIN become id, and PADDING becomes 0."""
+    """Return the input ids of `tokens`, which `batch` returned: stored values -101 - id and -101 - id - BEGIN become id, and PADDING
+    becomes 0."""
     return tokens.clone().apply_(lambda token: 0 if token == PADDING else token if token >= 0 else (-101 - token) % BEGIN)
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """Return the target ids of a batch from `batch`: negative numbers, which mark tokens that are not targets, become PADDING."""
+    """Return the target ids of `tokens`, which `batch` returned. Negative numbers mark tokens that are not targets; they become PADDING."""
     return tokens.clone().apply_(lambda token: token if token >= 0 else PADDING)

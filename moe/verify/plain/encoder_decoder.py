@@ -85,8 +85,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
 
 
 def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return (document numbers of the tokens that the encoder reads, of the tokens that the decoder reads), each as
-    [sequence][position]."""
+    """Return (document numbers of the tokens that the encoder reads, of the tokens that the decoder reads), each as [sequence][position].
+    rows: token ids of each sequence, the encoder's part first."""
     model, first_sentinel = run.model, run.vocab_size - run.model.spans.num_spans
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
@@ -107,7 +107,7 @@ def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list
 
 
 def same_document(queries: list[list[int]], keys: list[list[int]]) -> Tensor:
-    """Return bool [B, L, S]: whether query and key belong to the same document."""
+    """Return bool [B, L, S]: whether query and key belong to the same document. queries, keys: document numbers, as from `documents_of`."""
     return torch.tensor([[[a == b for b in k] for a in q] for q, k in zip(queries, keys, strict=True)])
 
 
@@ -123,8 +123,9 @@ def attention(
     cast: Rounding,
     same: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. bias [32, H]: added to the
-    scores of each of the 32 `buckets`. same: bool [B, L, S], whether a query may attend to a key; None: to all keys."""
+    """Attention output [T, D] with queries from x [T, D] and keys from source [T', D] of the same sequence. sequences: number of sequences.
+    bias [32, H]: added to the scores of each of the 32 `buckets`; None: no bias. causal: keys after the query are masked. same: bool [B, L,
+    S], whether a query may attend to a key; None: to all keys."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // model.num_heads

@@ -26,6 +26,7 @@ class Watched(dict[str, Tensor]):
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}
 
     def note(self, name: str, x: Tensor, y: Tensor) -> None:
+        """Keep the inputs x and outputs y of the matrix `name`, if y gets a gradient."""
         if y.requires_grad:
             y.retain_grad()
             self.rows[name] = x.detach(), y

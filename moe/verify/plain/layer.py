@@ -46,6 +46,7 @@ class Layer:
     load: Tensor
 
     def auxiliary(self, spec: RouterSpec) -> Tensor:
+        """Sum of the layer's losses, each multiplied by its weight in the recipe."""
         weighted = spec.balance_weight * self.balance + spec.importance_weight * self.importance
         return weighted + spec.load_weight * self.load + spec.z_weight * self.z
 
@@ -150,8 +151,11 @@ def network(
     multiply: Multiply = torch.matmul,
 ) -> Tensor:
     """Return relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2, with the matrices below `path`. Biases b1 and
-    b3, if there are any, are added to x w1 and x w3. scale: multiplies hidden units (dropout). swiglu: settings of gpt-oss's variant
-    (h sigmoid(alpha h) (g + offset)) w2. There, h is x w1, at most `limit`, and g is x w3, clamped to [-limit, limit].
+    b3, if there are any, are added to x w1 and x w3; an expert's bias after w2 is added by the caller.
+
+    ffn: the activation, as model.ffn. cast: rounds to the compute dtype. scale: multiplies hidden units (dropout). multiply: computes the
+    matrix products. swiglu: settings of gpt-oss's variant (h sigmoid(alpha h) (g + offset)) w2, where h = min(x w1, limit) and g = x w3,
+    clamped to [-limit, limit].
     """
     ending = "" if "experts" in path.split(".") else ".weight"
 
@@ -207,7 +211,8 @@ def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tens
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:
-    """Mean of loss(indices of a group's tokens) over groups, weighted by their numbers of tokens without padding."""
+    """Mean of loss(indices of a group's tokens) over groups, weighted by their numbers of tokens without padding. valid: for each token,
+    False for padding."""
     there = [[t for t in group if valid[t]] for group in groups]
     parts = [len(rows) * loss(rows) for rows in there if rows]
     return torch.stack(parts).sum() / sum(map(len, there)) if parts else torch.zeros(())

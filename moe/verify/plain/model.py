@@ -116,7 +116,7 @@ def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
     """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) joins the hidden state of position i with the embedding of token
-    i+1+k, and predicts token i+2+k."""
+    i+1+k, and predicts token i+2+k. x: output of the last block. table: matrix of the head."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):

@@ -1,4 +1,8 @@
-"""Computes the routing of the plain twin (the second implementation, twin.py): scores, chosen experts, slots and gates, as plain loops."""
+"""Computes the routing of the plain twin (the second implementation, twin.py): scores, chosen experts, slots and gates, as plain loops.
+
+Arguments of several functions: name: the MoE layer, such as layers.3. spec: the recipe's section `router`. scores, logits: [T, E]. liked:
+scores or logits [T, E] by which experts are chosen, with noise and selection bias.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ class PlainStep:
 
     @torch.no_grad()
     def step(self, parameters: Weights, gradients: Weights, moments: Moments) -> None:
-        """Clip the gradients to the recipe's norm and update the parameters in place. moments: of the same step's rows, for K-FAC."""
+        """Clip the gradients to the recipe's norm and update the parameters in place. moments: for K-FAC, result of Watched.moments in the
+        same step."""
         s = self.settings
         self.steps += 1
         self.kfac.begin_update(moments)

@@ -107,7 +107,7 @@ def _of_experts(run: Run, block: str, names: set[str]) -> Iterator[Law]:
 
 @dataclass
 class Checked:
-    """What was checked in a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
+    """Result of checking a layout. broken: a line for each broken law. laws: number of laws of flows. largest: largest difference of two
     flows, divided by its bound. without: parameters that no law of flows covers; only their copies and sums are checked."""
 
     broken: list[str]
@@ -117,8 +117,8 @@ class Checked:
 
 
 def check(run: Run, seen: list[dict[str, Any]]) -> Checked:
-    """Check what the ranks recorded against the laws at the top of this file. Return the broken laws, and how many were checked. seen: for
-    each rank, the fields of its Seen (moe/verify/types/watch.py)."""
+    """Check the ranks' records against the laws at the top of this file. seen: for each rank, the fields of its Seen
+    (moe/verify/types/watch.py)."""
     broken = [*_copies([rank["copies"] for rank in seen]), *_sums([rank["sums"] for rank in seen], run.mesh_degrees())]
     for texts in zip(*(rank["said"] for rank in seen), strict=True):
         if len({*texts}) > 1:
@@ -173,6 +173,7 @@ class _Flows:
 
 
 def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
+    """Yield a line for each tensor with unequal copies, and for each tensor with equal shards. of_ranks: for each rank, Seen.copies."""
     held: dict[tuple[int, str], dict[str, dict[int, int]]] = {}  # (step, tensor) -> region -> rank -> hash
     constant = set[tuple[int, str]]()
     for rank, copies in enumerate(of_ranks):
@@ -189,6 +190,7 @@ def _copies(of_ranks: list[list[list[Any]]]) -> Iterator[str]:
 
 
 def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
+    """Yield a line for each sum over ranks that has the same term on all ranks. of_ranks: for each rank, Seen.sums."""
     calls: dict[str, dict[int, list[list[Any]]]] = {}  # ranks of a group -> rank -> its calls in order
     for rank, sums in enumerate(of_ranks):
         for ranks, *what in sums:

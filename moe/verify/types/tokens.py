@@ -47,6 +47,8 @@ def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zer
 
 
 def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int | None) -> Iterator[str]:
+    """Yield a line for each broken law of slots in one pass of a router. tokens: position in the step -> token. length: tokens of a
+    sequence. slots: slots of an expert for a group of tokens; None: no limit."""
     method, each = method_of(spec), length * (1 if spec.group == "sequence" else int(spec.group))
     queues: dict[tuple[int, int], list[tuple[tuple[int, int], bool]]] = {}  # (group, expert) -> (place in the queue, whether it has a slot)
     for position, (valid, chosen, kept) in tokens.items():
@@ -68,6 +70,8 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
 
 
 def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> Iterator[str]:
+    """Yield a line for each broken law of gates. flags: for each pass, (position, whether each gate has a gradient) of each token.
+    computing: number of experts that are not zero experts, which have the first indices."""
     has: dict[int, list[bool]] = {}  # position -> whether each of its gates has a gradient on a rank
     for position, mine in (pair for each in flags for pair in each):
         has[position] = [a or b for a, b in zip(mine, has.get(position, mine), strict=True)]
@@ -82,6 +86,8 @@ def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> 
 def _balance(
     spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
 ) -> Iterator[str]:
+    """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, column sums, minimum and maximum over
+    tokens of the gradient of its probabilities). scale: loss scale. bound: as in `of_tokens`."""
     once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
     whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
     total = spec.balance_weight * experts * scale

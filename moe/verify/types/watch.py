@@ -44,7 +44,7 @@ _SUMS = ("allreduce", "all_reduce", "reduce_")  # beginnings of the names of tor
 
 @dataclass
 class Seen:
-    """What one rank has seen. All values are numbers, texts, lists and dicts, so that processes can exchange them.
+    """Record of one rank. All values are numbers, texts, lists and dicts, so that processes can exchange them.
 
     sums: for each sum over ranks, in order: [ranks of the group, name and place of the call, hash of the input, whether the input is finite
         and has fractions]. Sums of integers are counts, which may be equal on all ranks
@@ -105,6 +105,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
+        """Return a context in which sums over ranks are not recorded."""
         self.noting = False
         yield
         self.noting = True
@@ -140,7 +141,7 @@ class Watch(TorchDispatchMode):
 
     def _routed(self, key: str, router: Router, args: Any, kwargs: Any, out: Routing) -> Routing:
         """Note the choices of a pass. Return the routing with a view of the probabilities. Only the balance loss reads this view, so a hook
-        on it gets only this loss's gradient."""
+        on it gets only this loss's gradient. This is a forward hook of the router `key`."""
         context, step = kwargs["context"], len(self.seen.flows) - 1
         valid_T = torch.ones(len(out.expert_TK), dtype=torch.bool) if out.valid_T is None else out.valid_T
         of_tokens = [context.position_T, valid_T, out.expert_TK, out.kept_TK]
@@ -192,6 +193,7 @@ class Watch(TorchDispatchMode):
         return lambda module, args, out: self._listen(key, pick(out))
 
     def _listen(self, key: str, tensor: Tensor) -> None:
+        """Record the flow of a tensor when its gradient arrives. key: name of the flow."""
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return
         with self._lock:
@@ -219,6 +221,7 @@ class Watch(TorchDispatchMode):
                     self._owned(name, gradient)
 
     def _owned(self, name: str, gradient: Tensor) -> None:
+        """Record the flow of this rank's part of a parameter and, for the head, sums of the gradient's columns."""
         layout = self.engine.layouts[name]
         both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):
@@ -248,7 +251,8 @@ class Watch(TorchDispatchMode):
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
         """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and weights or moments that a
-        skipped step changed. before: weights and moments before the step."""
+        skipped step changed. before: weights and moments before the step. finite: whether the gradients are finite; if not, the step is
+        skipped."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])
@@ -267,7 +271,8 @@ class Watch(TorchDispatchMode):
                 self.seen.moments.append([name, *((a * b).sum().item() for a, b in ((m, g), (m, m), (g, g)))])
 
     def _of_each(self, kind: str, scale: float) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for each trained parameter. Collective."""
+        """Yield (name, tensor) for each trained parameter. Collective. kind: gradient, or a state of the engine, such as weight or exp_avg.
+        Each tensor is divided by `scale`."""
         for name in self.engine.layouts:
             if not self.engine.module.get_parameter(name).requires_grad:
                 continue
@@ -276,6 +281,7 @@ class Watch(TorchDispatchMode):
                 yield name, held[kind] / scale if scale != 1 else held[kind]
 
     def _copy(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Record the hash of this rank's copy of a gradient, weight or state (`kind`)."""
         layout = self.engine.layouts[name]
         region = str([(part.start, part.stop) for part in layout.region(self.mesh)])
         constant = tensor.numel() < 2 or bool((tensor == tensor.flatten()[0]).all()) or not bool(tensor.isfinite().all())
@@ -283,6 +289,7 @@ class Watch(TorchDispatchMode):
 
 
 def _flow(value: Tensor, gradient: Tensor) -> list[float]:
+    """Return [flow, sum of (x g)^2, sum of g^2] of a tensor x with gradient g."""
     product = value.double() * gradient.double()
     return [product.sum().item(), product.square().sum().item(), gradient.double().square().sum().item()]
 

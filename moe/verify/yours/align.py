@@ -93,7 +93,8 @@ def _calls(calls: list[Piece], kind: str, whole: list[Piece]) -> list[Piece]:
 
 
 def samples(one: Piece, here: Piece, rank: int) -> Samples:
-    """Find the part of the single process's first input that equals the rank's first input."""
+    """Find the part of the single process's first input `one` that equals the rank's first input `here`. If there is none, the result is a
+    guess from the number `rank`."""
     if (one.sampled or here.sampled) and one.rows and one.shape[1:] == here.shape[1:] and (known := _by_hash(one.rows, here.rows)):
         length = one.shape[1] if len(one.shape) > 1 else 1
         return Samples(torch.tensor(known), torch.arange(length), len(one.rows), length)
@@ -139,7 +140,7 @@ def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
 
 def _columns(length: int, width: int) -> Iterator[Tensor]:
     """Yield possible sets of token positions that a rank holds: all, a contiguous chunk, every n-th, or two chunks as in zigzag ring
-    attention."""
+    attention. length: positions of a sequence. width: number of positions that the rank holds."""
     if width == length:
         yield torch.arange(length)
     elif width and length % width == 0:
@@ -264,8 +265,9 @@ def shifted(name: str, shifts: dict[str, int]) -> str:
 
 
 def _full_width(whole: Piece, own: list[Piece | None], readers: list[list[int]]) -> list[Piece | None]:
-    """Return the pieces, one for each rank. readers: groups of ranks with the same samples. Tensor parallelism may have spread chunks of
-    the last dim over such a group. Then its first rank gets the joined tensor, and the others get None."""
+    """Return the pieces `own`, one for each rank, with full rows. whole: the single process's tensor. readers: groups of ranks with the
+    same samples. If tensor parallelism has spread chunks of the last dim over such a group, its first rank gets the joined tensor, and the
+    others get None."""
     full = list(own)
     for ranks in readers:
         held = [piece for rank in ranks if (piece := own[rank]) is not None and piece.whole == piece.shape and piece.shape]

@@ -1,4 +1,8 @@
-"""Explains a deviation: the factor by which a value is wrong, if one factor explains it, and the likely cause in words."""
+"""Explains a deviation: the factor by which a value is wrong, if one factor explains it, and the likely cause in words.
+
+Arguments of several functions: of: the comparison. key: key of the value. bound: its largest allowed deviation. bad: the ranks' elements
+that deviate. factor: f, if each rank in `bad` has f times the single process's values; else None.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ class Choices(TorchFunctionMode):
         self.inside.pop()
 
     def check_recomputed(self, module: str) -> None:
-        """Raise BadInput if a router runs a second time in the backward pass (activation checkpointing), in which nothing is replayed."""
+        """Raise BadInput if `module`, which runs again in the backward pass (activation checkpointing), is a router: recorded choices are
+        replayed only in the forward pass."""
         if any(_module_of(key) == module for key in self.given or self.kept):
             got, fix = f"{module} inside activation checkpointing", "record without activation checkpointing, or without pin"
             raise BadInput("pin", got=got, needed="routers that run once", fix=fix)
@@ -99,7 +100,8 @@ class Choices(TorchFunctionMode):
 
     def _replayed(self, scores: Tensor, own: Tensor, best: Tensor) -> Tensor:
         """Return the choices to use in place of `own`: those that one process recorded for the rank's tokens. On that one process, record
-        `own` and return it. A call whose scores do not have one row for each of the rank's tokens is not a router's, and gets `own`."""
+        `own` and return it. A call whose scores do not have one row for each of the rank's tokens is not a router's, and gets `own`. own:
+        what topk or argmax chose here. best: the scores of these choices."""
         if self.tokens is None:
             fix = "record without pin"
             raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)

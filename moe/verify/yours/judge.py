@@ -31,13 +31,17 @@ from moe.verify.yours.values import MASTER, Deviation, Key, Piece, Recorded, Rec
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-LOOSE = 0.25  # largest bound of a relative deviation: a larger one could hide that one of four terms is missing from a sum
+# largest bound of a relative deviation, which is twice the effect of rounding. A larger one could hide that one of four terms is missing
+# from a sum
+LOOSE = 0.25
 TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
 
 
 @dataclass
 class Comparison:
-    """Comparison of two recordings. refused: key of a value that is not compared -> reason."""
+    """Comparison of two recordings of a step. one: record of the single process. ranks: records of the ranks. rounded: records of the
+    single process with its sums in other orders. refused: key of a value that is not compared -> reason. found: for each compared value,
+    its deviation and the ranks' elements."""
 
     one: Recorded
     ranks: list[Recorded]
@@ -45,7 +49,7 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    # (parameter, rank) -> [(a possible alignment with the single process's parameter, deviation with it)]
+    # (parameter, rank) -> result of `tried`
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
     rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
@@ -106,6 +110,7 @@ class Comparison:
         return self.one.pieces[key]
 
     def _noise(self, key: Key) -> float:
+        """Return the largest deviation of this value that other orders of sums cause in the single process."""
         most = 0.0
         for other in self.rounded:
             for a, b in zip(self._whole(key), other.pieces.get(key, []), strict=False):
@@ -273,12 +278,13 @@ class Comparison:
         return ""
 
     def _refuse(self, key: Key, reason: str) -> list[Seen] | None:
+        """Store the reason why a value is not compared. Returns None, so that callers can return the result."""
         self.refused[key] = reason
         return None
 
     def best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
         """Return the rank's elements by the alignment with the least deviation. If none is within the bound, an alignment by the rank's
-        samples is preferred."""
+        samples is preferred. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:
@@ -288,7 +294,7 @@ class Comparison:
 
     def _numbers(self, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
         """Compare values that have the same shape on the ranks and in the single process, such as losses: their mean or sum over ranks if
-        one of these is equal, otherwise each rank's value."""
+        one of these is equal, otherwise each rank's value. whole, own: the single process's value, and each rank's."""
         values = {rank: piece.values.double().squeeze() for rank, piece in enumerate(own) if piece is not None}
         if not values:
             return self._refuse(key, "no rank has such a value")
@@ -299,6 +305,8 @@ class Comparison:
         return [Seen(rank, one, value, None, self.deviation(key.kind, one, value)) for rank, value in values.items()]
 
     def _parameter(self, key: Key, own: list[Piece | None]) -> list[Seen] | None:
+        """Return the elements of a weight or gradient that each rank has, by the part of the parameter that it holds; None if they cannot
+        be aligned. own: each rank's value."""
         weight = key._replace(kind="weight")
         holders = [rank for rank, r in enumerate(self.ranks) if weight in r.pieces and r.pieces[weight][0].values.numel()]
         if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):
@@ -361,7 +369,8 @@ class Comparison:
         return min(of_usual, key=lambda pair: pair[1])[0] if of_usual else best
 
     def tried(self, name: str, rank: int) -> list[tuple[Part, float]]:
-        """Return the possible alignments of the rank's parameter, each with its deviation."""
+        """Return the parts of the single process's parameter `name` that the rank's parameter may be, by its shape. Each comes with the
+        deviation of the rank's values from that part."""
         if (name, rank) not in self.layouts:
             piece, whole = (of.pieces[Key("weight", name)][0] for of in (self.ranks[rank], self.one))
             both = ((part, common(whole, piece, part.maps)) for part in parts(whole.shape, piece.whole, None))
@@ -382,4 +391,5 @@ class Comparison:
 
 
 def _of_update(key: Key) -> tuple[Key, Key, Key]:
+    """Return the keys (weight after the step, weight before it, gradient) of one parameter."""
     return key, key._replace(kind="weight"), key._replace(kind="gradient")

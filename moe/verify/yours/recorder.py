@@ -166,7 +166,7 @@ class Step:
             self._masters("weight after")
 
     def _masters(self, kind: str) -> None:
-        """Record the master weights of DeepSpeed's ZeRO 1 and 2."""
+        """Record the master weights of DeepSpeed's ZeRO 1 and 2. kind: weight (before the step) or weight after."""
         for name, parameter in self._parameters():
             if hasattr(parameter, "_hp_mapping") and (master := _of_engine(parameter, "safe_get_full_fp32_param", None)) is not None:
                 self._keep(Key(kind, name, MASTER), master)
@@ -188,6 +188,7 @@ class Step:
             self._keep(Key("local gradient", name), parameter.grad)
 
     def _clipped(self, norm: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Record the gradients and their norm. This replaces torch's function `norm`, and returns its result."""
         self.gradients()
         value = norm(*args, **kwargs)
         self._keep(Key("norm", "total"), value.full_tensor() if hasattr(value, "full_tensor") else value)
@@ -224,6 +225,7 @@ class Step:
         self.record.pieces.setdefault(key, []).append(self._piece(key, tensor))
 
     def _piece(self, key: Key, tensor: Tensor) -> Piece:
+        """Return a copy or a sample of the tensor. For the first input, also hashes of its samples."""
         began = time.perf_counter()
         first = next((k for k in self.record.pieces if k.kind == "input"), key)
         piece = Piece.of(tensor, key.name, self.most, hashed=key == first and key.kind == "input")
@@ -243,6 +245,7 @@ class _State:
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
     def restore(self) -> None:
+        """Set everything back to the copy."""
         with torch.no_grad():
             for tensor, value in self.tensors:
                 tensor.copy_(value)

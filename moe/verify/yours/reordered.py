@@ -37,6 +37,7 @@ class Reordered(TorchDispatchMode):
         return out if writes or not _SUMS.search(name) else tree_map(self._rounded, out)
 
     def _product(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], first: int) -> Tensor:
+        """Compute a matrix product as a sum of partial sums. first: position of the product's first factor in `args`."""
         a, b = args[first : first + 2]
         order = torch.randperm(a.shape[-1], generator=self.draws).to(a.device)
         parts = [(a.index_select(-1, at), b.index_select(-2, at)) for at in order.chunk(self.parts)]
@@ -46,6 +47,7 @@ class Reordered(TorchDispatchMode):
         return out
 
     def _rounded(self, value: Any) -> Any:
+        """Return a floating-point tensor with each element changed at random by up to one unit roundoff; other values unchanged."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
             return value
         unit = torch.finfo(value.dtype).eps / 2

@@ -1,4 +1,8 @@
-"""Aligns tensors that each rank orders or numbers in its own way: rows of experts' inputs, and indices of chosen experts."""
+"""Aligns tensors that each rank orders or numbers in its own way: rows of experts' inputs, and indices of chosen experts.
+
+Arguments of several functions: of: the comparison. key: key of the value. own: each rank's value. bound: largest deviation with which
+values count as aligned.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 
 def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align rows that are spread over the ranks in any order, such as an expert's inputs. None if they cannot be aligned."""
+    """Align rows that are spread over the ranks in any order, such as an expert's inputs. None if they cannot be aligned. whole: the single
+    process's tensor."""
     one, here = stacked([whole], [1.0]), stacked(own, of.scales if key.kind == "output gradient" else [], whole, of.readers)
     order = None if one is None or here is None else _order(of, key.name, bound)
     if one is None or here is None or order is None or len(order) != len(one) or int(order.max()) >= len(here):

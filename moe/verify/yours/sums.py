@@ -1,4 +1,8 @@
-"""Aligns values of which the ranks hold terms of a sum."""
+"""Aligns values of which the ranks hold terms of a sum.
+
+Arguments of several functions: of: the comparison. key: key of the value. own: each rank's value. bound: largest deviation with which
+values count as aligned.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks.
-    Return None if these sums deviate."""
+    """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks. Return
+    None if these sums deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
         apart = len(groups) > 1 and len(together) == 1  # such a sum is over all samples, so it must not align with a part of them
@@ -53,6 +57,8 @@ def of_calls(of: Comparison, key: Key, bound: float) -> list[Seen] | None:
 
 
 def _sum(of: Comparison, key: Key, held: list[tuple[int, Piece]], bound: float) -> Seen | None:
+    """Return the sum of the values in `held`, aligned with the single process's value; None if they cannot be added. held: (rank,
+    value)."""
     if len(held) < 2 or any(p.values.shape != held[0][1].values.shape or p.dtype == "bool" for _, p in held):
         return None
     total = torch.stack([p.values.double() for _, p in held]).sum(0)
