@@ -236,8 +236,8 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Return the gradients of w1, w2 and w3 (if any). Zero-bubble schedules call this after the backward pass. The rows are gathered again,
-    so they need no memory until then."""
+    """Return the gradients of w1 and w2, and of w3 unless it is None. Zero-bubble schedules call this after the backward pass. The rows of
+    x and grad_out are gathered again, so they need no memory until then. `deferred`: the other factors of each block."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -266,6 +266,7 @@ def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor
 
 
 def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
+    """Multiply each row by its gate. The memory of `rows_QD` may be overwritten."""
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
     high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: fp32 rows would need 3 times the memory traffic
@@ -274,8 +275,8 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16;
-    the sums are rounded to 16 bits."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16, and
+    the sum of each group is rounded to 16 bits."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

@@ -5,9 +5,9 @@
                         stores                     tile 0               tile 132
 
 Each multiprocessor computes one tile after another in one flattened loop, so the next tile's first blocks are loaded while a tile is
-stored. Its blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other operations use the kernels of
-`triton`, and so do these two products for fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). The variant
-has not been timed on a GPU yet, so `auto` does not take it.
+stored. Blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other operations use the kernels of `triton`,
+and so do these two products for fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). The variant has not
+been timed on a GPU yet, so `auto` does not take it.
 """
 
 from __future__ import annotations
