@@ -118,9 +118,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. The kernel also chooses the experts, unless a record or an earlier pass gives them, or other code must
-        assign slots. With a capacity, this is so if router.drop is not position, or if ranks share groups and router.queue is not
-        choices_first. Collective if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if the kernel cannot assign the slots: with
+        a capacity, if router.drop is not position, or if ranks share groups and router.queue is not choices_first. A recomputation reuses
+        the experts of the first pass. Collective if ranks share groups of tokens (`shards`)."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()

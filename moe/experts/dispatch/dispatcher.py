@@ -97,6 +97,7 @@ class Exchange(ABC):
 
     @classmethod
     def over(cls, axes: tuple[str, ...], mesh: Mesh, sizes: Sizes, **own: Any) -> Self:
+        """Return the exchange over the named axes of the mesh. `own`: values of a subclass's own fields."""
         return cls(tuple(map(mesh.axis, axes)), mesh.axis("etp"), sizes.kernels, **own)
 
     def layer(self, label: str, placement: Placement | None = None) -> Self:
@@ -126,7 +127,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
+        """Return the sum of gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets
+        zeros."""
 
 
 class Local(Exchange):

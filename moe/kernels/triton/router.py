@@ -57,7 +57,7 @@ class Given(NamedTuple):
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`
     int64: experts that were chosen before; None: the kernel chooses. `load_TK` int64: experts that the balance loss counts; None: the
     chosen ones. `exchange`: given if other ranks have tokens of these groups; it returns a Together for this rank's choices, int64 [T, K],
-    and the counts of each block, fp32 [G, B, E]. The losses are then this rank's summands (moe/router/losses.py).
+    and the counts of each block, fp32 [G, B, E]. The losses are then this rank's part (moe/router/losses.py).
     """
 
     num_groups: int
