@@ -54,10 +54,10 @@ def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, w
 
 
 class Experts(nn.Module):
-    """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, the modules
-    `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units; None:
-    all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`:
-    bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
+    """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
+    in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
+    None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
+    `swiglu`: bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
 
     The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
     its layout).

@@ -40,8 +40,8 @@ class FirstValues:
 
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
-    """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape.
-    None: a gain, which starts at 1. 0: a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0."""
+    """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape. Return None for a gain, which
+    starts at 1, and 0 for a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0."""
     if name.endswith(("norm.weight", ".expert_scale")):
         return None
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):

@@ -32,7 +32,9 @@ class Hash(Method):
             return request.table_VK[tokens_T.long()]
         if request.spec.hash_table is not None:
             name, fix = request.spec.hash_table, "make the model by moe.parallelize.build, which reads the table"
-            raise BadInput("router.hash_table", got=f"a router without the table of {name}", needed="a router with this table", fix=fix)
+            raise BadInput(
+                "router.hash_table", got=f"a router without the table of {name}", needed=f"one with the table of {name}", fix=fix
+            )
         return hashed(tokens_T, request.spec.num_choices, num_experts=request.num_experts, name=request.name, kernels=request.kernels)
 
 
