@@ -73,7 +73,7 @@ class ChatTemplate:
         found = self._sandbox.ask(messages=[dict(message) for message in messages], **variables)
         if "error" in found:
             fix = "give messages that the template takes, or another data.chat_template"
-            raise BadInput("chat template", got=found["error"], needed="a text", fix=fix)
+            raise BadInput("chat template", got=found["error"], needed="a template that turns the messages into text", fix=fix)
         return found["text"], [(start, end) for start, end in found["spans"]]
 
     @cached_property

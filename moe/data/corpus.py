@@ -317,7 +317,8 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """Fingerprint of files, taken without reading them. identity: hash of all names, sizes and times."""
+    """Fingerprint of files, taken without reading them. size_bytes: of all files together. changed_ns: time of the latest change of any
+    file, in nanoseconds. identity: hash of all names, sizes and times."""
 
     size_bytes: int
     changed_ns: int

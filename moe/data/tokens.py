@@ -100,9 +100,9 @@ def _open_or_build(
 
 
 def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
-    """Return what `opened` reads at `named` in the cache. If it is missing or damaged, one process makes it with `build`, and others wait.
-    opened(whether this process holds the lock): raises FileNotFoundError or Damaged. build(whether the lock was possible): may get False,
-    because some file systems have no locks."""
+    """Return what `opened` reads at the path `named` in the cache. If it is missing or damaged, one process makes it with `build`, and
+    others wait. opened(locked): returns it, or raises FileNotFoundError or Damaged; `locked`: whether this process holds the lock.
+    build(locked): makes and returns it; `locked` is False on a file system without locks."""
     with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return opened(False)
@@ -213,7 +213,8 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`. tokenizer None: the recipe's."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename the temporary folder to `folder`. tokenizer None: the
+    recipe's."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
