@@ -93,7 +93,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
                 "--load",
                 got=f"{got} for layer {layer} in {source}",
                 needed=f"{counted(count, 'load')}, one for each expert",
-                fix="--load RUN of a run of this model",
+                fix="--load RUN, where RUN is the folder of a run of this model",
             )
     return found
 
@@ -129,6 +129,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
 
 
 def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Layout], counters: Counters) -> None:
+    """Give the engine's optimizer the converted moments of the source, and its number of updates."""
     states = {name: engine.state(name) for name in layouts}
     for kind in MOMENTS:
         values = conversion.moments(kind)
@@ -237,6 +238,7 @@ def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
 
 
 def _layer(conversion: Conversion, layer: int) -> str:
+    """Return the report's text about a layer that grows or shrinks."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     old, new = experts_of(before, layer), experts_of(run, layer)
     if new > old:

@@ -56,7 +56,8 @@ ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors i
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
-CARD, OLD_CARD = "README.md", "README.base.md"  # file of a model's card; of the imported card, if the exported model was trained further
+# file with a model's card; file to which the imported model's card is renamed if the exported model was trained further
+CARD, OLD_CARD = "README.md", "README.base.md"
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 

@@ -120,6 +120,7 @@ REQUIRED = object()
 
 
 def _key(theirs: str, ours: str, absent: Any = REQUIRED, values: Mapping[Any, Any] | None = None) -> Key:
+    """Return a Key. `theirs`: its names in config.json, separated by "|"."""
     return Key(tuple(theirs.split("|")), ours, absent, values)
 
 
@@ -180,7 +181,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
+    """One family of models. `architecture`: class in transformers. `keys`: keys of config.json with one counterpart in a recipe. `always`:
+    recipe values that all models of the family have. `experts`: a key of EXPERTS; None: dense. `rows`: tensors outside of MoE layers.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
     mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. Without

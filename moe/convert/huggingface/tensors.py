@@ -161,7 +161,7 @@ class Source:
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
             fix = "set tie_word_embeddings to false in config.json"
-            raise BadInput("tensor lm_head.weight", got=got, needed="the same matrix", fix=fix)
+            raise BadInput("tensor lm_head.weight", got=got, needed="the embedding's values, because the two are tied", fix=fix)
 
     def dtypes(self) -> dict[str, Any]:
         """Return {"most": dtype of most parameters, "others": name -> dtype of the other parameters}. Call `check` first."""
