@@ -131,7 +131,8 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
-    """Copy `fields` into `into`, key by key: a section's values in the file `source` replace its parent's. prefix: the section's name."""
+    """Copy `fields`, a section's values in the file `source`, into `into`, the parent recipe's values, key by key. prefix: name of the
+    section."""
     for key, value in fields.items():
         dotted = f"{prefix}.{key}"
         if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
@@ -282,6 +283,7 @@ def _first_leaf(value: Any) -> tuple[str, Any]:
 
 
 def _of_each(field: Any) -> type[Section] | None:
+    """Return the class of the sections that a key holds as a list (data.sources); None for any other key."""
     held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
 
