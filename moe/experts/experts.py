@@ -108,7 +108,8 @@ class Experts(nn.Module):
             self.adapt(self.rank, self.scale)
 
     def adapt(self, rank: int, scale: float) -> None:
-        """Add LoRA adapters: for each matrix [E, in, out] two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out]."""
+        """Add LoRA adapters: for each matrix [E, in, out], such as w1, two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out].
+        `scale`: factor of their product."""
         self.rank, self.scale = rank, scale
         for name in MATRICES:
             weight = getattr(self, name)

@@ -148,7 +148,8 @@ def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
     """Return (results [N, D], tensors for the backward pass). With `gate_R`, a source row's result is the sum over its routed rows of gate
-    times output. Without it, each source row has one routed row."""
+    times output. Without it, each source row has one routed row. `mask_RF`: dropout's factors of the hidden units. `keep`: False if no
+    backward pass follows; its tensors are then empty."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)

@@ -58,7 +58,8 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
 
 
 def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
-    """Set every weight to its initial value, and every buffer to 0. Weights on the meta device are made on `device`."""
+    """Set every weight to its initial value, which `first` computes, and every buffer to 0. Weights on the meta device are made on
+    `device`."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

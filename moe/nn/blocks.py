@@ -38,8 +38,8 @@ def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
-    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: row and column of the first value within the first block, for
-    a shard that begins inside a block."""
+    """Decode values [M, N] to bf16. factors: one for each block. size: rows and columns of a block. skip: row and column of the first value
+    within the first block, for a shard that begins inside a block."""
     rows, columns = values.shape
     factors, wide = factors.repeat_interleave(size[1], 1).narrow(1, skip[1], columns), values.to(torch.float32)
     before = min(rows, -skip[0] % size[0])  # rows of the first block, if it is not whole
@@ -65,7 +65,7 @@ class Blocks:
 
     @classmethod
     def empty(cls, form: Form, shape: tuple[int, ...], device: torch.device) -> Blocks:
-        """Allocate blocks for matrices of the shape (E, I, O)."""
+        """Allocate blocks of this format for matrices of the shape (E, I, O)."""
         count, size_in, size_out = shape
         if form == "mxfp4":
             groups = size_in // MXFP4_BLOCK

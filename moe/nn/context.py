@@ -77,7 +77,8 @@ class Context:
     ) -> Context:
         """Make the context of tokens [B, L]. Row i is sequence `first_sequence` + i of the step. `source`: number of the encoder's tokens.
         `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
-        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences."""
+        their sequences of `length` tokens; None: all L. The other arguments are fields of Context. Raise BadInput if a routing record has
+        other sequences."""
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
         length = length or columns
         assert positions is None or len(positions) == columns

@@ -55,7 +55,7 @@ def is_adapter(name: str) -> bool:
 
 
 def trained(names: Iterable[str]) -> set[str]:
-    """Return the adapters among these parameters, or all parameters if there is no adapter."""
+    """Return the names of the adapters among these parameters, or all names if there is no adapter."""
     names = set(names)
     return {name for name in names if is_adapter(name)} or names
 

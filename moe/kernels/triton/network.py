@@ -132,7 +132,8 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 def back(
     grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K], given the output's gradient. `form`: the activation."""
+    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K], given `grad`, the gradient of the output. `scale_RF`: dropout's
+    factors on A. `form`: the activation."""
     hidden, width = w2.shape[1:]
     t = tile(rows.tile_rows, h.dtype, h.device, products=1, epilogue=True)
     grad_h, grad_g, a_gated = torch.empty_like(h), None if g is None else torch.empty_like(h), torch.empty_like(h)
@@ -233,7 +234,8 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, given `grads` = (dH, dG). Without a gate, dG and the gradient of w3 are None."""
+    """Return the gradients of w1 and w3, in the dtype of `like` (w1), given `grads` = (dH, dG). Without a gate, dG and the gradient of w3
+    are None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 
@@ -243,7 +245,7 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return w1 and w3 with the result of `_cast`, but computed by one kernel."""
+    """Return (_cast(w1, like), _cast(w3, like)), computed by one kernel."""
     if w3 is None or w1.dtype == like.dtype:
         return _cast(w1, like), None if w3 is None else _cast(w3, like)
     w1, w3 = w1.contiguous(), w3.contiguous()
