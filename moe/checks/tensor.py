@@ -60,7 +60,7 @@ def _check_overlap(run: Run) -> None:
 
 
 def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, value, number of shards) for each size of the model that is sharded over the grid of tp ranks."""
+    """Yield (key, value, number of shards) for each size of the model that is sharded over the grid of tp ranks, `shape`."""
     m = run.model
     dense = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     return shape.cuts(width=m.d_model, heads=m.num_heads, groups=m.num_kv_heads or m.num_heads, hidden=dense)

@@ -69,8 +69,8 @@ def find(source: Path) -> Path:
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
-    A run's loads are means over the last RECENT training lines in its metrics up to `step`. Raises BadInput if a MoE layer is missing or
-    has another number of loads than experts."""
+    A run's loads are means over the last RECENT training lines in its metrics up to `step`. `before`: the source's recipe. Raises BadInput
+    if one of its MoE layers is missing or has another number of loads than experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}

@@ -162,7 +162,7 @@ class Conversion:
         return out
 
     def moments(self, kind: str) -> Values:
-        """Return the optimizer moments, exp_avg or exp_avg_sq, of all copied tensors. The moments of other tensors start at 0."""
+        """Return the optimizer moments `kind` (exp_avg or exp_avg_sq) of all copied tensors. The moments of other tensors start at 0."""
         out = {name: self.read(name, kind) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             if change(self.before, self.run, layer) is not None:

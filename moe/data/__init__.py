@@ -125,7 +125,7 @@ def open_data(
 
 
 def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[[str], object]) -> Dataset:
-    """Open samples from a user's program: `given`, or the result of the function that data.source names."""
+    """Open samples from a user's program: `given`, or the result of the function that data.source names. `log`: prints a line."""
     if is_plugin(data.source):
         make = load_plugin("data.source", data.source, arguments=1)
         try:
@@ -152,7 +152,8 @@ def _chats(
     cache: Path,
     log: Callable[[str], object],
 ) -> Dataset:
-    """Open a file of chats. `description`: of a trained model's tokenizer; None: the recipe's tokenizer."""
+    """Open a file of chats. `description`: of a trained model's tokenizer; None: the recipe's tokenizer. `cache`: folder for encoded chats.
+    `log`: prints a line."""
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
         needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"

@@ -48,8 +48,8 @@ class _Found(NamedTuple):
 
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
-    """Open the ids of `data.path` as token files. Raises BadInput for files that are missing, unreadable, damaged, of another kind, or with
-    ids outside the vocabulary."""
+    """Open the ids of `data.path` as token files. `cache`: folder in which the range of ids is stored. `log`: prints a line. Raises
+    BadInput for files that are missing, unreadable, damaged, of another kind, or with ids outside the vocabulary."""
     path = user_path(data.path or "", what="data.path")
     try:
         found = _find(path)

@@ -75,7 +75,8 @@ def open_or_build(
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
     cache. `given`: description of the tokenizer to use; None: the recipe's. If the cache has files that the recipe's own tokenizer encoded,
-    and this tokenizer equals `given`, these files are used."""
+    and this tokenizer equals `given`, these files are used. `verify`: hash large files too, although their times are unchanged. `log`:
+    prints a line."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -213,8 +214,8 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenize a corpus into a temporary folder next to `folder`, then rename the temporary folder to `folder`. tokenizer None: the
-    recipe's."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename the temporary folder to `folder`. corpus_hash: SHA-256 of the
+    corpus. tokenizer None: the recipe's. log: prints a line."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
@@ -242,7 +243,8 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
 
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write tokenizer.json and both token files. Return their entries for index.json."""
+    """Write tokenizer.json and both token files into the folder `temporary`. Return their entries for index.json. found: the survey of the
+    corpus. tokenizer None: the recipe's."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
@@ -310,7 +312,8 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. Files that another process has already built are kept; damaged ones are replaced."""
+    """Rename the finished folder `temporary` to `folder`. Files that another process has already built there are kept; damaged ones are
+    replaced."""
     for _ in range(3):
         with contextlib.suppress(OSError):  # fails if the folder exists; other errors recur in the last line, which raises them
             os.rename(temporary, folder)
@@ -330,7 +333,8 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _made_beside(folder: Path, suffix: str) -> Path:
-    """Make a new folder next to `folder`, with the default permissions, because users may share the cache."""
+    """Make a new folder next to `folder`, whose name ends with `suffix`. It has the default permissions, because users may share the
+    cache."""
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{suffix}")
     made.mkdir()
     return made

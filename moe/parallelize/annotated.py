@@ -80,7 +80,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """Apply RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
+    """Apply RMSNorm or LayerNorm (`kind`) with this gain. If channels are sharded, the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":

@@ -210,7 +210,8 @@ _GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few out
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases."""
+    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases. `num_dims`: of
+    the parameter; a stack of experts has three."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"

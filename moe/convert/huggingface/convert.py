@@ -115,8 +115,8 @@ def _replace(base: Path, part: Path) -> None:
 
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False, earlier: bool = False) -> list[str]:
     """Convert the transformers folder `source` to the run `out`. Return lines to print. Raises BadInput before the run's folder exists.
-    `without_mtp`: leave out layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has an earlier
-    conversion, which is replaced when the new one is complete."""
+    `overrides`: recipe keys that the user sets, with their values. `without_mtp`: leave out layers for multi-token prediction, which
+    transformers does not load either. `earlier`: `out` has an earlier conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinel tokens
@@ -218,7 +218,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 
 
 def _take_along(source: Path, into: Path) -> None:
-    """Copy files other than tensors from a model's folder, such as its tokenizer and its license."""
+    """Copy files other than tensors, such as a tokenizer and a license, from the model's folder `source` into the folder `into`."""
     into.mkdir(exist_ok=True)
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
@@ -356,7 +356,8 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert the transformers folder `source` (hf:PATH) to the run `to`, or the run `source` to the folder `to` (hf:PATH). Print a
-    report."""
+    report. adapters: write only a run's LoRA adapters. json: file for the report. The other arguments are those of `to_run` and
+    `from_run`."""
     if source.startswith(PREFIX):
         folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
         said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)
