@@ -94,7 +94,7 @@ def _check_grid(run: Run) -> None:
         if size % ways:
             got = f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}, which cuts {what}={size} into {ways}"
             fix = Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d")
-            raise BadInput("degrees.tp", got=got, needed="a grid that cuts it into equal parts", fix=fix)
+            raise BadInput("degrees.tp", got=got, needed="a grid that cuts this size into equal parts", fix=fix)
     if run.vocab_size < shape.units:
         needed = f"a grid with sides of at most the vocabulary's {run.vocab_size}"
         raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))

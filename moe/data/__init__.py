@@ -103,7 +103,7 @@ def open_data(
         if len({bool(one.index.get("pairs")) for one in each}) > 1:
             of_pairs = ", ".join(s.path for s, one in zip(data_config.sources, each, strict=True) if one.index.get("pairs"))
             one_kind = "either pairs or single chats: a loss reads only one of the two"
-            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="one run after the other")
+            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="train in two runs")
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.source == "chat":
         return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, log=log)

@@ -229,7 +229,9 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         index["corpus"] = {"sha256": corpus_hash, "label": corpus.label, "source": corpus.source, "files": len(corpus.names)}
         index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped, "remarks": found.remarks}
         if content_hash(corpus) != corpus_hash:
-            raise BadInput(corpus.label, got="files that changed while they were read", needed="unchanging files", fix="start again")
+            raise BadInput(
+                corpus.label, got="files that changed while they were read", needed="files that do not change", fix="start again"
+            )
         write_synced(temporary / "index.json", json.dumps(index, indent=1))
         sync(temporary)
         _publish(temporary, folder)

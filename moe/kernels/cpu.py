@@ -15,7 +15,7 @@ __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reord
 
 # T tokens, K choices, N = T * K, R rows, E experts, D model, P tokens gathered from ranks, G these tokens in the order of sequences
 
-_FEW_CHOICES = 32  # up to this number, `plan` runs in Python
+_FEW_CHOICES = 32  # up to this number of choices, `plan` runs in Python
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:

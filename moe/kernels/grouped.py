@@ -32,7 +32,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
 _HALF = (torch.bfloat16, torch.float16)
-_FEW_ROWS = 32  # experts with up to this number of rows together are padded into one batched product, cheaper than a second product
+_FEW_ROWS = 32  # up to this number of rows of all experts together, one product with more padding is cheaper than several products
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
 _Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # saved: gates, dropout factors, h (relu: relu(h)) and g of padded rows

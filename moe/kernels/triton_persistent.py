@@ -62,7 +62,7 @@ def persistent_product(
         sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps if a_too is None else 2 * steps):  # one loop for both products: `flatten` allows one inner loop
             rows, matrices, first = rows_first, matrices_first, step * BLOCK_K
-            if a_too is not None:  # noqa: SIM102  (decided at compile time; the next condition at run time)
+            if a_too is not None:  # noqa: SIM102  known at compile time; the next condition is not
                 if step >= steps:
                     rows, matrices, first = rows_too, matrices_too, (step - steps) * BLOCK_K
             a_MK = rows.load([begin, first])

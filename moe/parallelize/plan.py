@@ -37,7 +37,8 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; how they do)
+# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that
+# divides the tokens)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),

@@ -66,7 +66,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
     known = {*HARMLESS, *family.must, *(name for key in family.keys for name in key.theirs)}
     known |= {"partial_rotary_factor"} if family.turning is not None else set()
-    known |= {"head_dim", "num_key_value_heads"} if family.latent else set()  # transformers writes both and uses neither
+    known |= {"head_dim", "num_key_value_heads"} if family.latent else set()  # transformers writes both, but does not use them
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"

@@ -100,7 +100,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors of older files that are skipped, by the ends of their keys: the recipe implies them, another tensor equals them, or none uses them
+# ends of the keys of tensors in older files that are skipped: the recipe implies them, another tensor is equal, or no layer uses them
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 

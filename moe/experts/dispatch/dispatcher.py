@@ -68,7 +68,7 @@ class Dispatcher(ABC):
         """Return the number of chunks into which a rank's experts are cut."""
         return 1
 
-    def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  most refuse nothing
+    def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  not abstract: most dispatchers refuse nothing
         """Refuse settings that cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
 
     @abstractmethod

@@ -33,7 +33,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
-InOrder = Callable[..., Tensor] | None  # function that replaces `product` (below) for rows of 16 bits, with its arguments; None: no such
+InOrder = Callable[..., Tensor] | None  # function to call instead of `product` (below) for rows of 16 bits; None: call `product`
 
 
 @dataclass(frozen=True)
