@@ -356,8 +356,7 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert the transformers folder `source` (hf:PATH) to the run `to`, or the run `source` to the folder `to` (hf:PATH). Print a
-    report. adapters: write only a run's LoRA adapters. json: file for the report. The other arguments are those of `to_run` and
-    `from_run`."""
+    report. adapters: write only a run's LoRA adapters. json: file for the report. `to_run` and `from_run` explain the other arguments."""
     if source.startswith(PREFIX):
         folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
         said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)
