@@ -104,7 +104,7 @@ def _nanogpt(path: Path) -> Stream:
 
 
 def _megatron(ids: Path, index: Path) -> _Found:
-    """Open the ids and their index. Raises BadInput if they do not belong together."""
+    """Open Megatron's files of ids (.bin) and of their index (.idx). Raises BadInput if they do not belong together."""
     if not ids.is_file():
         raise BadInput(f"data file {index}", got=f"no {ids.name} next to it", needed="both files", fix=f"copy {ids.name} here, too")
     content = index.read_bytes()
