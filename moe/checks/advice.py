@@ -46,7 +46,8 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
     """Return the error `bad` of a recipe on `world` processes, with a tested fix. The fix is the first of these that exists: (1) all single
     changes after which the recipe is accepted; (2) several changes together after which the recipe is accepted; (3) one change that mends
-    this error but leaves an error about another key; (4) a text that no change was found. Advice in words is always kept."""
+    this error but leaves an error about another key; (4) a text that no change was found. Advice in words is always kept. origins: key ->
+    origin of its value."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []
@@ -74,8 +75,8 @@ def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
 
 def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: Origins, until: float) -> Fix | None:
     """Return the smallest set of changes after which the recipe is accepted, or None. tries: changes that were not enough, each with the
-    error that remained. Each change is combined with a change from the fix of its remaining error, up to _FURTHER times. The search ends at
-    process time `until`."""
+    error that remained. Each change is combined with a change from the fix of its remaining error, up to _FURTHER times. origins: key ->
+    origin of its value. The search ends at process time `until`."""
     for _ in range(_FURTHER):
         longer: list[tuple[Fix, BadInput]] = []
         for change, refused in tries:
@@ -91,11 +92,12 @@ def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: O
 
 
 def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | None:
-    """Return the error of the recipe after a change on the command line; None if the changed recipe is accepted."""
+    """Return the error of the recipe after a change on the command line; None if the changed recipe is accepted. origins: key -> origin of
+    its value before the change."""
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
-            return BadInput("recipe", got="no change", needed="one", fix="another")  # never shown: it only drops this fix
+            return BadInput("recipe", got="no change", needed="a change", fix="another one")  # never shown: it only drops this fix
         check_run(changed, processes)
         check_read(changed, origins_with(change, origins), file="")
     except BadInput as bad:

@@ -66,8 +66,8 @@ def check_chats(data: Data) -> None:
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Raise BadInput if --fresh is given and --init_from names a run or checkpoint in the folder `out`: --fresh would set aside the
-    checkpoint to be read. RUN/base, a converted model, is not set aside."""
+    """Raise BadInput if --fresh is given and --init_from (`source`) names a run or checkpoint in the run's folder `out`: --fresh would set
+    aside the checkpoint to be read. RUN/base, a converted model, is not set aside."""
     if fresh and source is not None and (out.resolve() == source.resolve() or (out / "checkpoints").resolve() in source.resolve().parents):
         needed, fix = "another run's folder: --fresh sets this one's checkpoints aside", "choose another --out, without --fresh"
         raise BadInput("--init_from", got=source, needed=needed, fix=fix)

@@ -95,6 +95,7 @@ def _check_stages(run: Run) -> None:
 
 
 def _targets(run: Run, without: str) -> Fix:
+    """Return the fix that takes `without` out of lora.targets."""
     return Set("it", [each for each in run.lora.targets if each != without] or ["attention"])
 
 
@@ -145,8 +146,10 @@ def _lacking(run: Run) -> set[str]:
 
 
 def _with(run: Run, part: str, other: str) -> Fix:
+    """Return the fix that replaces `part` by `other` in train.freeze."""
     return Set("it", list(dict.fromkeys(other if each == part else each for each in run.train.freeze)))
 
 
 def _without(run: Run, part: str) -> Fix:
+    """Return the fix that takes `part` out of train.freeze."""
     return Set("it", rest) if (rest := [each for each in run.train.freeze if each != part]) else Remove(_FREEZE)

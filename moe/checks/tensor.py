@@ -60,7 +60,7 @@ def _check_overlap(run: Run) -> None:
 
 
 def _cuts(run: Run, shape: Grid) -> Iterator[tuple[str, int, int]]:
-    """Yield (key, value, number of shards) for each size of the model that is sharded over the grid of tp ranks."""
+    """Yield (key, value, number of shards) for each size of the model that is sharded over the grid of tp ranks, `shape`."""
     m = run.model
     dense = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     return shape.cuts(width=m.d_model, heads=m.num_heads, groups=m.num_kv_heads or m.num_heads, hidden=dense)
@@ -94,7 +94,7 @@ def _check_grid(run: Run) -> None:
         if size % ways:
             got = f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}, which cuts {what}={size} into {ways}"
             fix = Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d")
-            raise BadInput("degrees.tp", got=got, needed="a grid that cuts it into equal parts", fix=fix)
+            raise BadInput("degrees.tp", got=got, needed="a grid that cuts this size into equal parts", fix=fix)
     if run.vocab_size < shape.units:
         needed = f"a grid with sides of at most the vocabulary's {run.vocab_size}"
         raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))

@@ -129,7 +129,8 @@ def _check_dispatch(run: Run) -> None:
 
 
 def _check_widths(run: Run, units: int) -> None:
-    """units: number of an expert's hidden units on a rank. `tiling.ffn` cuts them further."""
+    """Raise BadInput if the experts' kernels do not support the width of tokens or of hidden units. units: number of an expert's hidden
+    units on a rank, before tiling.ffn cuts them."""
     tiles, compute = run.tiling.ffn, run.precision.compute
     name = "a tile's d_ff" if tiles > 1 else "a rank's d_ff" if run.degrees.etp > 1 else "d_ff"
     widths = {"d_model": run.model.d_model, name: units // tiles}

@@ -51,7 +51,8 @@ class Settings:
 
 
 def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
-    """Return the settings for `given`: flag -> value. Raises BadInput for a flag that the method does not have, and for bad values."""
+    """Return the settings for `given`: flag -> value. approximate: see Settings. Raises BadInput for a flag that the method does not have,
+    and for bad values."""
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
@@ -74,18 +75,20 @@ def experts_of(run: Run, layer: int) -> int:
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
     """Return "grow" for a layer that changes from dense to experts, "shrink" for one from experts to fewer or to dense; None if
-    unchanged."""
+    unchanged. before: the source's recipe. run: the new model's."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
 
 def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
-    """Return the indices of the layers for which `change` returns `what`: grow, shrink or None."""
+    """Return the indices of the layers for which `change` returns `what`: grow, shrink or None. before: the source's recipe. run: the new
+    model's."""
     return [layer for layer in range(run.model.num_layers) if change(before, run, layer) == what]
 
 
 def parts(before: Run, run: Run) -> int:
-    """Return the number of shards into which the method granular cuts a dense network: its d_ff / an expert's d_ff."""
+    """Return the number of shards into which the method granular cuts a dense network: its d_ff / an expert's d_ff. before: the source's
+    recipe. run: the new model's."""
     return max(1, before.model.d_ff // _units(run))
 
 
@@ -103,7 +106,8 @@ def even_gate_sum(router: Router, num_experts: int) -> float:
 
 
 def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
-    """Return the settings with `method` auto replaced. Raises BadInput for the first reason why the conversion is impossible."""
+    """Return the settings with `method` auto replaced. Raises BadInput for the first reason why the conversion is impossible. before: the
+    source's recipe. run: the new model's."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
     if routed and before.router.bias_rate is not None and run.router.bias_rate is None:

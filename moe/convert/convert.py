@@ -69,8 +69,8 @@ def find(source: Path) -> Path:
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
-    A run's loads are means over the last RECENT training lines in its metrics up to `step`. Raises BadInput if a MoE layer is missing or
-    has another number of loads than experts."""
+    A run's loads are means over the last RECENT training lines in its metrics up to `step`. `before`: the source's recipe. Raises BadInput
+    if one of its MoE layers is missing or has another number of loads than experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -93,7 +93,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
                 "--load",
                 got=f"{got} for layer {layer} in {source}",
                 needed=f"{counted(count, 'load')}, one for each expert",
-                fix="--load RUN of a run of this model",
+                fix="--load RUN, where RUN is the folder of a run of this model",
             )
     return found
 
@@ -129,6 +129,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
 
 
 def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Layout], counters: Counters) -> None:
+    """Give the engine's optimizer the converted moments of the source, and its number of updates."""
     states = {name: engine.state(name) for name in layouts}
     for kind in MOMENTS:
         values = conversion.moments(kind)
@@ -237,6 +238,7 @@ def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
 
 
 def _layer(conversion: Conversion, layer: int) -> str:
+    """Return the report's text about a layer that grows or shrinks."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     old, new = experts_of(before, layer), experts_of(run, layer)
     if new > old:

@@ -54,6 +54,7 @@ class Conversion:
         return self.reader.names()
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
+        """Return a tensor of the source and add its name to `used`. `kind`: weight, or an optimizer moment."""
         if name not in self.source:
             _refuse(name, None, self.shapes.get(name))
         self.used.add(name)
@@ -161,7 +162,7 @@ class Conversion:
         return out
 
     def moments(self, kind: str) -> Values:
-        """Return the optimizer moments, exp_avg or exp_avg_sq, of all copied tensors. The moments of other tensors start at 0."""
+        """Return the optimizer moments `kind` (exp_avg or exp_avg_sq) of all copied tensors. The moments of other tensors start at 0."""
         out = {name: self.read(name, kind) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             if change(self.before, self.run, layer) is not None:
@@ -180,10 +181,12 @@ def feed_forward(name: str) -> bool:
 
 
 def _experts(layer: int, networks: list[Network]) -> Values:
+    """Return the tensors of a layer's experts under their names in checkpoints."""
     return {f"layers.{layer}.experts.{e}.{name}": w for e, network in enumerate(networks) for name, w in network.items()}
 
 
 def _dense(stem: str, network: Network) -> Values:
+    """Return the matrices of a dense network, [out, in], under their names in checkpoints. `stem`: the network's name."""
     return {f"{stem}.{name}.weight": w.T for name, w in network.items()}
 
 

@@ -90,7 +90,7 @@ def shared_rows(rows_ED: Tensor, *, parts: int) -> Tensor:
 
 
 def neighbours(count: int, into: int) -> list[list[int]]:
-    """Return `into` groups of neighbouring experts, of equal size: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
+    """Cut `count` experts into `into` groups of neighbours, of equal size: [[0, 1], [2, 3]] for 4 experts and 2 groups."""
     size = count // into
     return [list(range(i * size, (i + 1) * size)) for i in range(into)]
 

@@ -103,7 +103,7 @@ def open_data(
         if len({bool(one.index.get("pairs")) for one in each}) > 1:
             of_pairs = ", ".join(s.path for s, one in zip(data_config.sources, each, strict=True) if one.index.get("pairs"))
             one_kind = "either pairs or single chats: a loss reads only one of the two"
-            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="one run after the other")
+            raise BadInput("data.sources", got=f"pairs in {of_pairs}, and single chats", needed=one_kind, fix="train in two runs")
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.source == "chat":
         return _chats(data_config, tokenizer, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, log=log)
@@ -125,6 +125,7 @@ def open_data(
 
 
 def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[[str], object]) -> Dataset:
+    """Open samples from a user's program: `given`, or the result of the function that data.source names. `log`: prints a line."""
     if is_plugin(data.source):
         make = load_plugin("data.source", data.source, arguments=1)
         try:
@@ -134,7 +135,7 @@ def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
         needed = "samples, which only the user's program can pass (train(run, data=...))"
-        raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")
+        raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE, a file of text or of token ids")
     tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(given, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
@@ -151,6 +152,8 @@ def _chats(
     cache: Path,
     log: Callable[[str], object],
 ) -> Dataset:
+    """Open a file of chats. `description`: of a trained model's tokenizer; None: the recipe's tokenizer. `cache`: folder for encoded chats.
+    `log`: prints a line."""
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
         needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"

@@ -170,8 +170,8 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
 
 
 def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
-    """Return the chat of a line, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `field`: see `_row`.
-    Raises BadInput for another form."""
+    """Return the chat of a line, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`: None if the
+    model has none. `field`: see `_row`. Raises BadInput for another form."""
     row = _row(line, where, field)
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
@@ -227,7 +227,7 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
 
 def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[dict[str, Any]], tools: Any) -> Text:
     """Return the text of the messages `first` and `after`. Predicted: the assistant's messages in `after`, or in `first` if `after` is
-    []."""
+    []. `tools`: descriptions of tools for the template, or None."""
     text, spans = template.marked([*first, *after], tools=tools)
     spans = _weighted(spans, [message for message in (*first, *after) if message["role"] == ASSISTANT], template)
     before = template.render(first, tools=tools) if after else ""
@@ -247,7 +247,8 @@ def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTe
 
 
 def _messages(given: Any, where: str) -> list[dict[str, Any]]:
-    """Return messages with role and content; ShareGPT's keys `from` and `value` are renamed to these. Raises BadInput for another form."""
+    """Return messages with role and content; ShareGPT's keys `from` and `value` are renamed to these. Raises BadInput for another form.
+    `where`: file and line, for errors."""
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="mend this line")
     return [_message(message, where) for message in given]

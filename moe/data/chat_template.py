@@ -41,13 +41,13 @@ class ChatTemplate:
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
-        """Return the text of the messages. With `prompt`, the beginning of an assistant's message follows. Raises BadInput if the template
-        refuses the messages or is not valid Jinja."""
+        """Return the text of the messages. `tools`: descriptions of tools for the template, or None. With `prompt`, the beginning of an
+        assistant's message follows. Raises BadInput if the template refuses the messages or is not valid Jinja."""
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. Raises BadInput if
-        the template fails, and if these parts cannot be found."""
+        """Return the text of the messages, and (start, end) of each part that the assistant wrote, in characters. `tools`: as in `render`.
+        Raises BadInput if the template fails, and if these parts cannot be found."""
         text, spans = self._rendered(messages, tools)
         if _GENERATION.search(self.source):
             return text, spans
@@ -64,7 +64,7 @@ class ChatTemplate:
 
     @staticmethod
     def unmarked(got: str) -> BadInput:
-        """Return the error for a template with which the assistant's parts cannot be found."""
+        """Return the error for a template with which the assistant's parts cannot be found. `got`: what is wrong with it."""
         fix = "give a template with {% generation %} around the assistant's text: --data.chat_template FILE.jinja"
         return BadInput("chat template", got=got, needed="a template that marks the text to train on", fix=fix)
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         found = self._sandbox.ask(messages=[dict(message) for message in messages], **variables)
         if "error" in found:
             fix = "give messages that the template takes, or another data.chat_template"
-            raise BadInput("chat template", got=found["error"], needed="a text", fix=fix)
+            raise BadInput("chat template", got=found["error"], needed="a template that turns the messages into text", fix=fix)
         return found["text"], [(start, end) for start, end in found["spans"]]
 
     @cached_property

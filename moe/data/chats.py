@@ -49,7 +49,8 @@ class Chats:
         return len(self.encoded.starts) - 1
 
     def ids(self, number: int | np.int64) -> Ints:
-        """Return a chat's ids, int64 [n]. An id that is not predicted is returned as -101 - id, which is below 0."""
+        """Return the ids of the chat with this number, int64 [n]. An id that is not predicted is returned as -101 - id, which is below
+        0."""
         some = slice(self.encoded.starts[number], self.encoded.starts[number + 1])
         ids = self.encoded.ids_N[some].astype(np.int64)
         return np.where(self.encoded.predicted_N[some], ids, marked(ids))
@@ -72,8 +73,8 @@ class ChatRows:
         return len(self.starts) - 1
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the sequences with these indices [n], padded to [n, max_length + 1] int64, or only the given columns. Raises BadInput if
-        the cache's file was truncated."""
+        """Return the sequences with the indices `windows` [n], padded to [n, max_length + 1] int64, or only the given columns. Raises
+        BadInput if the cache's file was truncated."""
         whole_file(self.chats.encoded.starts)
         found = np.full((len(windows), self.max_length + 1), PADDING, dtype=np.int64)
         for sequence, window in zip(found, windows, strict=True):

@@ -94,7 +94,8 @@ class Survey(NamedTuple):
 
 
 def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
-    """Return the corpus of a recipe's data section. Raises BadInput for a path that is missing or has no usable file."""
+    """Return the corpus of a recipe's data section. text_key_set_by: name of the setting that has the text's key, for error messages.
+    Raises BadInput for a path that is missing or has no usable file."""
     text_key = formats.TextKey(data.text_key, text_key_set_by)
     if data.path is None:
         if data.source != "python_stdlib":
@@ -142,8 +143,8 @@ def _python_stdlib(text_key: formats.TextKey) -> Corpus:
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
     """Return the regular files under a folder as sorted relative POSIX paths, and remarks on entries that are left out: links to folders,
-    which may form circles, links to nothing, pipes, and files and folders without read permission. Raises BadInput if the folder is not
-    readable."""
+    which may form circles, links to nothing, pipes, and files and folders without read permission. keep_folder, keep_file: say whether a
+    folder or file with this name is read. Raises BadInput if the folder is not readable."""
     left_out: list[Remark] = []
 
     def relative(path: Path) -> str:
@@ -229,14 +230,15 @@ def unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def side_of(key: str, validation_share: float) -> Side:
-    """Return the side of the document with this key: validation if the key's SHA-256, read as a number in [0, 1), is below the share."""
+    """Return the side of the document with this key: validation if the key's SHA-256, read as a number in [0, 1), is below
+    validation_share."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < int(validation_share * 2**64) else "train"
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if there is no text, and for
-    a folder of which more bytes are skipped than read (`check_kinds`)."""
+    """Read all documents once, count them and choose the split. validation_share: share of the documents that is for validation. Raises
+    BadInput if there is no text, and for a folder of which more bytes are skipped than read (`check_kinds`)."""
     sides: Counter[Side] = Counter()
     skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:
@@ -317,7 +319,8 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """Fingerprint of files, taken without reading them. identity: hash of all names, sizes and times."""
+    """Fingerprint of files, taken without reading them. size_bytes: of all files together. changed_ns: time of the latest change of any
+    file, in nanoseconds. identity: hash of all names, sizes and times."""
 
     size_bytes: int
     changed_ns: int

@@ -48,8 +48,8 @@ class Samples:
     num_windows: int
 
     def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
-        """Return the samples with these indices [n] as ids [n, max_length + 1] int64, or only the given columns. Raises BadInput for a
-        sample that `row` cannot convert."""
+        """Return the samples with the indices `windows` [n], counted from `first`, as ids [n, max_length + 1] int64, or only the given
+        columns. Raises BadInput for a sample that `row` cannot convert."""
         rows = [self._row(self.first + int(number)) for number in windows]
         found = np.array(rows, dtype=np.int64).reshape(len(rows), self.max_length + 1)
         return found if columns is None else found[:, columns]
@@ -217,8 +217,8 @@ _ITERABLE = "give the object that iter() was called with"
 
 
 def _columns(sample: Any, what: str) -> dict[str, Any]:
-    """Return column name -> column of a sample; a sequence alone is the column input_ids. Raises BadInput for missing and unknown
-    columns."""
+    """Return column name -> column of a sample; a sequence alone is the column input_ids. `what`: the sample's name in error messages.
+    Raises BadInput for missing and unknown columns."""
     if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
         return {_IDS: sample}
     names = list(sample.keys())
@@ -247,7 +247,8 @@ def _numbers(column: Any, what: str) -> Ints:
 
 
 def _unmasked(columns: dict[str, Ints], what: str) -> int:
-    """Return the number of ids before the padding. Raises BadInput for a mask with zeros before ones, and for a label in the padding."""
+    """Return the number of ids before the padding. `columns`: of a sample. `what`: the sample's name in error messages. Raises BadInput for
+    a mask with zeros before ones, and for a label in the padding."""
     mask = columns[_MASK]
     count = int(np.count_nonzero(mask))
     if not np.array_equal(mask, np.arange(len(mask)) < count):
@@ -262,8 +263,8 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
 
 
 def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return the ids; an id with the label PADDING is replaced by -101 - id. Raises BadInput for a label that is neither PADDING nor the
-    id at its position, and if all labels are PADDING."""
+    """Return the ids; an id with the label PADDING is replaced by -101 - id. `what`: the sample's name in error messages. Raises BadInput
+    for a label that is neither PADDING nor the id at its position, and if all labels are PADDING."""
     left_out = labels == PADDING
     wrong = np.flatnonzero(~left_out & (labels != ids))
     if len(wrong):

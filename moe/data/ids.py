@@ -48,8 +48,8 @@ class _Found(NamedTuple):
 
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
-    """Open the ids of `data.path` as token files. Raises BadInput for files that are missing, unreadable, damaged, of another kind, or with
-    ids outside the vocabulary."""
+    """Open the ids of `data.path` as token files. `cache`: folder in which the range of ids is stored. `log`: prints a line. Raises
+    BadInput for files that are missing, unreadable, damaged, of another kind, or with ids outside the vocabulary."""
     path = user_path(data.path or "", what="data.path")
     try:
         found = _find(path)
@@ -104,7 +104,7 @@ def _nanogpt(path: Path) -> Stream:
 
 
 def _megatron(ids: Path, index: Path) -> _Found:
-    """Open the ids and their index. Raises BadInput if they do not belong together."""
+    """Open Megatron's files of ids (.bin) and of their index (.idx). Raises BadInput if they do not belong together."""
     if not ids.is_file():
         raise BadInput(f"data file {index}", got=f"no {ids.name} next to it", needed="both files", fix=f"copy {ids.name} here, too")
     content = index.read_bytes()

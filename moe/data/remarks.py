@@ -98,7 +98,8 @@ def remarks(index: dict[str, Any]) -> list[Remark]:
 
 
 def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str]:
-    """Return remarks as at most ten lines. If there are more remarks, the last line counts the others and names the file `listing`."""
+    """Return the remarks in `index`, the index of opened data, as at most ten lines. If there are more remarks, the last line counts the
+    others and names the file `listing`."""
     found = _one_of_each_first(remarks(index))
     shown = found if len(found) <= _LINES else found[: _LINES - 1]
     more = len(found) - len(shown)
@@ -106,7 +107,8 @@ def remark_lines(index: dict[str, Any], listing: Path | None = None) -> list[str
 
 
 def list_in(folder: Path, index: dict[str, Any]) -> None:
-    """Write all remarks into data_files.txt in a run's folder, one a line; without remarks, remove that file."""
+    """Write all remarks in `index`, the index of opened data, into data_files.txt in a run's folder, one a line. Without remarks, remove
+    this file."""
     found, path = remarks(index), folder / LISTING
     if found:
         path.write_text("".join(f"{_line(remark)}\n" for remark in found))

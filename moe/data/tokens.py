@@ -75,7 +75,8 @@ def open_or_build(
 ) -> TokenFiles:
     """Open the token files of a corpus; build them first if they are missing or damaged. Raises BadInput for bad text and an unusable
     cache. `given`: description of the tokenizer to use; None: the recipe's. If the cache has files that the recipe's own tokenizer encoded,
-    and this tokenizer equals `given`, these files are used."""
+    and this tokenizer equals `given`, these files are used. `verify`: hash large files too, although their times are unchanged. `log`:
+    prints a line."""
     found = corpus_hash(corpus, cache)
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
@@ -100,9 +101,9 @@ def _open_or_build(
 
 
 def cached(named: Path, opened: Callable[[bool], Kept], build: Callable[[bool], Kept], log: Log) -> Kept:
-    """Return what `opened` reads at `named` in the cache. If it is missing or damaged, one process makes it with `build`, and others wait.
-    opened(whether this process holds the lock): raises FileNotFoundError or Damaged. build(whether the lock was possible): may get False,
-    because some file systems have no locks."""
+    """Return what `opened` reads at the path `named` in the cache. If it is missing or damaged, one process makes it with `build`, and
+    others wait. opened(locked): returns it, or raises FileNotFoundError or Damaged; `locked`: whether this process holds the lock.
+    build(locked): makes and returns it; `locked` is False on a file system without locks."""
     with usable(named.parent):
         with contextlib.suppress(FileNotFoundError, Damaged):
             return opened(False)
@@ -213,7 +214,8 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
-    """Tokenize a corpus into a temporary folder next to `folder`, then rename it to `folder`. tokenizer None: the recipe's."""
+    """Tokenize a corpus into a temporary folder next to `folder`, then rename the temporary folder to `folder`. corpus_hash: SHA-256 of the
+    corpus. tokenizer None: the recipe's. log: prints a line."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
@@ -227,7 +229,9 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         index["corpus"] = {"sha256": corpus_hash, "label": corpus.label, "source": corpus.source, "files": len(corpus.names)}
         index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped, "remarks": found.remarks}
         if content_hash(corpus) != corpus_hash:
-            raise BadInput(corpus.label, got="files that changed while they were read", needed="unchanging files", fix="start again")
+            raise BadInput(
+                corpus.label, got="files that changed while they were read", needed="files that do not change", fix="start again"
+            )
         write_synced(temporary / "index.json", json.dumps(index, indent=1))
         sync(temporary)
         _publish(temporary, folder)
@@ -241,7 +245,8 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
 
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write tokenizer.json and both token files. Return their entries for index.json."""
+    """Write tokenizer.json and both token files into the folder `temporary`. Return their entries for index.json. found: the survey of the
+    corpus. tokenizer None: the recipe's."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
@@ -309,7 +314,8 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name. Files that another process has already built are kept; damaged ones are replaced."""
+    """Rename the finished folder `temporary` to `folder`. Files that another process has already built there are kept; damaged ones are
+    replaced."""
     for _ in range(3):
         with contextlib.suppress(OSError):  # fails if the folder exists; other errors recur in the last line, which raises them
             os.rename(temporary, folder)
@@ -329,7 +335,8 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _made_beside(folder: Path, suffix: str) -> Path:
-    """Make a new folder next to `folder`, with the default permissions, because users may share the cache."""
+    """Make a new folder next to `folder`, whose name ends with `suffix`. It has the default permissions, because users may share the
+    cache."""
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{suffix}")
     made.mkdir()
     return made

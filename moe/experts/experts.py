@@ -46,16 +46,21 @@ class Routed(NamedTuple):
 
 
 def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+    """Return each row times the matrix `name` of its expert (ByProduct.times), plus the term of LoRA's adapters if the network has them.
+    `scale`: LoRA's factor of this term."""
     if not network.adapters:
         return frozen_product(rows_RI, cast(Blocks, weight_EIO), counts)
     return grouped_product(rows_RI, weight_EIO, counts, *network.adapters[name], scale=scale)
 
 
 class Experts(nn.Module):
-    """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; or `tiles`, whose outputs are
-    summed. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py). `swiglu`:
-    bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py. `blocks`: name of a frozen matrix that
-    is quantised in blocks (moe/nn/blocks.py) and no parameter -> (its blocks, its layout).
+    """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
+    in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
+    None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
+    `swiglu`: bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
+
+    The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
+    its layout).
     """
 
     def __init__(
@@ -103,7 +108,8 @@ class Experts(nn.Module):
             self.adapt(self.rank, self.scale)
 
     def adapt(self, rank: int, scale: float) -> None:
-        """Add LoRA adapters: for each matrix [E, in, out] two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out]."""
+        """Add LoRA adapters: for each matrix [E, in, out], such as w1, two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out].
+        `scale`: factor of their product."""
         self.rank, self.scale = rank, scale
         for name in MATRICES:
             weight = getattr(self, name)
@@ -113,7 +119,8 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the matrices by quantised blocks, to be filled by `Blocks.put`. `layouts`: name of a matrix -> its layout."""
+        """Replace matrices by quantised blocks, whose values `Blocks.put` sets later. `layouts`: name of each such matrix -> its layout.
+        `form`: the quantisation."""
         for name, layout in layouts.items():
             self.blocks[name] = Blocks.empty(form, tuple(getattr(self, name).shape), device), layout
             setattr(self, name, None)
@@ -129,6 +136,7 @@ class Experts(nn.Module):
 
     @property
     def _form(self) -> dict[str, Any]:
+        """The arguments of Experts that these experts and their tiles share."""
         form = {"d_model": self.d_model, "d_ff": self.d_ff, "kernels": self.kernels_name, "products": self.products.name}
         return form | {"biases": self.biases} | self.activation._asdict()
 

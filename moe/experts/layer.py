@@ -125,7 +125,8 @@ class MoELayer(nn.Module):
         return add_unrouted()(y_TD), report
 
     def _routed(self, x_TD: Tensor, context: Context, groups: Groups, dispatcher: Exchange) -> tuple[Tensor, LayerReport]:
-        """Return the output without shared and residual networks, and the report."""
+        """Return (the output of the routed experts, without shared and residual networks; the report). `groups`: the groups of these
+        tokens."""
         routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing
@@ -145,7 +146,8 @@ class MoELayer(nn.Module):
         return y_TD, report
 
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
-        """Return the sum of the weighted losses, scalar fp32 (None in evaluation), and the report."""
+        """Return (the sum of the weighted losses, scalar fp32, or None in evaluation; the report). `shards`: the ranks that hold other
+        tokens of the groups, or None."""
         if (fused := routing.fused) is not None:
             load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())

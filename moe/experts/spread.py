@@ -67,8 +67,8 @@ class Columns:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of a rank's tokens, as the router needs them. `sequence_tokens`: tokens of each sequence, on all of `shards`; None: all tokens
-    are one group. `shards`: the ranks that hold other tokens of these groups; None: this rank holds all.
+    """Groups of a rank's tokens, as the router needs them. `sequence_tokens`: number of tokens of each sequence, over all ranks of
+    `shards`; None: all tokens are one group. `shards`: the ranks that hold other tokens of these groups; None: this rank holds all.
     """
 
     sequence_tokens: int | None
@@ -76,8 +76,8 @@ class Groups:
 
 
 class Spread:
-    """Distribution of one MoE layer's tokens over ranks. `exchange`: how the ranks of tp (`axis`) divide the tokens. `sp`, `both` (sp *
-    tp): the axes whose ranks may each hold some tokens of a group. `positions`: for each rank of sp, the positions of its tokens in a
+    """Distribution of one MoE layer's tokens over ranks. `exchange`: how the ranks of tp (`axis`) divide the tokens. `sp`, `both`: the axes
+    sp and sp * tp, whose ranks may each hold some tokens of a group. `positions`: for each rank of sp, the positions of its tokens in a
     sequence; None: every rank has all positions.
     """
 

@@ -20,15 +20,15 @@ if TYPE_CHECKING:  # kernels run without the packages that read recipes
 
 
 class Activation(NamedTuple):
-    """The arguments of `activate` after h and g: the activation's name, and bounds and slope of swiglu if the recipe sets them."""
+    """The last two arguments of `activate`. ffn: name of the activation. swiglu: bounds and slope of swiglu; None: silu(h) * g."""
 
     ffn: str
     swiglu: Swiglu | None = None
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
-    """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. h: `hidden`, g: `gate`.
-    `swiglu`: bounds and slope of silu(h) * g, which is then computed in fp32 or wider.
+    """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. `hidden` is h, `gate` is g.
+    `swiglu`: bounds and slope of silu(h) * g; with them it is computed in fp32 or wider.
     """
     if ffn == "relu":
         return F.relu(hidden)

@@ -15,7 +15,8 @@ from parallel.numerics.supposed import supposed_as
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-_DECISIONS = ("by_bin", "kept", "plan", "top_k")  # their results decide where rows go, so a rehearsal needs their values
+# their results decide where rows go, so a rehearsal (a run on tensors without values) needs the values of these results
+_DECISIONS = ("by_bin", "kept", "plan", "top_k")
 
 
 def _for_gpu(device: torch.device) -> ModuleType:

@@ -13,9 +13,9 @@ from parallel.numerics.supposed import pretended
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-# T tokens, K choices, N = T * K, R rows, E experts, D model
+# T tokens, K choices, N = T * K, R rows, E experts, D model, P tokens gathered from ranks, G these tokens in the order of sequences
 
-_FEW_CHOICES = 32  # up to this number, `plan` runs in Python
+_FEW_CHOICES = 32  # up to this number of choices, `plan` runs in Python
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -59,9 +59,10 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 def kept_of_rows(
     expert_PK: Tensor, row_G: Tensor, *, mine: range, num_groups: int, num_experts: int, slots_each: int, counted: int
 ) -> Tensor:
-    """Return whether each of this rank's choices gets a slot, bool [T, K], if ranks share groups of tokens. `expert_PK`: the choices
-    gathered from all ranks, -1 for one that needs no slot. `row_G`: each token's row in expert_PK, in the order of sequences. `mine`: this
-    rank's rows. `counted` is not used: `queues` in moe/kernels/triton/routing.py has the same arguments."""
+    """Return whether each of this rank's choices gets a slot, bool [T, K], in groups of tokens that several ranks share. `expert_PK`: the
+    choices gathered from these ranks, -1 for one that needs no slot. `row_G`: for each token, in the order of sequences, its row in
+    expert_PK. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group. `counted`: not used, but `queues` in
+    moe/kernels/triton/routing.py needs it."""
     expert_GK, kept_PK = expert_PK[row_G], torch.zeros_like(expert_PK, dtype=torch.bool)
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots_each": slots_each}
     kept_PK[row_G] = kept(expert_GK.clamp(min=0), expert_GK >= 0, **sizes)

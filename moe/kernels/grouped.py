@@ -32,7 +32,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
 _HALF = (torch.bfloat16, torch.float16)
-_FEW_ROWS = 32  # experts with up to this number of rows together are padded into one batched product, cheaper than a second product
+_FEW_ROWS = 32  # up to this number of rows of all experts together, one product with more padding is cheaper than several products
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
 _Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # saved: gates, dropout factors, h (relu: relu(h)) and g of padded rows
@@ -148,7 +148,8 @@ def _network(
     x_ND: Tensor, gate_R: Tensor | None, mask_RF: Tensor | None, rows: Rows, network: Network, *, keep: bool
 ) -> tuple[Tensor, _Kept]:
     """Return (results [N, D], tensors for the backward pass). With `gate_R`, a source row's result is the sum over its routed rows of gate
-    times output. Without it, each source row has one routed row."""
+    times output. Without it, each source row has one routed row. `mask_RF`: dropout's factors of the hidden units. `keep`: False if no
+    backward pass follows; its tensors are then empty."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
@@ -236,8 +237,8 @@ class _Network(torch.autograd.Function):
 def _deferred_gradients(
     weights: Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[Factors]
 ) -> list[Tensor | None]:
-    """Return the gradients of w1, w2 and w3 (if any). Zero-bubble schedules call this after the backward pass. The rows are gathered again,
-    so they need no memory until then."""
+    """Return the gradients of w1 and w2, and of w3 unless it is None. Zero-bubble schedules call this after the backward pass. The rows of
+    x and grad_out are gathered again, so they need no memory until then. `deferred`: the other factors of each block."""
     grads = _gradients(weights, rows)
     for b, a, grad_h, grad_g in deferred:
         gate = None if gate_Q is None else gate_Q[b.padded]
@@ -266,6 +267,7 @@ def _activated(h: Tensor, g: Tensor | None, activation: Activation, mask: Tensor
 
 
 def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
+    """Multiply each row by its gate. The memory of `rows_QD` may be overwritten."""
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
     high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: fp32 rows would need 3 times the memory traffic
@@ -274,8 +276,8 @@ def _times_gate(rows_QD: Tensor, gate_Q: Tensor) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16;
-    the sums are rounded to 16 bits."""
+    """Return the dot product of each pair of rows: [Q], fp32 or wider. Products of 16-bit elements are first added in groups of 16, and
+    the sum of each group is rounded to 16 bits."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)

@@ -33,8 +33,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Product(torch.autograd.Function):
-    """Multiply rows, sorted by expert, by their expert's matrix, which is cast to the rows' dtype. `ends_E` int32: the end of each expert's
-    rows."""
+    """Multiply each row by the matrix of its expert, cast to the rows' dtype. Rows are sorted by expert. `ends_E` int32: the end of each
+    expert's rows."""
 
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -91,6 +91,7 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 
 
 def routed_ffn(x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None) -> Tensor:
-    """Permute, grouped_ffn and combine. Rows beyond the plan's counts have undefined results, which `combine` does not read."""
+    """Return combine(grouped_ffn(permute(x))), [T, D]. `dropped_RF`: dropout's factors of the hidden units. Rows beyond the plan's counts
+    have undefined results, which `combine` does not read."""
     combined: Tensor = combine(_compute(permute(x_TD, plan), network, plan.counts_E, dropped_RF), gate_TK, plan)
     return combined

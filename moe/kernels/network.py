@@ -94,14 +94,14 @@ def of_counted(compute: Callable[..., Tensor], rows_RD: Tensor, network: Network
 
 
 def resized(rows: Tensor, counts: list[int], new: list[int]) -> Tensor:
-    """Change the number of rows of each expert from counts[e] to new[e]: append zeros, or leave out the last rows. rows: sorted by
-    expert."""
+    """Return the rows with new[e] instead of counts[e] rows of each expert e: zeros are appended, or the last rows left out. rows: sorted
+    by expert."""
     return torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(rows.split(counts), new, strict=True)])
 
 
 class ByProduct:
-    """Kernels whose expert networks call `times` for each product. `kernels` computes all other operations. `unit`: each expert's rows are
-    padded with zeros to a multiple of it, so that products have few shapes."""
+    """Kernels whose expert networks call `times` for each matrix product. `kernels`: computes all other operations. `unit`: each expert's
+    number of rows is padded with zeros to a multiple of it, so that products have few shapes."""
 
     def __init__(self, kernels: ModuleType | ByProduct, times: Times, *, unit: int = 1) -> None:
         self.kernels, self.times, self.unit = kernels, times, unit

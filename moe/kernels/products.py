@@ -28,8 +28,8 @@ class Products:
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 
     def product(self, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-        """Multiply rows, sorted by expert, by their expert's matrix. counts: number of rows of each expert. Return [R, O] in the rows'
-        dtype, with gradients."""
+        """Multiply each row by the matrix of its expert. Return [R, O] in the rows' dtype, with gradients. Rows are sorted by expert.
+        counts: number of rows of each expert."""
         raise NotImplementedError
 
 

@@ -55,14 +55,14 @@ def permute(x_TD: Tensor, plan: Plan) -> Tensor:
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor, *, undo: bool = False) -> Tensor:
-    """Return rows[index], a permutation of the rows. `undo`: apply the inverse permutation."""
+    """Return rows[index], a permutation of the rows. `undo`: apply the inverse permutation instead."""
     return rows_RD[index_R.argsort() if undo else index_R]
 
 
 def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF: Tensor | None = None) -> Tensor:
     """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the network of each row's expert: [R, D] to [R, D].
     `counts`: number of rows of each expert; results of rows beyond their sum are undefined. `dropped_RF`: dropout's factors of the hidden
-    rows."""
+    units, by which the input of w2 is multiplied; None: no dropout."""
     outs, start = [], 0
     for expert, count in enumerate(numbers(counts)):
 

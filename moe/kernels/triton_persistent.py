@@ -5,9 +5,9 @@
                         stores                     tile 0               tile 132
 
 Each multiprocessor computes one tile after another in one flattened loop, so the next tile's first blocks are loaded while a tile is
-stored. Its blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other operations use the kernels of
-`triton`, and so do these two products for fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). The variant
-has not been timed on a GPU yet, so `auto` does not take it.
+stored. Blocks of rows and weights are copied by TMA, which needs compute capability 9.0. All other operations use the kernels of `triton`,
+and so do these two products for fp32 rows, which use no tensor cores. The drawing is for 132 multiprocessors (H100). The variant has not
+been timed on a GPU yet, so `auto` does not take it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def persistent_product(
         sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps if a_too is None else 2 * steps):  # one loop for both products: `flatten` allows one inner loop
             rows, matrices, first = rows_first, matrices_first, step * BLOCK_K
-            if a_too is not None:  # noqa: SIM102  (decided at compile time; the next condition at run time)
+            if a_too is not None:  # noqa: SIM102  known at compile time; the next condition is not
                 if step >= steps:
                     rows, matrices, first = rows_too, matrices_too, (step - steps) * BLOCK_K
             a_MK = rows.load([begin, first])

@@ -5,8 +5,9 @@
     h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2      embedding and head: the model's
     h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3      proj, block and norms: one for each depth
 
-The loss is the mean over input tokens and depths, times `model.ahead_weight`. Its gradient is added to that of h0. The last pipeline stage
-has these blocks and a copy of the embedding. If sequences are sharded, ranks first gather the token ids of entire sequences.
+The loss is the mean over input tokens and depths, times `model.ahead_weight`. Its gradient with respect to h0 is added to the gradient of
+h0 from the main loss. The last pipeline stage has these blocks and a copy of the embedding. If sequences are sharded, ranks first gather
+the token ids of entire sequences.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class FirstValues:
 
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
-    """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape.
-    None: a gain, which starts at 1. 0: a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0."""
+    """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape. Return None for a gain, which
+    starts at 1, and 0 for a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0."""
     if name.endswith(("norm.weight", ".expert_scale")):
         return None
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):
@@ -58,7 +58,8 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
 
 
 def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
-    """Set every weight to its initial value, and every buffer to 0. Weights on the meta device are made on `device`."""
+    """Set every weight to its initial value, which `first` computes, and every buffer to 0. Weights on the meta device are made on
+    `device`."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

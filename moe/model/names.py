@@ -13,7 +13,7 @@ from parallel.data.tiling import without_tiles
 
 _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
-AHEAD = "ahead."  # beginning of names of the blocks of multi-token prediction, which only training uses
+AHEAD = "ahead."  # prefix of the names of parameters of multi-token prediction, which only training uses
 
 
 def global_name(name: str) -> str:

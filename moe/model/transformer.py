@@ -312,7 +312,8 @@ class Transformer(nn.Module):
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix, of_tokens), reports)
 
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
-        """Return x unchanged. In the backward pass, the gradient of the multi-token prediction loss is added to x's gradient."""
+        """Return x unchanged. In the backward pass, the gradient of the multi-token prediction loss is added to x's gradient. `matrix`: the
+        head's weights."""
         summed = partial(self._summed_loss, matrix=matrix)
         loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences

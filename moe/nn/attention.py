@@ -66,7 +66,7 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Return the logits, fp32 [H], as a copy, because FSDP or ZeRO-3 may free the weight after this call."""
+        """Return a copy of the sinks' logits, fp32 [H]. A copy, because FSDP or ZeRO-3 may free the weight after this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
@@ -75,9 +75,10 @@ Half = Literal["decoder", "encoder", "cross"]  # a query attends to itself and e
 
 class Attention(nn.Module):
     """Attention. The number of heads follows from the weights' shapes. Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias
-    [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H]. `biased`: the layer
-    has its own T5 bias; otherwise `forward` gets another layer's. `window`: number of tokens that a query sees, itself included (None: all
-    earlier ones)."""
+    [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and [K C]; biases of q, k, v and out; sinks [H].
+
+    `of`: the tokens to which a query attends (`Half`). `biased`: the layer has its own T5 bias; otherwise `forward` gets another layer's.
+    `window`: number of tokens that a query sees, itself included (None: all earlier ones)."""
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
         super().__init__()
@@ -130,7 +131,8 @@ class Attention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """Cut a product into heads [B, heads, L, C], normalise and clip. Without einops, which takes too long for a single token."""
+        """Cut y, a product [B, L, heads * C], into heads [B, heads, L, C], normalise and clip. norm: the norm of queries or keys; None: no
+        norm. Without einops, which takes too long for a single token."""
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))
         y_BLHC = norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC

@@ -26,7 +26,7 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-_AT_ONCE, _SAMPLE = 8, 16  # encoding of fp8: number of blocks at a time; first only every 16th element of a block determines its factor
+_AT_ONCE, _SAMPLE = 8, 16  # in encoding fp8: number of blocks at a time; step between the elements from which a factor is first computed
 _LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 
@@ -38,8 +38,8 @@ def of_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
 
 def of_fp8(values: Tensor, factors: Tensor, size: tuple[int, int], skip: tuple[int, ...] = (0, 0)) -> Tensor:
-    """Decode values [M, N] to bf16. size: rows and columns of a block. skip: row and column of the first value within the first block, for
-    a shard that begins inside a block."""
+    """Decode values [M, N] to bf16. factors: one for each block. size: rows and columns of a block. skip: row and column of the first value
+    within the first block, for a shard that begins inside a block."""
     rows, columns = values.shape
     factors, wide = factors.repeat_interleave(size[1], 1).narrow(1, skip[1], columns), values.to(torch.float32)
     before = min(rows, -skip[0] % size[0])  # rows of the first block, if it is not whole
@@ -65,7 +65,7 @@ class Blocks:
 
     @classmethod
     def empty(cls, form: Form, shape: tuple[int, ...], device: torch.device) -> Blocks:
-        """Allocate blocks for matrices of the shape (E, I, O)."""
+        """Allocate blocks of this format for matrices of the shape (E, I, O)."""
         count, size_in, size_out = shape
         if form == "mxfp4":
             groups = size_in // MXFP4_BLOCK

@@ -56,7 +56,7 @@ class KeyValueCache:
         bias: Bias | None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Replace the layer's core: cache the new keys and values, and attend to all cached ones."""
+        """Return the output of the layer's core (moe/nn/core.py): cache the new keys and values, and attend to all cached ones."""
         new = q_BHNC.shape[2]
         if layer not in self._kept:
             shape = (self.batch, k_BKNC.shape[1], self.length, k_BKNC.shape[3])
@@ -74,7 +74,8 @@ class KeyValueCache:
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Replace the `products` of cross attention: keys and values are computed in the first call, and reused for all later tokens."""
+        """Return the products of x with these modules of cross attention: [q], or [k, v]. Keys and values are computed in the first call,
+        and reused for all later tokens."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:

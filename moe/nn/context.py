@@ -30,9 +30,9 @@ class Context:
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each of the L tokens (columns) in its
     sequence. `length`: tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat
-    begins. `document_BS` int64: the document of each token of whole sequences; None: attention sees across documents. `source_document_BS`:
-    the documents of the encoder's tokens, for cross attention. `source`: the encoder reads the first `source` columns on this rank, and the
-    decoder the others; 0: no encoder.
+    begins. `document_BS` int64: the number of each token's document, for whole sequences; None: attention sees across documents.
+    `source_document_BS`: the same of the encoder's tokens, for cross attention. `source`: the encoder reads the first `source` columns on
+    this rank, and the decoder the others; 0: no encoder.
 
     `auxiliary_scale`: factor on auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T`
     bool [T]: False for padding. `whole_step(layer, sums)` returns a layer's sums over the tokens of the global batch (for its balance
@@ -77,7 +77,8 @@ class Context:
     ) -> Context:
         """Make the context of tokens [B, L]. Row i is sequence `first_sequence` + i of the step. `source`: number of the encoder's tokens.
         `valid_BL` bool: False for padding. `begins_BL` bool: True where a packed chat begins. `positions`: positions of the columns in
-        their sequences of `length` tokens; None: all L. Raise BadInput if a routing record has other sequences."""
+        their sequences of `length` tokens; None: all L. The other arguments are fields of Context. Raise BadInput if a routing record has
+        other sequences."""
         (batch, columns), device = tokens_BL.shape, tokens_BL.device
         length = length or columns
         assert positions is None or len(positions) == columns
@@ -142,8 +143,8 @@ class Context:
         return {name: change(value) for name in names or _OF_TOKENS if (value := getattr(self, name)) is not None}
 
     def with_documents(self, separator: int | None, whole: Callable[[Tensor], Tensor]) -> Context:
-        """Add `document_BS`: a document begins at each token `separator` (None: at none), and at each packed chat. `whole(x)` gathers
-        [B, L, ...] over whole sequences."""
+        """Return a context with `document_BS`, the number of each token's document. A document begins at each token `separator` (None: at
+        none), and at each packed chat. `whole(x)` gathers this rank's part [B, L] of sequences to whole sequences [B, S]."""
         begins_T = torch.zeros_like(self.tokens_T, dtype=torch.bool) if self.begins_T is None else self.begins_T
         begins_T = begins_T if separator is None else begins_T | (self.tokens_T == separator)
         begins_BS = whole(begins_T.view(len(self.sequence_B), -1))
@@ -153,7 +154,8 @@ class Context:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
         which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
         such sentinel.
-        `sentinels`: least id of a sentinel. `whole(x)` gathers whole sequences of x: the encoder's tokens, then the decoder's.
+        `sentinels`: least id of a sentinel. `whole(x)` gathers this rank's part of sequences to whole ones: the encoder's tokens, then the
+        decoder's.
         """
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)

@@ -77,7 +77,7 @@ def attend(
     """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of a first key with
     value 0, visible to all tokens. The logit is stored in an additional channel of queries and keys, so that any attention kernel can
-    compute it."""
+    compute it. `scale`: factor of the logits; None: 1 / sqrt(C)."""
     if sink_H is None:
         return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale
@@ -114,8 +114,8 @@ def masked(
     causal: bool = True,
 ) -> Tensor:
     """Return the mask [..., L, S] for queries and keys at these positions, on the device of `like`: values in its dtype to add to the
-    logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document. `causal`
-    False: later keys are visible too."""
+    logits, or bool without a bias. `documents`: the document of each query [B, L] and of each key [B, S]; None: one document. `window`:
+    number of tokens that a query sees, itself included; None: no limit. `causal` False: later keys are visible too."""
     if bias is not None and documents is None and not causal:
         return bias.of(queries, keys).to(like.dtype)
     query_L, key_S = (torch.arange(places.start, places.stop, device=like.device) for places in (queries, keys))
@@ -142,6 +142,7 @@ def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, s
 
 
 def _with_previous_chunk(x_BHLC: Tensor, window: int) -> Tensor:
-    """Return the chunks from the second on, each joined to the end of the chunk before it: [B (N - 1), H, 2 W, C]."""
+    """Return the chunks of `window` = W tokens from the second on, each joined to the end of the chunk before it: [B (N - 1), H, 2 W,
+    C]."""
     chunks = rearrange(x_BHLC, "b h (n w) c -> b n h w c", w=window)
     return torch.cat([chunks[:, :-1], chunks[:, 1:]], dim=3).flatten(0, 1)

@@ -90,6 +90,8 @@ class LatentAttention(nn.Module):
         return rearrange(up(read[0]), "b l (h c) -> b h l c", c=self.size.key), read[1], self.for_heads(read[2]).unsqueeze(1)
 
     def _mixed(self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None) -> Tensor:
+        """Return attention's output [B, H, L, V], with keys and values of all heads made from the latents. `content`, `rotary`: channels of
+        the queries. `turned`: the rotary key after rotation."""
         size, heads = self.size, content.shape[1]
         made = rearrange(self.kv_up(latent), "b l (h c) -> b h l c", h=heads)
         k, v = made.split([size.content, size.value], dim=3)
@@ -100,6 +102,7 @@ class LatentAttention(nn.Module):
     def _mixed_latents(
         self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None
     ) -> Tensor:
+        """Return the result of `_mixed`, with the latents as keys and values (`compressed`)."""
         size = self.size
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)

@@ -47,12 +47,14 @@ class Linear(nn.Module):
         self.lora_b: nn.Parameter | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
+        """Add LoRA's A and B of this rank. `scale`: factor of their product."""
         out_size, in_size = self.weight.shape
         self.recast = True  # no copy of the frozen weight in another dtype is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def keep_in_blocks(self, form: Form, layouts: dict[str, Layout], device: torch.device) -> None:
-        """Replace the weight by quantised blocks, to be filled by `Blocks.put`. `layouts`: {"weight": its layout}."""
+        """Replace the weight by quantised blocks, whose values `Blocks.put` sets later. `layouts`: {"weight": its layout}. `form`: the
+        quantisation."""
         out_size, in_size = self.weight.shape
         self.blocks["weight"] = Blocks.empty(form, (1, in_size, out_size), device), layouts["weight"]
         self.weight = None  # type: ignore[assignment]

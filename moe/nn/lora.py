@@ -35,7 +35,8 @@ TARGETS = {
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Add B and A of rank `lora.rank` to the targets' matrices, before initial values are set. With lora.rank 0, add no adapter."""
+    """Give each matrix of the targets adapters B and A of rank `lora.rank`; with lora.rank 0, none. Must be called before initial values
+    are set."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -54,7 +55,7 @@ def is_adapter(name: str) -> bool:
 
 
 def trained(names: Iterable[str]) -> set[str]:
-    """Return the adapters among these parameters, or all parameters if there is no adapter."""
+    """Return the names of the adapters among these parameters, or all names if there is no adapter."""
     names = set(names)
     return {name for name in names if is_adapter(name)} or names
 
@@ -66,13 +67,14 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`."""
+    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B and A,
+    or in experts' stacks [E, in, out] A and B."""
     wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
 
 def product(x: Tensor, weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """Return x (W + s left right)^T in x's dtype, for a frozen W [out, in]."""
+    """Return x (W + scale * left right)^T in x's dtype, for a frozen W [out, in]. left: B [out, r]. right: A [r, in]."""
     y: Tensor = _Product.apply(x, weight, left, right, scale)
     return y
 
@@ -97,7 +99,7 @@ class _Product(torch.autograd.Function):
 
 
 def widened(y: Tensor, narrow: Tensor, left: Tensor, *, scale: float) -> Tensor:
-    """Return y + s narrow left^T in y's dtype, given y = x W^T and narrow = x right^T."""
+    """Return y + scale * narrow left^T in y's dtype, given y = x W^T and narrow = x right^T. left: B [out, r]. right: A [r, in]."""
     out: Tensor = _Widened.apply(y, narrow, left, scale)
     return out
 
@@ -119,8 +121,8 @@ class _Widened(torch.autograd.Function):
 def grouped_product(
     rows_RI: Tensor, weight_EIO: Tensor | Blocks, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
 ) -> Tensor:
-    """Return rows (W + scale first second) in the rows' dtype, for frozen matrices W of experts. The rows are sorted by expert;
-    expert e has counts[e] rows."""
+    """Return rows (W + scale * first second) in the rows' dtype, for frozen matrices W of experts. The rows are sorted by expert;
+    expert e has counts[e] rows. first, second: each expert's adapters [I, r] and [r, O]."""
     out: Tensor = _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
     return out
 
@@ -215,4 +217,4 @@ def pair_of(name: str) -> tuple[str, str]:
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"
-    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so its left factor is A transposed, w1_a
+    return f"{name}_a", f"{name}_b"  # (left, right): an expert's matrix is [in, out], so `left` is A transposed, stored as w1_a

@@ -82,5 +82,8 @@ class OwnLoss:
         if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6, equal_nan=True):
             needed = "a loss of each sequence by itself, equal at each call: otherwise it depends on the layout"
             raise BadInput(
-                _KEY, got=f"{self.name}, whose loss of a sequence depends on other sequences", needed=needed, fix="treat each row by itself"
+                _KEY,
+                got=f"{self.name}, whose loss of a sequence depends on other sequences",
+                needed=needed,
+                fix="compute each sequence by itself",
             )

@@ -135,4 +135,5 @@ def logit_factor(rope: sections.Rope) -> float:
 
 
 def _mscale(rope: sections.Rope, share: float) -> float:
+    """Return m(share) of YaRN (top of this file), or 1 for other scalings."""
     return 0.1 * share * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0

@@ -58,7 +58,8 @@ class RoutingRecord:
         return {layer: chosen.cpu().numpy().reshape(shape) for layer, chosen in sorted(by_layer.items())}
 
     def check_positions(self, sequences: range, last_place: int, length: int) -> None:
-        """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
+        """Raise BadInput if a forward pass has tokens outside the record. sequences: indices of the pass's sequences in the batch.
+        last_place: largest position of a token in its sequence. length: tokens of a whole sequence."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
             needed = f"one with sequence {sequences.stop - 1} and position {last_place}, of sequences of {counted(length, 'token')}"

@@ -80,7 +80,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """Apply RMSNorm or LayerNorm. If channels are sharded, the statistics are summed over ranks."""
+    """Apply RMSNorm or LayerNorm (`kind`) with this gain. If channels are sharded, the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":
@@ -91,7 +91,7 @@ def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: 
 
 def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
     """Return row indices relative to this rank's shard (0 for rows of other ranks), and a mask of the rows that this rank holds. letter:
-    the factor of the operator's einsum along which rows are sharded."""
+    the letter, in the operator's einsum, of the dim along which rows are sharded."""
     part = rank.region(letter)
     here = (rows >= part.start) & (rows < part.stop)
     return torch.where(here, rows - part.start, 0), here

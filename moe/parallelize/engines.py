@@ -67,7 +67,8 @@ READ_IN_FP32 = (
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
-    """If states are on a disk, compile DeepSpeed's async_io, once on each machine. Call it before `build`. Collective. Raises BadInput."""
+    """If optimizer states or parameters are offloaded to a disk, compile DeepSpeed's async_io, once on each machine. Call this before
+    `build`. `say`: prints a message. Collective. Raises BadInput."""
     if offload_of(run.sharding.offload).on_disk:
         from parallel.data.deepspeed import compile_async_io
 
@@ -80,6 +81,7 @@ def offload_of(settings: sections.Offload) -> Offload:
 
 
 def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> Setup:
+    """Return the recipe's settings and the facts about the model that an engine needs."""
     s, wide, compute, kept = run.sharding, DTYPES[run.precision.master], model.compute, read_in_fp32(model)
     return Setup(
         layouts,
@@ -119,6 +121,7 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
 
 
 def _shares(args: tuple[Any, ...], count: int) -> list[float]:
+    """Return the fraction of the micro-batch's valid tokens that each of `count` replicas gets. `args`: as in `scatter`."""
     inputs_BL, context, _ = args
     valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
     held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
@@ -127,7 +130,7 @@ def _shares(args: tuple[Any, ...], count: int) -> list[float]:
 
 def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
     """Combine the replicas' outputs on `device`: losses are summed, and reports of layers are merged, as if one replica had run the
-    micro-batch."""
+    micro-batch. `args`: as in `scatter`, before it divides them."""
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):
@@ -168,6 +171,7 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 
 def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
+    """Return the rule of a user's optimizer, which the function `factory` makes."""
     return Given(factory, "optimizer.kind" if is_plugin(settings.kind) else "optimizer", settings.lr, settings.weight_decay, decays)
 
 
@@ -206,7 +210,8 @@ _GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few out
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases."""
+    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases. `num_dims`: of
+    the parameter; a stack of experts has three."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"

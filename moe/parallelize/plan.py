@@ -37,7 +37,8 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; how they do)
+# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that
+# divides the tokens)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),
@@ -170,6 +171,7 @@ def plan_of(dispatch: sections.Dispatch, *, tensor: str = "copied", chunks: int 
 
 
 def _kind(run: sections.Run) -> str:
+    """Return the recipe's key of TENSOR."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     return kind if run.degrees.tp > 1 else "copied"
 

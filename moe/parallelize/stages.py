@@ -56,6 +56,7 @@ def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> 
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
+    """Return parameter's name -> the first stage that reads it."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 

@@ -119,7 +119,7 @@ def check_moments(before: Run, after: Run, *, where: str) -> None:
 
 
 def change_lines(before: Run, after: Run, *, begun: bool) -> list[str]:
-    """Return lines of text on changed keys, one line for each kind of effect. begun: the run has already trained on samples."""
+    """Return lines of text on changed keys, one line for each kind of effect. begun: whether the run has already trained on samples."""
     function = {change.key for change in function_changes(before, after)}
     lines: dict[str, list[Change]] = {}
     for change in changes(before, after):

@@ -58,8 +58,8 @@ def of_transformers(folder: Path) -> bool:
 
 def refuse_on_hub(name: str, what: str, *, needed: str = "a folder on this machine", then: str = "hf:") -> None:
     """Raise BadInput if `name` names a model on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B, and no folder on this machine. what: name
-    of the argument. then: second part of the fix, after the download command; the downloaded folder's name is inserted after the first
-    "hf:" in it."""
+    of the argument. needed: its possible values, in words. then: second part of the fix, after the download command; the downloaded
+    folder's name is inserted after the first "hf:" in it."""
     hub = name.removeprefix("hf:")
     if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
         return
@@ -131,7 +131,8 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
-    """Copy `fields` into `into`, key by key: a section's values in the file `source` replace its parent's. prefix: the section's name."""
+    """Copy `fields`, a section's values in the file `source`, into `into`, the parent recipe's values, key by key. origins: gets the file
+    of each copied value. prefix: name of the section."""
     for key, value in fields.items():
         dotted = f"{prefix}.{key}"
         if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
@@ -155,7 +156,8 @@ _DROPPED = "; not "
 
 
 def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Remove a parent recipe's router preset and its changes to that preset from `values`, because another preset was chosen."""
+    """Remove a parent recipe's router preset and its changes to that preset from `values`, because another preset was chosen. origins: key
+    -> origin of its value, changed accordingly."""
     held = values.get("router") or {}
     for key in [key for key in held if key in _OF_PRESET]:
         origin, value = origins.pop(f"router.{key}"), held.pop(key)
@@ -282,6 +284,7 @@ def _first_leaf(value: Any) -> tuple[str, Any]:
 
 
 def _of_each(field: Any) -> type[Section] | None:
+    """Return the class of the sections that a key holds as a list (data.sources); None for any other key."""
     held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-# key -> its names in other tools. A value is used unchanged, or translated by WORDS.
+# key -> its names in other tools, each with an example of a value. A user's value of such a name is kept, or translated by WORDS.
 KEYS: dict[str, str] = {
     "model.d_model": "hidden_size=4096 hidden=4096 n_embd=768 dim=4096 hidden_dim=512 embed_dim=768 embedding_dim=768 "
     "emb_dim=768 model_dim=768",

@@ -116,6 +116,7 @@ def _table() -> dict[str, list[tuple[str, str]]]:
 
 
 def _pairs(here: str) -> dict[str, Any]:
+    """Return {"a": "1", "b": "2"} for the settings "a=1 b=2"."""
     return {key: of for key, _, of in (pair.partition("=") for pair in here.split())}
 
 

@@ -67,7 +67,8 @@ def key(
     of: str | None = None,
     off_without: str | None = None,
 ) -> _Value:
-    """Declare a key of a section: return its pydantic field, which holds the default, the description, the bounds and a `Key`."""
+    """Declare a key of a section: return its pydantic field, which holds the default, the description, the bounds (gt: greater than, le: at
+    most, and so on) and a `Key` with alters, of and off_without."""
     extra: Any = {"key": Key.made(alters, of, off_without)}
     return Field(default, description=description, gt=gt, ge=ge, lt=lt, le=le, json_schema_extra=extra)
 

@@ -61,7 +61,8 @@ DEVICES = ("cpu", "cuda")
 @dataclass(frozen=True)
 class Walked:
     """Memory and messages of one rank, from `walk`. Bytes are of this rank's device; seconds are of the rehearsal itself.
-    work: (module's name or, outside of the layers' parts, ""; "forward" or "backward") -> kernels, moved bytes and waits for the GPU."""
+    work: (name of a part of a layer, such as layers.0.ffn, or "" for all outside of these parts; "forward" or "backward") -> kernels, moved
+    bytes and waits for the GPU."""
 
     build_s: float
     step_s: float  # of the last step
@@ -112,6 +113,7 @@ def main(run: Run, *, recipe: str, world: int, rank: str = "0", device: str = "c
 
 
 def _named(run: Run, rank: int) -> str:
+    """Return a rank's name for messages, with its pipeline stage."""
     return f"rank {rank} (stage {Mesh.of(run.mesh_degrees(), rank).axis('pp').index})"
 
 
@@ -130,6 +132,7 @@ def row_of(walked: Walked) -> dict[str, Any]:
 
 
 def table(run: Run, walked: Walked, world: World) -> list[str]:
+    """Return the lines to print about one rank. world: that rank, among all."""
     d = run.degrees
     place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
     lines = [f"rank {world.rank} of {world.size} ({place or 'alone'}) on {world.device}: build, two steps and a save go through"]

@@ -71,8 +71,8 @@ def kept_choices(
 
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
-    """Return the flat choices t*K + k, group after group, in the order in which they get slots: int64 [T * K]. That is the order of `queue`
-    (router.queue) or, with `priority_TK`, of falling priority."""
+    """Return the flat choices t*K + k in the order in which they get slots: int64 [T * K]. All choices of one group of tokens come before
+    the next group's. Inside a group, the order is `queue` (router.queue) or, with `priority_TK`, falling priority."""
     import torch
     from einops import rearrange
 

@@ -102,8 +102,8 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
 
 
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
-    """If min_capacity is 0, refuse a capacity factor that is rounded to 0 slots, or that is below _LEAST_FACTOR: the run would route
-    nothing. Raises BadInput."""
+    """If min_capacity is 0, raise BadInput for a capacity factor that gives 0 slots for a group of `group_tokens` tokens, or that is below
+    _LEAST_FACTOR: the run would route nothing."""
     for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
         if factor is None or s.min_capacity:
             continue

@@ -113,7 +113,7 @@ def step_means(
 
 
 def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
-    """Return the number of elements of one layer's tensor that `step_means` sums over ranks."""
+    """Return the number of elements of one layer's tensor that `step_means` sums over ranks. `chances`: whether there is a load loss."""
     return (3 if chances else 2) * num_experts + 1
 
 
@@ -166,6 +166,7 @@ def cv_squared(x: Tensor) -> Tensor:
 
 
 def _weighted(x_G: Tensor, valid_T: Mask) -> Tensor:
+    """Return the mean over groups, weighted by their numbers of valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)

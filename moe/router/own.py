@@ -88,7 +88,9 @@ def _check_alone(key: str, name: str, function: Callable[[Tensor], Tensor], rows
     same = torch.allclose(whole, alone, rtol=1e-5) if whole.is_floating_point() else torch.equal(whole, alone)
     if not same:
         needed = "a result of each token by itself, equal at each call: otherwise it depends on the layout and on later tokens"
-        raise BadInput(key, got=f"{name}, whose result for a token depends on other tokens", needed=needed, fix="treat each row by itself")
+        raise BadInput(
+            key, got=f"{name}, whose result for a token depends on other tokens", needed=needed, fix="compute each token's row by itself"
+        )
 
 
 def _called(key: str, name: str, function: Callable[[Tensor], Tensor], rows_TE: Tensor) -> Tensor:

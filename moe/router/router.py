@@ -108,6 +108,7 @@ class Router(nn.Module):
     def _fuses(self, logits_TE: Tensor, context: Context, shards: Shards | None, sequence_tokens: int | None) -> bool:
         """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
         all other cases, such as a balance loss over the whole step's tokens, or over groups of which ranks have unequal numbers of tokens.
+        `shards`, `sequence_tokens`: as in `forward`.
         """
         s = self.spec
         return (
@@ -118,9 +119,9 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. The kernel also chooses the experts, unless a record or an earlier pass gives them, or other code must
-        assign slots. With a capacity, this is so if router.drop is not position, or if ranks share groups and router.queue is not
-        choices_first. Collective if ranks share groups of tokens (`shards`)."""
+        """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if the kernel cannot assign the slots: with
+        a capacity, if router.drop is not position, or if ranks share groups and router.queue is not choices_first. A recomputation reuses
+        the experts of the first pass. Collective if ranks share groups of tokens (`shards`). `sequence_tokens`: tokens of a sequence."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -173,8 +174,9 @@ class Router(nn.Module):
     def _kept_together(
         self, expert_TK: Tensor, shards: Shards, context: Context, *, num_groups: int, slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (whether each of this rank's choices gets a slot; number of times that each expert is chosen in each group, over all
-        ranks, int32 [G, E]). The second is None if the balance loss counts other experts than the chosen ones. Collective."""
+        """Return (whether each of this rank's choices gets one of an expert's `slots` slots in a group; number of times that each expert is
+        chosen in each group, int32 [G, E]), over the tokens of all ranks of `shards`. The second is None if the balance loss counts other
+        experts than the chosen ones. Collective."""
         from moe.kernels.triton import queues
 
         if context.valid_T is not None:
@@ -221,8 +223,9 @@ class Router(nn.Module):
     def _decide(
         self, scores_TE: Tensor, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context
     ) -> Decision:
-        """Choose experts for the tokens of this rank. Collective if ranks share groups of tokens (`shards`): the logits of whole groups are
-        gathered if a token's experts depend on other tokens of the group, and the chosen experts if only the token's slots do."""
+        """Choose experts for the tokens of this rank, in sequences of `sequence_tokens` tokens. Collective if ranks share groups of tokens
+        (`shards`): the logits of whole groups are gathered if a token's experts depend on other tokens of the group, and the chosen experts
+        if only the token's slots do."""
         if shards is None or not self.method.needs_whole_groups:
             return self.decide(scores_TE, logits_TE, shards, sequence_tokens=sequence_tokens, context=context)
         logits_GE = shards.whole(logits_TE)
@@ -262,7 +265,8 @@ class Router(nn.Module):
         slots: int | None,
         priority_TK: Tensor | None = None,
     ) -> Tensor:
-        """Return the active choices that get a slot: bool [T, K]."""
+        """Return the active choices that get a slot: bool [T, K]. `active_TK`: choices that need one; None: all. `shards`: the ranks that
+        hold other tokens of the groups, or None. `slots`: of an expert in a group; None: no limit. `priority_TK`: see `kept_choices`."""
         if shards is not None and slots is not None:
             whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
             expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What a router returns: its choices, and all that the MoE layer and the balance losses read of them."""
+"""The results of a router: the choices, and the tensors that the MoE layer and the balance losses read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Decision:
 class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
-    are neither kept nor counted; None: no padding. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss.
+    are neither kept nor counted; None: no padding. `counted_TK`: see Chosen. `chance_TE` fp32: each expert's probability of being chosen,
+    None without a load loss.
     `fused`: losses and report, if a kernel computed them; probs_TE then has no gradient.
     """
 

@@ -45,8 +45,8 @@ class Shards:
         return self.gathered(x_T)[self.row_G(x_T.device)]
 
     def gathered(self, x_T: Tensor) -> Tensor:
-        """Gather all ranks' tokens, rank after rank, each rank's followed by padding. The backward pass sums the gradients of this rank's
-        tokens over the ranks."""
+        """Gather all ranks' tokens, rank after rank. Each rank's tokens are padded to the longest rank's number. The backward pass sums the
+        gradients of this rank's tokens over the ranks."""
         return all_gather(lengthened(x_T, self._longest), self.axis)
 
     def row_G(self, device: torch.device) -> Tensor:
@@ -87,7 +87,7 @@ class Shards:
         return replace(context, position_T=self.whole(context.position_T), valid_T=valid_T, tokens_T=self.whole(context.tokens_T))
 
     def of_mine(self, made: Made) -> Made:
-        """Return a copy of the dataclass in which each tensor [G, ...] is replaced by this rank's tokens [T, ...] (`mine`)."""
+        """Return a copy of the dataclass `made` in which each tensor [G, ...] is replaced by this rank's tokens [T, ...] (`mine`)."""
         changed: dict[str, Any] = {}
         for f in fields(made):
             value = getattr(made, f.name)
@@ -121,8 +121,8 @@ class Shards:
 
 def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, ways: int = 1, by_columns: bool = False) -> Shards:
     """Return how the ranks of `axis` (sp * tp) share `batch` sequences. `positions`: for each rank of sp, the positions of its tokens in a
-    sequence, ascending. `ways`: number of ranks of tp among which these tokens are divided. `by_columns`: each gets contiguous positions of
-    every sequence; otherwise a contiguous chunk of all tokens.
+    sequence, ascending. `ways`: number of tp ranks among which the tokens of a rank of sp are divided. `by_columns`: each tp rank gets
+    contiguous positions of every sequence; otherwise it gets a contiguous chunk of all tokens.
     """
     first_B1 = torch.arange(batch).unsqueeze(1) * sum(map(len, positions))
     tokens = [first_B1 + torch.tensor(held) for held in positions]
@@ -131,6 +131,6 @@ def shards_of(axis: Axis, positions: Sequence[Sequence[int]], *, batch: int, way
 
 
 def whole_sequences(x_BL: Tensor, *, axis: Axis, positions: Sequence[Sequence[int]]) -> Tensor:
-    """Gather the shards [B, L, ...] of all ranks of sp (`axis`) into whole sequences [B, S, ...]."""
+    """Gather the shards [B, L, ...] of all ranks of sp (`axis`) into whole sequences [B, S, ...]. `positions`: see `shards_of`."""
     x_GD = shards_of(axis, positions, batch=len(x_BL)).whole(x_BL.flatten(0, 1))
     return x_GD.view(len(x_BL), -1, *x_BL.shape[2:])

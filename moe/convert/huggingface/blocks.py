@@ -60,7 +60,7 @@ class Mxfp4:
         return experts, groups * MXFP4_BLOCK, out
 
     def read(self, box: Box) -> Tensor:
-        """Return a region of the tensor. Only blocks of this region are read."""
+        """Return a region of the stack; only its blocks are read from the file. `box`: a slice for each of E, in and out."""
         experts, rows, columns = box
         groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
         packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))
@@ -83,7 +83,7 @@ class Fp8:
         return self.values.shape
 
     def read(self, box: Box) -> Tensor:
-        """Return a region of the matrix."""
+        """Return a region of the matrix. `box`: a slice of its rows and a slice of its columns."""
         over = [slice(part.start // size, -(-part.stop // size)) for part, size in zip(box, self.size, strict=True)]
         skip = tuple(part.start % size for part, size in zip(box, self.size, strict=True))
         return of_fp8(self.values.read(box), self.factors.read(tuple(over)).to(torch.float32), self.size, skip)

@@ -30,7 +30,7 @@ from parallel.errors import BadInput, counted, some
 LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-# keys that may remain in rope_parameters after `_rope` has read the others -> their values without effect
+# keys that may remain in rope_parameters after `_rope` has read the others -> the values with which they have no effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
 # model_type -> (first_k_dense_replace, n_group, topk_group) of a config without these keys
 _LEADING: dict[str, tuple[int, int, int | None]] = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
@@ -66,7 +66,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
     known = {*HARMLESS, *family.must, *(name for key in family.keys for name in key.theirs)}
     known |= {"partial_rotary_factor"} if family.turning is not None else set()
-    known |= {"head_dim", "num_key_value_heads"} if family.latent else set()  # transformers writes both and uses neither
+    known |= {"head_dim", "num_key_value_heads"} if family.latent else set()  # transformers writes both, but does not use them
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
@@ -141,6 +141,7 @@ def nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _given(key: Key, config: dict[str, Any]) -> Any:
+    """Return the recipe's value for a key of the table. Raises BadInput if config.json lacks it or has an unsupported value."""
     name = next((name for name in key.theirs if name in config), None)
     value = key.absent if name is None else config[name]
     if value is REQUIRED:
@@ -178,6 +179,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slides(rule: Windows, layer: int, border: int) -> bool:
+    """Return whether a layer has a window by the family's rule. border: max_window_layers of config.json."""
     return {"every": True, "from": layer >= border, "other": layer % 2 == 0 and (layer < border or not rule.asked)}[rule.layers]
 
 
@@ -264,6 +266,7 @@ def _leading_and_groups(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's value for the layers that have experts, from decoder_sparse_step and mlp_only_layers."""
     every, dense, count = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or [], config["num_hidden_layers"]
     sparse = [layer for layer in range(count) if layer not in dense and (layer + 1) % every == 0]
     return {"model.moe_every": 1} if len(sparse) == count else {"model.moe_layers": sparse}

@@ -56,7 +56,8 @@ ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors i
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
-CARD, OLD_CARD = "README.md", "README.base.md"  # file of a model's card; of the imported card, if the exported model was trained further
+# file with a model's card; file to which the imported model's card is renamed if the exported model was trained further
+CARD, OLD_CARD = "README.md", "README.base.md"
 MOST_FURTHER = 64  # largest accepted number of layers for multi-token prediction; published models have one
 Shapes = dict[str, tuple[int, ...]]
 
@@ -114,8 +115,8 @@ def _replace(base: Path, part: Path) -> None:
 
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str], without_mtp: bool = False, earlier: bool = False) -> list[str]:
     """Convert the transformers folder `source` to the run `out`. Return lines to print. Raises BadInput before the run's folder exists.
-    `without_mtp`: leave out layers for multi-token prediction, which transformers does not load either. `earlier`: `out` has an earlier
-    conversion, which is replaced when the new one is complete."""
+    `overrides`: recipe keys that the user sets, with their values. `without_mtp`: leave out layers for multi-token prediction, which
+    transformers does not load either. `earlier`: `out` has an earlier conversion, which is replaced when the new one is complete."""
     config = config_in(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # decides the number of sentinel tokens
@@ -217,7 +218,7 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
 
 
 def _take_along(source: Path, into: Path) -> None:
-    """Copy files other than tensors from a model's folder, such as its tokenizer and its license."""
+    """Copy files other than tensors, such as a tokenizer and a license, from the model's folder `source` into the folder `into`."""
     into.mkdir(exist_ok=True)
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern) if path.is_file()}):
         target = into / path.relative_to(source)
@@ -240,7 +241,7 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     trained = reader.state["counters"]["step"] > 0
     dtypes = _dtypes(own, kinds, came, asked=dtype, trained=trained)
     config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
-    # these keys would be wrong: written weights are not quantised, and transformers' own code reads them
+    # these keys would be wrong: the written weights are not quantised, and are for transformers' own code
     for key in ("torch_dtype", "quantization_config", "auto_map"):
         config.pop(key, None)
     config["model_type"] = kind_of(config)
@@ -355,7 +356,7 @@ def main(
     json: str | None = None,
 ) -> int:
     """Convert the transformers folder `source` (hf:PATH) to the run `to`, or the run `source` to the folder `to` (hf:PATH). Print a
-    report."""
+    report. adapters: write only a run's LoRA adapters. json: file for the report. `to_run` and `from_run` explain the other arguments."""
     if source.startswith(PREFIX):
         folder = user_path(source.removeprefix(PREFIX), what="hf:PATH")
         said = to_run(folder, Path(to), overrides=overrides, without_mtp=without_mtp)

@@ -20,7 +20,7 @@ from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
 LENGTH = 512  # model.max_length if config.json has no n_positions: T5's positions have no limit, but recipes need one
-NO_MORE = 1e-9  # a capacity factor that gives less than one slot, so that router.min_capacity decides
+NO_MORE = 1e-9  # a capacity factor that gives less than one slot: an expert then has router.min_capacity slots and no more
 
 
 def for_layers(family: Family, config: dict[str, Any]) -> Family:

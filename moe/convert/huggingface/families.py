@@ -100,7 +100,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors of older files that are skipped, by the ends of their keys: the recipe implies them, another tensor equals them, or none uses them
+# ends of the keys of tensors in older files that are skipped: the recipe implies them, another tensor is equal, or no layer uses them
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
@@ -120,6 +120,7 @@ REQUIRED = object()
 
 
 def _key(theirs: str, ours: str, absent: Any = REQUIRED, values: Mapping[Any, Any] | None = None) -> Key:
+    """Return a Key. `theirs`: its names in config.json, separated by "|"."""
     return Key(tuple(theirs.split("|")), ours, absent, values)
 
 
@@ -180,7 +181,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. `always`: recipe values that all its models have. `experts`: a key of EXPERTS; None: dense.
+    """One family of models. `architecture`: class in transformers. `keys`: keys of config.json with one counterpart in a recipe. `always`:
+    recipe values that all models of the family have. `experts`: a key of EXPERTS; None: dense. `rows`: all tensors but those in EXPERTS.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
     mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. Without

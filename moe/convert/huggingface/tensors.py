@@ -161,7 +161,7 @@ class Source:
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
             fix = "set tie_word_embeddings to false in config.json"
-            raise BadInput("tensor lm_head.weight", got=got, needed="the same matrix", fix=fix)
+            raise BadInput("tensor lm_head.weight", got=got, needed="the embedding's values, because the two are tied", fix=fix)
 
     def dtypes(self) -> dict[str, Any]:
         """Return {"most": dtype of most parameters, "others": name -> dtype of the other parameters}. Call `check` first."""
@@ -197,7 +197,7 @@ def _of_the_model(folder: Path) -> list[Path]:
 
 
 def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """Return name of a layer with experts -> number of its experts."""
+    """Return name of a layer with experts -> number of its experts. `shapes`: name -> shape of all parameters."""
     found: dict[str, int] = {}
     for name in shapes:
         layer, inside, rest = name.partition(".experts.")
@@ -215,7 +215,8 @@ def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
 
 
 def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
-    """Return the tensor to write that contains the parameters `names`. `read`: returns a parameter by its name."""
+    """Return the tensor to write that contains the parameters `names`. `shapes`: name -> shape of all parameters. `read`: returns a
+    parameter by its name."""
     out = None
     for name in names:
         tensor, location = read(name), _written(name, family)

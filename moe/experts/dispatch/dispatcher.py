@@ -68,12 +68,13 @@ class Dispatcher(ABC):
         """Return the number of chunks into which a rank's experts are cut."""
         return 1
 
-    def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  most refuse nothing
+    def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  not abstract: most dispatchers refuse nothing
         """Refuse settings that cannot work on `ranks` ranks of ep with `held` experts each. Raises BadInput."""
 
     @abstractmethod
     def traffic(self, load: Load) -> Traffic:
-        """Return the messages that one layer sends for one rank's tokens and rows. The positions that dropout needs are not counted."""
+        """Return the messages that one layer sends for one rank's tokens and rows, whose numbers and sizes are in `load`. The positions
+        that dropout needs are not counted."""
 
     @abstractmethod
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:
@@ -97,10 +98,12 @@ class Exchange(ABC):
 
     @classmethod
     def over(cls, axes: tuple[str, ...], mesh: Mesh, sizes: Sizes, **own: Any) -> Self:
+        """Return the exchange over the named axes of the mesh. `own`: values of a subclass's own fields."""
         return cls(tuple(map(mesh.axis, axes)), mesh.axis("etp"), sizes.kernels, **own)
 
     def layer(self, label: str, placement: Placement | None = None) -> Self:
-        """Return the exchange of one layer. `label` names it in error messages and in the watchdog's record."""
+        """Return the exchange of one layer. `label`: its name in error messages and in the watchdog's record. `placement`: the expert at
+        each place; None: expert p at place p."""
         axes = tuple(replace(axis, label=label) for axis in self.axes)
         return replace(self, axes=axes, etp=replace(self.etp, label=label), placement=placement, _places={})
 
@@ -126,7 +129,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
+        """Return the sum of gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros.
+        `experts`: this rank's. `dropout`: of their hidden units; None: no dropout."""
 
 
 class Local(Exchange):

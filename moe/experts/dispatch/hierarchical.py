@@ -90,7 +90,7 @@ class Tokens(NamedTuple):
         return (self.place_TK // places).where(self.place_TK >= 0, targets)
 
     def reached(self, places: int, targets: int) -> Tensor:
-        """Return whether each token chose an expert at each target: bool [T, targets]."""
+        """Return whether each token chose an expert at each target: bool [T, targets]. A target is a rank or node with `places` places."""
         import torch
 
         found = torch.zeros(len(self.place_TK), targets + 1, dtype=torch.bool, device=self.place_TK.device)

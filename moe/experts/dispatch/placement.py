@@ -37,6 +37,7 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
 
 
 def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
+    """Return the sum of the loads of each rank's experts. placement: the experts in the order in which ranks hold them."""
     places = len(placement) // ranks
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]
 

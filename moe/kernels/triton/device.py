@@ -56,11 +56,13 @@ class Tile:
 
 
 def most_rows(dtype: torch.dtype) -> int:
+    """Return the largest number of rows of a tile."""
     return 32 if INTERPRETED else 64 if dtype == torch.float32 else 128
 
 
 def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Return the rows per tile. Tiles are small if experts have few rows, since half a tile per expert is padding on average."""
+    """Return the rows per tile. `rows`: of all experts together. Tiles are small if experts have few rows, since half a tile per expert is
+    padding on average."""
     return min(64, most_rows(dtype)) if rows <= 256 * num_experts else most_rows(dtype)
 
 
@@ -107,7 +109,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 def torch_groups(device: torch.device) -> bool:
     """Return whether torch's grouped product is one kernel, which it is for compute capability 9 and 10. On other GPUs it is a loop over
-    experts; the host waits for their numbers of rows."""
+    experts, for which the host waits until it knows their numbers of rows."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

@@ -267,8 +267,8 @@ def _back_half(
     grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F,
     FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return for each row the dot product of a and
-    its gradient, over these columns."""
+    """Store `grad_h`, `grad_g` and `a_gated` (gate * a) of columns n_N. Return the dot product of a and its gradient over these columns,
+    for each row."""
     corner, at_MN, mask_MN = place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:

@@ -30,7 +30,8 @@ def _mixed(bits):
 
 @triton.jit(do_not_specialize=["key", "T"])
 def jitter(x, position, out, key, T, D, SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write each element of x times a random number from 1 - SIZE to 1 + SIZE. parallel.numerics.random.uniform makes the same numbers."""
+    """Write each element of x [T, D] times a random number from 1 - SIZE to 1 + SIZE into `out`. The numbers depend on `key`, a seed, and
+    on `position`, the tokens' positions [T]. parallel.numerics.random.uniform makes the same numbers."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     width_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_TD, at_TD = (token_T < T)[:, None] & (width_D < D)[None, :], token_T.to(tl.int64)[:, None] * D + width_D[None, :]

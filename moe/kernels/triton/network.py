@@ -33,14 +33,15 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
-InOrder = Callable[..., Tensor] | None  # function that `product`, below, calls with its own arguments if rows are of 16 bits; or None
+InOrder = Callable[..., Tensor] | None  # function to call instead of `product` (below) for rows of 16 bits; None: call `product`
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows` rows its
-    expert, its first row, and the end of the expert's rows. `plan`: given if the network's input and output are tokens, which are gathered
-    to rows and summed from rows; None: both are rows. `used_tiles` int32 [1]: number of tiles that have rows.
+    """`number` rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: for each tile of `tile_rows`
+    rows its expert, its first row, and the end of the expert's rows. `plan`: given if the network's input and output are tokens, which are
+    gathered to rows and summed from rows; None: both are rows. `used_tiles` int32 [1]: number of tiles that have rows. `in_order`: see
+    InOrder.
     """
 
     number: int
@@ -61,8 +62,8 @@ class Rows:
 
 
 def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None, in_order: InOrder = None) -> Rows:
-    """Return Rows, with the tile map made on the GPU. rows: number of rows. The host does not wait for the counts of each expert's rows: it
-    uses an upper bound of the number of tiles."""
+    """Return Rows, with the tile map made on the GPU. counts_E: number of rows of each expert, for which the host does not wait: it uses
+    an upper bound of the number of tiles. rows: number of rows of all experts together."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
     ends, tiles = counts_E.new_empty(num_experts + 1, dtype=torch.int32), counts_E.new_empty(num_tiles, 3, dtype=torch.int32)
@@ -131,7 +132,8 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 def back(
     grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Activation
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K], given the output's gradient. `form`: the activation."""
+    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K], given `grad`, the gradient of the output. `scale_RF`: dropout's
+    factors on A. `form`: the activation."""
     hidden, width = w2.shape[1:]
     t = tile(rows.tile_rows, h.dtype, h.device, products=1, epilogue=True)
     grad_h, grad_g, a_gated = torch.empty_like(h), None if g is None else torch.empty_like(h), torch.empty_like(h)
@@ -232,17 +234,18 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, given `grads` = (dH, dG). Without a gate, dG and the gradient of w3 are None."""
+    """Return the gradients of w1 and w3, in the dtype of `like` (w1), given `grads` = (dH, dG). Without a gate, dG and the gradient of w3
+    are None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """Return the weight in the dtype of the rows `like`, contiguous and aligned. So it is cast once per product, not once per tile."""
+    """Return the weight in the dtype of the rows `like`, contiguous and aligned. It is cast here once per product, not once per tile."""
     return _aligned(weight.to(like.dtype).contiguous(), 2)
 
 
 def _cast_both(w1: Tensor, w3: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return w1 and w3 with the result of `_cast`, but computed by one kernel."""
+    """Return (_cast(w1, like), _cast(w3, like)), computed by one kernel."""
     if w3 is None or w1.dtype == like.dtype:
         return _cast(w1, like), None if w3 is None else _cast(w3, like)
     w1, w3 = w1.contiguous(), w3.contiguous()
@@ -277,6 +280,7 @@ def grouped_ffn(rows_RD: Tensor, network: Network, *, counts: Counts, dropped_RF
 def routed_ffn(
     x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None, in_order: InOrder = None
 ) -> Tensor:
-    """Fuse permute, grouped_ffn and combine. The host does not wait for the experts' numbers of rows."""
+    """Return combine(grouped_ffn(permute(x))), [T, D], computed by fused kernels. The host does not wait for the experts' numbers of rows.
+    dropped_RF: dropout's factors of the hidden units. in_order: a function that replaces `product` for rows of 16 bits, or None."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan, in_order=in_order)
     return _apply(x_TD, gate_TK.contiguous(), dropped_RF, rows, network)

@@ -28,7 +28,8 @@ _PROGRAMS = 4 if INTERPRETED else 264  # programs of the backward pass: two for 
 
 @triton.jit(do_not_specialize=["T"])
 def norm_forward(x, gain, out, statistics, T, D, EPS: tl.constexpr, CENTRED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute out[t] = (x[t] - mean) * scale * gain, and statistics[t] = (scale, mean), without the mean if not CENTRED."""
+    """Compute out[t] = (x[t] - mean) * scale * gain and statistics[t] = (scale, mean). If not CENTRED, there is no mean in either. T
+    tokens, D channels."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     width_D = tl.arange(0, BLOCK_D)
     here_TD = token_T.to(tl.int64)[:, None] * D + width_D[None, :]
@@ -48,7 +49,8 @@ def norm_forward(x, gain, out, statistics, T, D, EPS: tl.constexpr, CENTRED: tl.
 def norm_backward(
     grad, x, gain, statistics, grad_x, sums, T, D, blocks, CENTRED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Compute the gradient of x, and sums[program] = sum over the program's tokens of grad * (x - mean) * scale."""
+    """Compute grad_x, the gradient of x, and sums[program] = sum over the program's tokens of grad * (x - mean) * scale. statistics:
+    written by `norm_forward`. blocks: number of blocks of tokens, which the programs share."""
     width_D = tl.arange(0, BLOCK_D)
     gain_D = tl.load(gain + width_D, mask=width_D < D, other=0.0).to(tl.float32)
     sum_D = tl.zeros((BLOCK_D,), tl.float32)

@@ -56,8 +56,8 @@ class Given(NamedTuple):
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`
     int64: experts that were chosen before; None: the kernel chooses. `load_TK` int64: experts that the balance loss counts; None: the
-    chosen ones. `exchange`: given if other ranks have tokens of these groups; it makes Together from this rank's choices, int64 [T, K],
-    and their counts in blocks, fp32 [G, B, E]. The losses are then this rank's part (moe/router/losses.py).
+    chosen ones. `exchange`: given if other ranks have tokens of these groups; it returns a Together for this rank's choices, int64 [T, K],
+    and the counts of each block, fp32 [G, B, E]. The losses are then this rank's part (moe/router/losses.py).
     """
 
     num_groups: int
@@ -153,8 +153,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
     experts with the highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN (softmax over the
     chosen experts only): the experts with the highest logits are chosen, not those with the highest scores. NORMED: gates sum to SCALE.
     Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2, one number for each expert: its probabilities; how
-    often it was chosen; how often it is among the first `counted` choices of a token (of `load`, if given). Row 3: z loss, entropy and
-    number of tokens.
+    often it was chosen; how often it is among the first `counted` choices of a token (of `load`, unless it is None). Row 3: z loss, entropy
+    and number of tokens.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

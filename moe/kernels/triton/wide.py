@@ -24,7 +24,7 @@ from moe.kernels.triton.moves import put
 # T tokens, I inputs, O outputs, S chunks of tokens
 
 _CHUNKS = 2 if INTERPRETED else 16  # largest number of chunks of tokens of a weight gradient
-_TOKENS, _INPUTS = (16, 16) if INTERPRETED else (64, 64)  # sides of a block; a block of outputs has at most 128
+_TOKENS, _INPUTS = (16, 16) if INTERPRETED else (64, 64)  # tokens and inputs of a block, which has at most 128 outputs
 
 
 @triton.jit

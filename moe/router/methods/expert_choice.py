@@ -45,7 +45,7 @@ class ExpertChoice(Method):
         why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", Set("router.select", "top_k"))
         found = dict.fromkeys(("drop", "queue"), why)
         if spec.capacity_counts == "tokens":
-            reason = "there k is a factor of the capacity and nothing else"
+            reason = "for expert_choice k is only a factor of the capacity, and capacity_counts tokens leaves it out"
             found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, Set("router.capacity_counts", "choices"))
         return found
 

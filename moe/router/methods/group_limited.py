@@ -62,7 +62,8 @@ class GroupLimited(Method):
 
 
 def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, best: int, kernels: ModuleType) -> Tensor:
-    """Return experts [T, k], highest score first, from the `top_groups` groups with the largest sum of their `best` highest scores."""
+    """Return experts [T, k], highest score first, from a token's `top_groups` best groups. The experts form `expert_groups` groups of
+    consecutive experts. A group's score is the sum of its `best` highest scores."""
     import torch
     from einops import rearrange
 

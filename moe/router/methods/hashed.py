@@ -24,7 +24,7 @@ class Hash(Method):
     reads_scores = False
     uses_bias = False
     noises = ("none",)
-    is_balanced = "a hash chooses, and no loss moves it"
+    is_balanced = "a hash chooses the experts, and no loss changes it"
 
     def select(self, request: RoutingRequest) -> Tensor:
         tokens_T = request.context.tokens_T
@@ -32,7 +32,9 @@ class Hash(Method):
             return request.table_VK[tokens_T.long()]
         if request.spec.hash_table is not None:
             name, fix = request.spec.hash_table, "make the model by moe.parallelize.build, which reads the table"
-            raise BadInput("router.hash_table", got=f"a router without the table of {name}", needed=f"the table that {name} has", fix=fix)
+            raise BadInput(
+                "router.hash_table", got=f"a router without the table of {name}", needed=f"one with the table of {name}", fix=fix
+            )
         return hashed(tokens_T, request.spec.num_choices, num_experts=request.num_experts, name=request.name, kernels=request.kernels)
 
 

@@ -81,9 +81,9 @@ class SparseMixer(Method):
 def one_by_one(
     logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return experts [T, K] int64, whether each is the best one not yet chosen [T, K] bool, and the candidates of each choice [T, K, E]
-    bool (open_k above). `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best expert is taken (ties: the first).
-    `given_TK`: experts that are taken instead, as candidates whatever their logit; -1: draw one.
+    """Return (experts [T, K] int64; whether each was the best of those not yet chosen, [T, K] bool; the candidates of each choice, [T, K,
+    E] bool: open_k above). `margin`: see open_k above. `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best
+    expert is taken (ties: the first). `given_TK`: experts that are taken instead, as candidates whatever their logit; -1: draw one.
     """
     import torch
 
