@@ -33,9 +33,8 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
     recipe itself sets, with their values. Values of a preset or equal to RouterSpec's defaults are not refused: a recipe may replace only
     some values of its preset.
     """
-    from moe.recipe.router_spec import (
-        RouterSpec,
-    )  # not at the top, because it imports pydantic, which a router outside a recipe does not need
+    # not at the top, because it imports pydantic, which a router outside a recipe does not need
+    from moe.recipe.router_spec import RouterSpec
 
     defaults = {key: field.default for key, field in RouterSpec.model_fields.items()}
     for key, (setting, reason, instead) in unread(spec).items():
