@@ -25,7 +25,7 @@ from moe.plan.machine.cluster import Between, Cluster, load_cluster, mapping_of
 from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, read_text, reason, write_text
 
-# name of a program -> key of `inside.times`
+# program of NCCL-tests -> the collective that it measures, a key of `inside.times` in a cluster file
 KINDS = {
     "all_reduce_perf": "all_reduce",
     "all_gather_perf": "all_gather",
@@ -172,8 +172,8 @@ BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
-    """Raise BadInput for a fitted rate above `most`, the largest that the cluster's network allows (both in GB/s). found: the measured times, which
-    the error names."""
+    """Raise BadInput for a fitted rate above `most`, the largest that the cluster's network allows (both in GB/s). found: the measured
+    times, which the error names."""
     if rate > most:
         needed = f"at most {most:.4g} GB/s, the most that the cluster's network allows"
         fix = "mend between.node_gb_s and device_gb_s in a cluster file"

@@ -172,8 +172,8 @@ def _slopes(cluster: Cluster, steps: Sequence[Step], name: str) -> Any:
 
 
 def _determined(cluster: Cluster, steps: Sequence[Step], names: Sequence[str], noise: float) -> dict[str, float]:
-    """Return a dict: name -> standard deviation of x, for those of the constants `names` that the steps determine. noise: standard
-    deviation of the steps' errors."""
+    """Return a dict: name -> standard deviation of x, the logarithm of the constant's factor, for those of the constants `names` that the
+    steps determine: the standard deviation is below DETERMINED. noise: standard deviation of the steps' errors."""
     import numpy as np
 
     slopes, left = np.stack([_slopes(cluster, steps, name) for name in names]) / noise, list(range(len(names)))
@@ -256,8 +256,8 @@ def _lines(given: Cluster, made: Cluster, steps: Sequence[Step], found: Fit) -> 
 
 
 def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
-    """Yield the step of each finished run in `folder`, which may also be the folder of a single run. Raises BadInput if there is no
-    finished run, and for runs on other hardware than the cluster's or the first run's."""
+    """Yield a Step, with the median measured time, for each finished run in `folder`, which may also be the folder of a single run. Raises
+    BadInput if there is no finished run, if a run's hardware is not the cluster's, and if runs have different hardware."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
         raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="name another")

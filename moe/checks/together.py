@@ -203,8 +203,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text.
-    Samples do not work with data.sources. Samples from a program do not work with data.path, which only a plug-in may read."""
+    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. Also raise it
+    for samples with data.sources, and for samples from a program with data.path, which only a plug-in may read."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":

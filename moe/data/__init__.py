@@ -134,8 +134,10 @@ def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[
             fix = "mend this function; its argument is the section `data` of the recipe"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
-        needed = "samples, which only the user's program can pass (train(run, data=...))"
-        raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE, a file of text or of token ids")
+        needed = "samples from the user's program: train(run, data=...)"
+        raise BadInput(
+            "data.source", got="'given' without samples", needed=needed, fix="add --data.path FILE, a file of text or of token ids"
+        )
     tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
     share, ids = data.validation_share, tokenizer.vocab_size
     found = open_given(given, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)

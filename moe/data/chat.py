@@ -111,7 +111,7 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):
             left_out += each
-            if all(shown[1:].any() for _, shown in made):  # cut before an answer begins
+            if all(shown[1:].any() for _, shown in made):  # cut before an answer begins: `room` would have to reach its first token
                 least = min(least, each * max(2 + int(shown[1:].argmax()) for _, shown in made) - 1)
             continue
         for found, shown in made:

@@ -46,7 +46,8 @@ class MixedTrain:
         counts = shares(self.weights, BLOCK, least=1)
         starts = np.concatenate([[0], np.cumsum(counts)])
         blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
-        for block in np.unique(blocks):  # blocks have epochs -1, -2, ...: an epoch of a source (0, 1, ...) would give the same shuffle
+        # a shuffle depends on seed and epoch: sources use epochs 0, 1, ..., so blocks use -1, -2, ... to get other shuffles
+        for block in np.unique(blocks):
             here = blocks == block
             at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
         source = np.searchsorted(starts, at, side="right") - 1

@@ -120,7 +120,8 @@ class Bytes(Tokenizer):
 
     @staticmethod
     def for_others() -> dict[str, Any]:
-        """Return an equal tokenizer.json for other programs: byte-level BPE without merges, with the separator as a special token."""
+        """Return a tokenizer.json that gives the same ids, for other programs: byte-level BPE without merges, with the separator as a
+        special token."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -351,7 +352,9 @@ def _chat(held: Any) -> dict[str, Any] | None:
 
 def _bad_description(got: object) -> BadInput:
     needed = "one written by this program (kind bytes, bpe, given or ids)"
-    return BadInput("tokenizer description", got=str(got)[:120], needed=needed, fix="restore the file that has it")
+    return BadInput(
+        "tokenizer description", got=str(got)[:120], needed=needed, fix="restore the checkpoint, token cache or tokenizer.json that has it"
+    )
 
 
 def _byte_characters() -> dict[str, int]:

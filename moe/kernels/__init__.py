@@ -40,7 +40,7 @@ def choose(name: str = "auto") -> ModuleType:
 
 
 def check_widths(kernels: str, widths: Mapping[str, int], *, dtype: str, element_bytes: int) -> None:
-    """Raise BadInput if these kernels do not multiply rows of these widths (name -> number of elements). dtype, element_bytes: name of the
+    """Raise BadInput if these kernels cannot multiply rows of these widths (name -> number of elements). dtype, element_bytes: name of the
     elements' dtype and its size."""
     unit = max(1, _ALIGNED_BYTES.get(kernels, 1) // element_bytes)
     for name, size in widths.items():

@@ -100,10 +100,9 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """Routed rows arranged in blocks. `source_Q`: index of the source row that each padded row copies; padding copies any row.
-    `place_R`: padded position of each routed row. `real_Q`: fp32, 1 for routed rows and 0 for padding. `place_R` and `real_Q` are None
-    without padding.
-    """
+    """R routed rows arranged in blocks, with rows of padding between them: Q rows together. `source_Q`: index of the source row that each
+    of the Q rows copies; for padding, any row's index. `place_R`: index of each routed row among the Q rows. `real_Q`: fp32, 1 for routed
+    rows and 0 for padding. `place_R` and `real_Q` are None if there is no padding."""
 
     blocks: list[Block]
     source_Q: Tensor

@@ -112,8 +112,9 @@ class Hosts:
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
     def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
-        """Run `python -m moe.launch.hosts WORDS` on all machines. Return ({machine: answer} of those that answered, {machine: error
-        message} of all). no_more: the wait for answers ends once no_more() returns True."""
+        """Run `python -m moe.launch.hosts WORDS` on all machines. Return two dicts: machine -> answer, for machines that answered; machine
+        -> last line of its error output ("no answer" if there is none), for all machines. no_more: the wait for answers ends once no_more()
+        returns True."""
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]

@@ -303,8 +303,9 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
 
 
 def _leave_s(failed: Mapping[str, Any], code: int | None = None) -> float:
-    """Return the seconds in which other ranks may write their status files after a rank failed. failed: that rank's status; code: its exit
-    code. The time is short if other ranks cannot add information: they have the same error, or this rank was killed."""
+    """Return how many seconds the other ranks get to write their status files after a rank failed. The time is short if they cannot add
+    information: all ranks have the same error, or the failed rank was killed by a signal, and the others only see that it is gone. failed:
+    status of the failed rank. code: its exit code."""
     return _LEAVE_S / 10 if failed.get("of_all") or (not failed and code in _KILLED) else _LEAVE_S
 
 

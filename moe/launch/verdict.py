@@ -94,9 +94,9 @@ def _was_bad_input(found: Mapping[str, Any] | None, seen: Rank | None, launcher_
 
 
 def first_to_fail(statuses: Statuses, ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
-    """Return the rank that was the first to fail by itself. If none did, return the rank for which the others waited: the first in
-    `ended_here` without a status file. If there is none either, return None. A rank whose error ended all ranks does not count. ended_here:
-    ranks that this process killed."""
+    """Return the rank that was the first to fail by itself: neither by an error that ended all ranks together (`of_all` in its status
+    file), nor killed by this process. If none did, return the rank for which the others waited: the first in `ended_here` without a status
+    file. If there is none either, return None. ended_here: ranks that this process killed."""
     own = [rank for rank in ranks if not statuses.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
     failed = [rank for rank in own if rank.rank not in ended_here and statuses.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
     waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in statuses.get(rank.rank, {})]

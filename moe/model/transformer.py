@@ -180,9 +180,11 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers sequences from the ranks' shards
-        self.whole_rows = self.whole_sequences  # gathers rows that have the encoder's tokens, then the decoder's, from the ranks' shards
-        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that this rank's attention computes
+        # three functions that parallelism replaces. whole_sequences: gathers sequences from the ranks' shards. whole_rows: the same for an
+        # encoder's sequences joined to the decoder's. inner_sequences: returns the sequences that this rank's attention computes
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL
+        self.whole_rows = self.whole_sequences
+        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL
         self.router_spec = router
         self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # must be made before `hold` removes layers
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)

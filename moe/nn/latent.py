@@ -102,7 +102,8 @@ class LatentAttention(nn.Module):
     def _mixed_latents(
         self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None
     ) -> Tensor:
-        """Return the result of `_mixed`, with the latents as keys and values (`compressed`)."""
+        """Return the same output as `_mixed`, but with the latents as keys and values (`compressed`, top of this file): the keys and
+        values of each head are not computed."""
         size = self.size
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)

@@ -100,7 +100,7 @@ def setup_of(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mes
 
 def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[SumReplicas]) -> list[tuple[Any, ...]]:
     """Return each replica's arguments: its share of the sequences, on its device. `args`: (input ids [B, L], context, target ids).
-    `together`: for each replica, the function that sums over all replicas."""
+    `together`: for each replica, the function with which its layers sum tensors over all replicas (Context.of_tokens)."""
     inputs_BL, context, targets_BL = args
     shares = _shares(args, len(devices))
     parts: list[tuple[Any, ...]] = []
@@ -210,8 +210,9 @@ _GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few out
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """Return the orientation of a parameter's matrices for Muon; None for embedding, head, router, gates, norms and biases. `num_dims`: of
-    the parameter; a stack of experts has three."""
+    """Return which dim of a parameter's matrices is their outputs: "out_in" for [out, in], "in_out" for [in, out]. Muon's scale depends on
+    it. Return None for parameters that Muon leaves to AdamW: embedding, head, router, gates, norms and biases. `num_dims`: number of the
+    parameter's dims; a stack of experts has three."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"

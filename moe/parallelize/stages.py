@@ -97,8 +97,9 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
+    # with 16-bit compute, ordinary products would keep a cast copy of the weight for each micro-batch in flight; splittable ones do not
     if schedule.splits_backward or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
-        splittable(model)  # with 16-bit compute, other products would keep a cast copy of the weight for each micro-batch in flight
+        splittable(model)
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
 
 

@@ -105,7 +105,8 @@ def _checked(
 
 
 def _from_file(run: Run) -> Schedule:
-    """Read the schedule from the file pipeline.schedule. Raises BadInput if its sizes differ from the recipe's."""
+    """Read the schedule from the file that pipeline.schedule names. Raises BadInput if its number of ranks or micro-batches differs from
+    the recipe's, and if the schedule has several updates."""
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))

@@ -37,7 +37,7 @@ class Decoding(NamedTuple):
 
     @property
     def transposed(self) -> Decoding:
-        """Cost for an expert's matrix, which one more kernel transposes."""
+        """Cost of decoding an expert's matrix: one more kernel transposes the decoded matrix."""
         return self._replace(moved=self.moved + 4, kernels=self.kernels + 1)
 
 
@@ -93,7 +93,8 @@ def spans_of_text(tokens: int) -> Spans:
 def inputs_within(tokens: int) -> int:
     """Return the longest encoder input, in tokens, that `spans_of` makes from a text of at most `tokens` (at least 2) tokens."""
     inputs = spans_of_text(tokens).inputs
-    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # the longest text with these inputs may be too long
+    # several lengths of text may give this number of inputs; `spans_of` takes the longest one, which may exceed `tokens`
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:

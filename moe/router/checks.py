@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from moe.recipe.router_spec import RouterSpec
 
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
-_LEAST_FACTOR = 0.001  # a smaller capacity factor would be rounded to one slot or none for each expert
+# with a smaller capacity factor, an expert's capacity is below one slot, unless it gets more than 1000 choices on average
+_LEAST_FACTOR = 0.001
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:

@@ -79,9 +79,9 @@ class Router(nn.Module):
 
     @in_region("route")
     def forward(self, x_TD: Tensor, *, sequence_tokens: int | None, context: Context, shards: Shards | None = None) -> Routing:
-        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens (None: all tokens are one group).
-        `shards`: the ranks that hold other tokens of these sequences, if any. Raises BadInput if groups do not fit.
-        """
+        """Route the tokens x_TD [T, D], one sequence after another. `sequence_tokens`: number of tokens of a whole sequence; None: all
+        tokens are one group. `shards`: the ranks that hold other tokens of these sequences, if any. Raises BadInput if router.group does
+        not divide a micro-batch's number of sequences in training."""
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
         if self._fuses(logits_TE, context, shards, sequence_tokens):

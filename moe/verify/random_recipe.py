@@ -259,7 +259,8 @@ def _as_text(values: Values, world: int) -> str:
 
 
 def smaller(values: Values, world: int) -> Iterator[Values]:
-    """Yield accepted recipes that have one key of `values` reset to _TINY. They are for the search for the smallest recipe that fails."""
+    """Yield copies of `values` in which one key has its value in _TINY, if the checks accept the copy on `world` ranks. The search for the
+    smallest recipe that fails tries them."""
     held, tiny = flat(build_run(values)), flat(build_run(_TINY))
     for key in known_keys():
         if held[key] != tiny[key] and (changed := _without(values, key)) != values and refused(changed, world) is None:

@@ -125,8 +125,9 @@ def _with_kernels(found: list[Case], device: str) -> list[Case]:
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and `of_bound`. `of_bound` is the largest
-    ratio of a deviation to its limit in the Bound (a second limit for runs that round, expected.py); None if the case has no Bound."""
+    """Return the case's table row: a dict with a deviation for each name in NUMBERS, `passed`, and `of_bound`. `of_bound`: largest ratio of
+    a deviation to its limit in the case's Bound, or None if it has no Bound. A Bound (expected.py) has further limits, for runs that round
+    because of their dtype."""
     row = _row(case, ran, expected)
     if row["passed"] or "error" in row:
         return row

@@ -180,7 +180,8 @@ class Standard:
         """Return the first tensor (`Line`) of the case's tape `got` that deviates too far. If none does, return the first loss in `result`
         that does, or None."""
         for (step, name), parts in got.forward.items():
-            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):  # a tape keeps one output for each position
+            # outputs are compared by token index, so two tokens of a record must not have the same
+            if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}
         recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
@@ -229,8 +230,8 @@ def last_module(errors: str) -> str:
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
-    """Return text about the tokens of a module's output that deviate: the first micro-batch with such tokens, its data-parallel rank, and
-    their number. Return "" for other lines."""
+    """Return text about the deviating tokens of a module's output: the first micro-batch that has some, its data-parallel rank, and the
+    number of these tokens in the batch. Return "" if `line` is not a module's output."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
     got, right = _known_values(line, want)

@@ -204,7 +204,7 @@ class Kfac:
         return tuple(self._queue)
 
     def run(self, unit: KfacUnit) -> None:
-        """Take this unit, which must be ready, out of `waiting`, and compute it."""
+        """Take this unit of work, which must be ready, out of `waiting`, and do it (`do`)."""
         self._queue.remove(unit)
         if self._seconds is None:
             return self.do(unit)
@@ -219,7 +219,7 @@ class Kfac:
 
     @torch.no_grad()
     def do(self, unit: KfacUnit) -> None:
-        """Compute a unit: add a micro-batch's products to the factor's sums, or invert the running factor."""
+        """Do a unit of work: add a micro-batch's products to the factor's sums, or invert the running factor."""
         factor = self.factors[unit.factor, unit.name]
         if unit.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)

@@ -38,7 +38,8 @@ class Bias(NamedTuple):
         return torch.zeros_like(self.table_UH).index_add_(0, row_N, sum_HN.t())
 
     def _rows(self, queries: range, keys: range) -> Tensor:
-        """Return the table's row for each distance, ascending from the distance of the first query and the last key: int64 [N]."""
+        """Return the index of the table's row for each distance, int64 [N]. Distances ascend from (first query - last key) to (last query -
+        first key)."""
         assert queries.step == keys.step or 1 in (len(queries), len(keys)), "diagonals of unequal distances"
         step = queries.step if len(queries) > 1 else keys.step
         first = queries[0] - keys[-1]

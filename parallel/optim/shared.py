@@ -117,8 +117,8 @@ def _in_rounds(stacks: list[Stack], part: Callable[[int], Tensor], work: Work, c
 
 
 def _one_step(rounds: list[tuple[list[Stack], Steps]]) -> Iterator[tuple[int, Tensor]]:
-    """Take one step of each round, in order. If the last round, which is the oldest, ends, remove it and yield the (number, result) of each
-    of its stacks."""
+    """Resume each round's generator once, so that it sends or computes until its next `yield`. rounds: the newest first. If the last round,
+    the oldest, ends, remove it and yield (number of the stack, result) for each of its stacks."""
     for stacks, steps in rounds[:]:
         try:
             next(steps)

@@ -133,8 +133,8 @@ def _locked(handle: int) -> bool:
 
 
 def _sign(held: _Held) -> bool:
-    """Lock the lock file of an already locked folder, and write this process's name into it. Return False if a process of another machine
-    holds the file, or if the file has just been removed. Raise OSError if the folder is gone."""
+    """Lock the lock file too, after the folder itself, and write this process's name into the file. Return False if a process of another
+    machine holds the file, or if the file has just been removed. Raise OSError if the folder is gone."""
     try:
         held.file = os.open(NAME, os.O_RDWR | os.O_CREAT | _PLAIN, 0o666, dir_fd=held.place)
     except OSError as error:

@@ -148,7 +148,8 @@ class Unreadable(BadInput):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Return a context for reading a checkpoint's file. It turns an OSError into BadInput if the contents are lost, else Unreadable."""
+    """Return a context for reading a checkpoint's file. It turns an OSError into BadInput if the contents are lost (`of_contents`, such as
+    a missing file), and into Unreadable if they may be intact (such as no permission)."""
     try:
         yield
     except FileNotFoundError:

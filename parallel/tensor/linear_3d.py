@@ -68,10 +68,10 @@ def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]
 def products(
     x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor] = (), *, into: Axis, out: Axis, depth: Axis, deep: int
 ) -> Sequence[Tensor]:
-    """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype; then x A^T for each A of
-    `narrow_rI`, which is cut along its inputs over `out`, but not over `depth`.
-    `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
-    so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered."""
+    """Return x W^T for each W, then x A^T for each A of `narrow_rI` (LoRA's A), all in x's dtype. x [B, ..., channels], W [O, I] and A are
+    this rank's shards, of any dtype. A is cut along its inputs over `out`, as W is, but not over `depth`.
+    `into`: axis over which the sequences of x are gathered before all products. `out`: axis over which each product is summed, and its
+    sequences scattered. So a rank's results have other sequences than its x. `depth`: axis over which dim `deep` of W is gathered."""
     found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, len(weights_OI), *weights_OI, *narrow_rI)
     return found
 

@@ -51,7 +51,8 @@ class _Vocabulary(Style):
 
 @dataclass(frozen=True)
 class VocabularyRows(_Vocabulary):
-    """1D: rows over tp. sliced: x is this rank's shard of the sequences (Megatron-LM's sequence parallelism)."""
+    """1D: rows are split over tp. sliced: whether tp ranks hold shards of the sequences between layers (Megatron-LM's
+    sequence parallelism)."""
 
     sliced: bool = False
 

@@ -177,7 +177,8 @@ def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
 
 
 def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
-    """`moe bench exchange`. Returns 1 if a dispatcher does not send the number of bytes of its formula."""
+    """Run `moe bench exchange`: measure each dispatcher's bytes and time on `nproc` ranks, and print a table. Returns 1 if a dispatcher
+    sends another number of bytes than its formula gives."""
     s = SHAPE
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]

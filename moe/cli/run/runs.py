@@ -60,7 +60,9 @@ def _compare(flags: Verify) -> int:
 
 
 def _peer(flags: Verify) -> int:
-    refuse_others(flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="with --peer", needed="only its own flags: moe verify --help")
+    refuse_others(
+        flags, ("peer", *_OF_PEER, "only", "json", "timeout_s"), got="with --peer", needed="only its own flags: moe verify --help"
+    )
     os.environ["DS_ACCELERATOR"] = "cpu"
     degrees = {name: degree for name in ("ep", "tp", "fsdp") if (degree := getattr(flags, name)) is not None}
     given = {"model": flags.model, "degrees": degrees, "only": flags.only, "pin": flags.pin_routing}

@@ -75,8 +75,8 @@ class Location:
 
 
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
-    """Yield the possible locations of a parameter, given its name in checkpoints. The first is used for writing. `stacked`: also yield the
-    location in a stack of experts."""
+    """Yield the possible locations of the parameter `name` of this project in the family's transformers files. The first one is used for
+    writing. `stacked`: also yield the location in a tensor that stacks all experts."""
     kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)

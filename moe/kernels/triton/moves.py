@@ -177,7 +177,7 @@ def by_bin(counts, out, R, P, B, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
         begin_R += tl.sum(tl.where(ended_RN, count_N[None, :], 0), axis=1)
         end += tl.sum(count_N, axis=0)
     mine_R = passed_R % P * B + passed_R // P
-    for first in range(0, P * B, BLOCK_N):  # pairs in the order of arrival: subtract the rows before the row's own pair
+    for first in range(0, P * B, BLOCK_N):  # pairs as they arrived, (source, bin): subtract the rows before the row's pair from begin_R
         pair_N = first + tl.arange(0, BLOCK_N)
         count_N = tl.load(counts + pair_N, mask=pair_N < P * B, other=0).to(tl.int32)
         begin_R -= tl.sum(tl.where(pair_N[None, :] < mine_R[:, None], count_N[None, :], 0), axis=1)

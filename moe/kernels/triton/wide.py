@@ -65,7 +65,7 @@ def wide_product(x, weight, out, T, I, O, BLOCK_T: tl.constexpr, BLOCK_I: tl.con
 
 @triton.jit(do_not_specialize=["T"])
 def wide_back(grad, weight, out, T, I, O, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr):  # noqa: E741
-    """Compute out = grad weight, [T, I], rounded once to the dtype of `out`."""
+    """Compute the gradient of x: out [T, I] = grad [T, O] @ weight [O, I], rounded once to the dtype of `out`."""
     token_T, in_I = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     sum_TI = tl.zeros((BLOCK_T, BLOCK_I), tl.float32)
     for begin in range(0, O, BLOCK_O):

@@ -98,7 +98,7 @@ class Prediction:
         if no limit is known."""
         known = []
         if self.place.limit_bytes is not None:
-            of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
+            of = "on the fullest rank" if self.place.kind == "cuda" else "a rank (all ranks share this host's memory)"
             known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
         if self.place.own_bytes is not None:
             known.append(

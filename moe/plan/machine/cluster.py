@@ -65,7 +65,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Between:
-    """Network of a node.
+    """Network between nodes.
 
     node_gb_s: GB/s of all adapters of the node in one direction. device_gb_s: GB/s that one device can send at most.
     share: fraction of these rates that collectives reach. An all-to-all reaches the fraction share * exchange_share.

@@ -171,9 +171,9 @@ def _attention(n: Network, stack: Stack, itemsize: int) -> float:
 
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
-    """Bytes kept for the latents of multi-head latent attention: the inputs of their norms (this tp rank's tokens) and the outputs (tokens
-    of all tp ranks). If heads are split over tp, one gathered tensor holds the outputs, the rotary key and, if queries have no latent,
-    x."""
+    """Bytes kept for the latents of multi-head latent attention: the inputs of their norms, for this tp rank's tokens, and the outputs of
+    their norms, for the tokens of all tp ranks. If heads are split over tp, the outputs are in one gathered tensor with the rotary key and,
+    if queries have no latent, x; the whole tensor counts."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0

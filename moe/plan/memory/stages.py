@@ -168,7 +168,8 @@ class Stages:
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 
     def fullest(self, ranks: Sequence[Rank]) -> list[Rank]:
-        """Return `ranks` without each rank that needs no more memory than another rank with the same layers."""
+        """Return the ranks that may need the most memory. A rank is left out if another one with the same layers needs at least as much
+        memory in each case (`exceeds`); of equal ranks, one is returned."""
         if len(ranks) == 1:
             return list(ranks)
         alike: dict[object, list[Rank]] = {}

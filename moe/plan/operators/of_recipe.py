@@ -72,9 +72,10 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
 
 @dataclass
 class _Trace:
-    """Records operators while modules run. stream: name of the operator whose output is the residual stream. x: name of the tensor that the
-    next operator reads. layer: index of the current layer. length: letter of the length of the sequences that the current layer reads; it
-    replaces `l` in rules. source: name of the encoder's output, and the letter of its length.
+    """Records operators while modules run. Each dim has a letter, and an operator's rule is written as in einsum. stream: name of the
+    operator whose output is the residual stream. x: name of the tensor that the next operator reads. layer: index of the current layer.
+    length: letter of the length of the sequences that the current layer reads; `add` replaces the letter `l` of a rule by it. source: name
+    of the encoder's output, and the letter of its length.
 
     Arguments of the methods: name: path of a module, or name of an operator. module: the module. x, y: names of tensors. letters, dims:
     letters of a tensor's dims.

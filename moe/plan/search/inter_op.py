@@ -54,7 +54,7 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
     number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: if
     two values of t_max differ by less than this fraction, only the smaller is tried."""
     most = min(layers, devices)
-    # t[later][submesh][first, end]: seconds; inf if the stage does not fit, or end <= first
+    # t[later, submesh][first, end]: seconds of a stage that `later` stages follow; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
     for later in range(most):
         for j, n in enumerate(submeshes):

@@ -119,9 +119,9 @@ def _annotated(graph: Graph, machine: Machine) -> Iterator[_Candidate]:
 
 def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) -> dict[str, str]:
     """Return a dict: tensor -> text of its annotation. kind: one of SETS. All sets annotate at least the embedded tokens, one matrix of
-    each attention and feed-forward network, the vocabulary and the experts. `batch and slices` also cuts the length of tensors between
-    layers. `weights over the batch` also cuts every dense weight over rows. experts: `experts` or `expert_hidden` -> the mesh axis that
-    cuts this dim, if any."""
+    each attention and feed-forward network, the vocabulary and the experts. `batch and slices` also cuts the sequence length of activations
+    between layers. `weights over the batch` also cuts every dense weight over `rows`, the mesh axis that cuts the batch. experts: dim
+    `experts` or `expert_hidden` -> the mesh axis that cuts it, if any."""
     rows, columns = "rows" if "rows" in mesh else ".", "columns" if "columns" in mesh else "."
     stream = [op for op in graph.operators if {graph.dims[x].name for x in op.output} == {"batch", "length", "width"}]
     between = [op for op in stream if op.kind in ("lookup", "pointwise", "norm")]

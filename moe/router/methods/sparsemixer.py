@@ -81,10 +81,12 @@ class SparseMixer(Method):
 def one_by_one(
     logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (experts [T, K] int64; whether each was the best of those not yet chosen, [T, K] bool; the candidates of each choice, [T, K,
-    E] bool: open_k above). `margin`: see open_k above. `uniform(k)`: random numbers [T, E] by which choice k is drawn; None: the best
-    expert is taken (ties: the first). `given_TK`: experts that are taken instead, as candidates whatever their logit; -1: draw one.
-    """
+    """Choose k experts for each token, one after another. Return three tensors: the experts, int64 [T, K]; whether each was the best of
+    those not yet chosen, bool [T, K]; the candidates of each choice, bool [T, K, E].
+
+    `margin`: how near to the best expert a candidate must be (open_k at the top of this file). `uniform(k)`: random numbers [T, E] with
+    which choice k is drawn. None: the best expert is taken (ties: the first). `given_TK`: experts to take instead of drawing; they count as
+    candidates whatever their logit. -1: draw this choice."""
     import torch
 
     from moe.router.scores import gumbel
@@ -108,8 +110,8 @@ def one_by_one(
 
 
 def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
-    """Return the factor s_k on each choice's gate in training, fp32 [T, K]: 1 for the best expert (best_TK), else 1 or LEAST, drawn with
-    the uniform random numbers."""
+    """Return the factor s_k on each choice's gate in training, fp32 [T, K]. It is 1 if the choice is the best expert (`best_TK`). For other
+    experts it is 1 with probability HALFWAY, otherwise LEAST; the random numbers `uniform_TK` decide."""
     import torch
 
     return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)

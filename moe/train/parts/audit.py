@@ -194,7 +194,7 @@ def _layers(model: torch.nn.Module) -> dict[int, Block]:
     return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
 
 
-_NOWHERE = 10**6  # sorts after all names of `layer_hashes`
+_NOWHERE = 10**6  # above the sort key of each name of `layer_hashes`; means "none"
 
 
 def _order(name: str) -> int:

@@ -90,7 +90,7 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
     if needed_bytes <= host_bytes / 2:
         return None
     needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
-    fix = Set("it", run.train.global_batch) | "--force tries all the same"
+    fix = Set("it", run.train.global_batch) | "--force starts the run anyway"
     return BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
 
 

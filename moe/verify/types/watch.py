@@ -289,7 +289,7 @@ class Watch(TorchDispatchMode):
 
 
 def _flow(value: Tensor, gradient: Tensor) -> list[float]:
-    """Return [flow, sum of (x g)^2, sum of g^2] of a tensor x with gradient g."""
+    """Return [sum of x g (the flow), sum of (x g)^2, sum of g^2] for a tensor x with gradient g."""
     product = value.double() * gradient.double()
     return [product.sum().item(), product.square().sum().item(), gradient.double().square().sum().item()]
 

@@ -283,8 +283,9 @@ class Comparison:
         return None
 
     def best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
-        """Return the rank's elements by the alignment with the least deviation. If none is within the bound, an alignment by the rank's
-        samples is preferred. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
+        """Compare a rank's value with the single process's, for each possible alignment (Part: which of its elements the rank has). Return
+        the comparison with the least deviation. If no deviation is within the bound, prefer alignments by the rank's samples. None: no
+        alignment fits. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:

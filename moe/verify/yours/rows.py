@@ -70,8 +70,9 @@ def numbered(of: Comparison, key: Key, seen: list[Seen]) -> list[Seen] | None:
 
 
 def _global(one: Tensor, here: Tensor) -> Tensor | None:
-    """Return the ranks' chosen experts `here` [ranks, ...] in the single process's numbering, as one tensor. Each rank numbers its own
-    experts from 0, and uses one further number for all other experts. None unless each choice is an expert of exactly one rank."""
+    """Return the ranks' chosen experts `here` [ranks, ...] as one tensor, in the numbering of `one`, the experts that the single process
+    chose. Each rank numbers its own experts from 0, and uses one number, its largest or smallest, for all experts of other ranks. None
+    unless each choice is an expert of exactly one rank."""
     for rest in (here.max(), here.min()):
         own = here != rest
         shifts = [(one - rank)[held].unique() for rank, held in zip(here, own, strict=True)]  # empty: no token chose this rank's experts

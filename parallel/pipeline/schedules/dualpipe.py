@@ -2,13 +2,13 @@
 pair), so that the communication of each overlaps with the compute of the other. B consists of I (gradients of inputs) and W (of weights).
 
 DualPipe-V: two chunks (stages) on each of p ranks, placed as a V. A rank keeps the activations of up to 2 p + 1 micro-batches, summed over
-its chunks. If F = I, a rank is idle for (p - 1) (F&B + B - 3 W), where F&B is the time of a pair. With `paired=False`, F and B run one
-after the other: (p - 1) (F + I - W) if I is not longer than F.
+its chunks. In each step a rank is idle for (p - 1) (F&B + B - 3 W) if F = I. Here F, B, I and W are times of one chunk, and F&B is the time
+of a pair. With `paired=False`, F and B run one after the other, and the idle time is (p - 1) (F + I - W) if I is not longer than F.
 
-DualPipe: two pipelines in opposite directions, each with half of the micro-batches. Ranks r and p - 1 - r both hold stages r and p - 1 - r,
-and an action S all-reduces these stages' gradients between them. A rank of the first half has the order of a DualPipe-V rank, with two
-directions instead of two chunks; the second half is its mirror image. A rank keeps the activations of up to p + 1 micro-batches. The idle
-time is as above, with p / 2 - 1 in place of p - 1.
+DualPipe: two pipelines in opposite directions, each with half of the micro-batches. Ranks r and p - 1 - r both hold stages r and p - 1 - r.
+An action S all-reduces these stages' gradients between the two ranks. The first half of the ranks runs the actions of DualPipe-V on p / 2
+ranks in the same order, with two directions instead of two chunks; the second half is its mirror image. A rank keeps the activations of up
+to p + 1 micro-batches. The idle time is as above, with p / 2 - 1 in place of p - 1.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def go(run: Any, out: Path, **flags: Any) -> dict[str, Any]:
 
 def test_what_cannot_fit_is_refused_before_anything_is_written(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, run, out = cluster_file(tmp_path / "small.yaml", memory_gib=1e-4), trained.recipe(home), tmp_path / "out"
-    with pytest.raises(BadInput, match=r"too much, needed at most .*; fix: .*--force tries all the same"):
+    with pytest.raises(BadInput, match=r"too much, needed at most .*; fix: .*--force starts the run anyway"):
         go(run, out, cluster=small)
     assert not out.exists()
     summary = go(run, out, cluster=small, force=True)
@@ -61,7 +61,7 @@ def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
         go(many, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(prediction, "memory_limit_bytes", lambda: 1000.0)
-    with pytest.raises(BadInput, match="needed fewer: .*, or --force tries all the same"):
+    with pytest.raises(BadInput, match="needed fewer: .*, or --force starts the run anyway"):
         go(run, tmp_path / "out")
     assert go(run, tmp_path / "out", force=True)["steps"] == 6
     assert f"starting nevertheless (--force): train.eval_sequences: got {run.train.eval_sequences}" in capsys.readouterr().out
