@@ -28,6 +28,8 @@ from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube, VocabularyRows
 
+FAMILIES = ("dense", "router", "expert")
+
 
 def _name_of(path: str) -> str:
     name = stack_of(path)
