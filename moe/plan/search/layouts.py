@@ -136,7 +136,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
             notes[name] = _note(graph, letters)  # every rank holds whole routers
-        elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
+        elif columns != "." and (sliced or name.endswith((".q.weight", ".q_up.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":
         notes |= {op.name: _note(graph, op.output, batch=rows) for op in between}
