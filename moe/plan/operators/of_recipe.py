@@ -179,7 +179,9 @@ class _Trace:
         if module.q_down is not None:
             q = self.letter("query_rank", m.latent.query_rank or 0)
             low = self.product(f"{name}.q_down", f"bld,d{q}->bl{q}", self.x)
-            low = self.add(f"{name}.q_down_norm", "norm", f"bl{q},{q}->bl{q}", low, self.weight(f"{name}.q_down_norm.weight", q), statistics=q)
+            low = self.add(
+                f"{name}.q_down_norm", "norm", f"bl{q},{q}->bl{q}", low, self.weight(f"{name}.q_down_norm.weight", q), statistics=q
+            )
         queries = self.product(f"{name}.{'q' if q == 'd' else 'q_up'}", f"bl{q},{q}{k}{c}->bl{k}{c}", low)
         r, t, o = (self.letter(*of) for of in (("key_rank", size.rank), ("rotary", size.rotary), ("compressed", size.rank + size.rotary)))
         both = self.product(f"{name}.kv_down", f"bld,d{o}->bl{o}", self.x)
