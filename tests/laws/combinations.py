@@ -22,7 +22,7 @@ from tests.support.verdict import verdict
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations
 
-This page says which methods work together, pair by pair. `python -m tests.laws.combinations` writes it from the checks of recipes
+This page says which methods work together. `python -m tests.laws.combinations` writes it from the checks of recipes
 (`moe/checks/`). All other values are the simplest, on as few processes as a pair needs.
 `moe verify --kinds hybrid --nproc 8` runs all pairs that fit on eight processes and compares them with one process
 ([verify](../use/verify.md)).
