@@ -243,10 +243,11 @@ def _judged(pair: Pair, values: dict[str, Any], world: int, keys: dict[str, Any]
 
 def sites() -> dict[tuple[str, int], str]:
     """Return (file of moe/checks, line) -> function, for each statement that refuses two values together (`clash`, `check_others`)."""
-    found = {}
-    for path in FOLDER.glob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for node in ast.walk(function) if isinstance(function, ast.FunctionDef) and path.name != "clash.py" else ():
+    found: dict[tuple[str, int], str] = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+        for function in functions if path.name != "clash.py" else ():
+            for node in ast.walk(function):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("clash", "check_others"):
                     found[path.name, node.lineno] = function.name
     return found

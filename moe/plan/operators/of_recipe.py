@@ -59,7 +59,8 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
         trace.head("")
         for number, depth in enumerate(model.ahead):  # multi-token prediction, which runs only in training
             trace.join_tokens(f"ahead.{number}")
-            depth.block(torch.empty(*tokens_BL.shape, run.model.d_model, device="meta"), context)
+            block: Any = depth.block
+            block(torch.empty(*tokens_BL.shape, run.model.d_model, device="meta"), context)
             trace.layer_norm(f"ahead.{number}.norm", trace.stream)
             trace.head(f"ahead.{number}.")
     for hook in hooks:
