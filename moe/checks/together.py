@@ -159,9 +159,6 @@ def _check_casts(run: Run) -> None:
         casts = "the engine already gathers or holds the weights in precision.compute"
         why = "replicas copy the weights" if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
-    if run.optimizer.kind == "kfac":
-        why = "K-FAC updates the weights that the model reads"
-        raise clash(run, key, "optimizer.kind", "use", why, Set("optimizer.kind", "adamw"))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"
         raise clash(run, key, "pipeline.schedule", "use", why, Set("pipeline.schedule", ADVISED))

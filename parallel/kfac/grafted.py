@@ -17,18 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.engine import MOMENTS, Engine, Load
+from parallel.data.stepped import Stepped
 from parallel.kfac.factors import direction
-from parallel.kfac.kfac import Kfac
+from parallel.kfac.kfac import Kfac, Linear
 from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
 
 class Grafted(AdamWExcept):
-    """AdamW, except that the weights of K-FAC's linear layers take a step in K-FAC's direction with the length of AdamW's step."""
+    """AdamW, except that the weights of K-FAC's linear layers take a step in K-FAC's direction with the length of AdamW's step. linears: id of
+    a weight that this optimizer updates -> its linear layer; KfacEngine sets it."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
         self.kfac = kfac
-        self.linears = {id(linear.weight): linear for linear in kfac.linears.values()}
+        self.linears: dict[int, Linear] = {}
 
     def update_itself(self, weight: nn.Parameter, group: Group) -> bool:
         linear, grad = self.linears.get(id(weight)), weight.grad
@@ -64,6 +66,9 @@ class KfacEngine:
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac
+        assert isinstance(engine, Stepped) and isinstance(engine.optimizer, Grafted)
+        # master weights, if the model holds casts of them (precision.casts step)
+        engine.optimizer.linears = {id(engine.parameters[name]): linear for name, linear in kfac.linears.items()}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -22,8 +22,8 @@ from tests.support.verdict import verdict
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# Combinations
 
-This page says which methods work together, pair by pair. `python -m tests.laws.combinations` writes it from the checks that every
-recipe passes before it runs (`moe/checks/`). In each pair, all other values are the simplest, on as many processes as the pair needs.
+This page says which methods work together. `python -m tests.laws.combinations` writes it from the checks of recipes
+(`moe/checks/`). All other values are the simplest, on as few processes as a pair needs.
 `moe verify --kinds hybrid --nproc 8` runs all pairs that fit on eight processes and compares them with one process
 ([verify](../use/verify.md)).
 

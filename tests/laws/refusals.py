@@ -4,11 +4,16 @@ parallelism, that the checks of recipes refuse, and the reason. `WHY` says for a
 
 from __future__ import annotations
 
+import ast
 import copy
+import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
+from moe.checks import together
 from moe.checks.together import check_run
 from moe.plan.job.of_recipe import network_of, plan_of
 from moe.plan.machine.cluster import load_cluster
@@ -34,6 +39,10 @@ KEYS: tuple[dict[str, Any], ...] = (
     },
     {"model.latent.key_rank": 8, "model.latent.rotary_size": 4, "model.num_kv_heads": None},
     {"model.ahead": 1},
+    {"model.rope.fraction": 0.5, "model.head_size": 8},
+    {"model.rope.scaling": "dynamic", "model.rope.trained_length": 8},
+    {"model.scales.residual": 2.0},
+    {"model.scales.attention": 0.5},
     {"model.document_mask": True},
     {"model.sliding_window": 4},
     {"model.attention_sinks": True},
@@ -45,11 +54,19 @@ KEYS: tuple[dict[str, Any], ...] = (
     {"model.tied_embeddings": True},
     {"experts.biases": True},
     {"experts.skip": 1},
+    {"experts.shared": 1},
+    {"experts.residual": True},
+    {"router.select": "expert_choice", "router.allow_noncausal": True, "router.balance_weight": 0.0, "router.eval_capacity_factor": 1.0},
+    {"dispatch.overlap_chunks": 2},
+    {"tensor.overlap_chunks": 2, "tensor.kind": "1d", "degrees.tp": 2, "degrees.dp": 1},
     {"experts.rebalance_every": 10},
     {"router.balance_scope": "global_batch"},
     {"tiling.ffn": 2},
     {"tiling.head": 2},
     {"lora.rank": 2},
+    {"lora.base": "fp8", "lora.rank": 2},
+    {"lora.base": "fp8_all", "lora.rank": 2},
+    {"train.freeze": ["head"]},
     {"train.freeze": ["attention"]},
     {"train.freeze": ["layers.0"]},
     {"train.audit_every": 10},
@@ -58,18 +75,21 @@ KEYS: tuple[dict[str, Any], ...] = (
     {"train.save_mode": "async"},
     {"sharding.offload.optimizer": "cpu", "sharding.kind": "zero"},
     {"sharding.offload.parameters": "cpu", "sharding.kind": "zero", "sharding.stage": 3},
+    {"sharding.offload.optimizer": "nvme", "sharding.kind": "zero", "sharding.stage": 3, "sharding.offload.path": "."},
+    {"sharding.engine": "deepspeed", "sharding.kind": "zero"},
     {"precision.master": "bf16", "precision.compute": "bf16"},
     {"precision.casts": "step", "precision.compute": "bf16"},
 )
 # kinds of parallelism: value of a factor of moe/verify/hybrid.py -> the name on the page of all values that are refused with it
 WITH = {
     ("schedule", "1f1b"): "stages",
-    ("schedule", "pipedream"): "pipedream and two_bw",
+    ("schedule", "two_bw"): "pipedream and two_bw",
     ("tensor", "1d"): "1d",
     ("tensor", "dtensor"): "dtensor",
     ("tensor", "2d"): "grids",
     ("sequence", "zigzag"): "ring",
     ("sequence", "ulysses"): "ulysses",
+    ("data", "dp"): "dp",
     ("data", "fsdp"): "fsdp",
     ("data", "zero1"): "zero 1",
     ("data", "zero3"): "zero 2 and 3",
@@ -87,8 +107,12 @@ _TILE = "tiles save memory that a step on whole matrices needs again"
 _GRID = "1d with `sequence_parallel` is no worse: 3d takes {grids} of its predicted step (Mixtral, GLaM, GPT-3, Llama 3 on 64 A100, tp 8)"
 _HOST = "Muon's step of 7 billion parameters takes 7e14 FLOPs, minutes on a host; Adafactor's states are under 0.1 % of AdamW's"
 _FROZEN = "a stage without a trained weight has no backward pass: with frozen stages, ranks do a third of the others' work"
-_FETCHED = "a stage of 7 billion parameters on four ranks would fetch 3.5 GB for each micro-batch: 0.14 s at 25 GB/s"
+_FETCHED = "7 billion parameters on four ranks: 3.5 GB for each micro-batch, 0.14 s at 25 GB/s; 70 billion on eight: 105 GB of states, "
+_FETCHED += "which a host holds"
+_THREADS = "replicas are threads, for study; `ddp` computes the same with processes"
 _T5 = "T5 and Switch have none"
+_DEEPSEEK = "DeepSeek's latents are normed, have no biases, bounds or factors, and turn `rotary_size` channels with YaRN"
+_BLOCKS = "`ep` divides the same bytes (44 MB an expert of DeepSeek-V3), and 97 % of that model's weights are experts"
 WHY: dict[str, str] = {
     "K-FAC's factors belong to the weights of one step": _STALE,
     "different versions of": _STALE,
@@ -106,13 +130,32 @@ WHY: dict[str, str] = {
     "the only optimizer with a step on the host": _HOST,
     "has no backward pass": _FROZEN,
     "it offloads nothing else": _FETCHED,
-    "FSDP offloads only the optimizer, and only to cpu": "FSDP's weights are at most 4 bytes a parameter over all ranks",
+    "FSDP offloads only the optimizer, and only to cpu": "FSDP shards weights and states, at most 16 bytes a parameter, over all ranks",
     "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have no": _T5,
-    "latent attention has n": "DeepSeek's latents are normed, and have no biases or bounds",
+    **dict.fromkeys(("latent attention has n", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"), _DEEPSEEK),
+    "blocks of multi-token prediction are not scaled": "Granite has the factors, DeepSeek-V3 the prediction, no model both",
+    "blocks are of whole matrices": _BLOCKS,
+    **dict.fromkeys(
+        ("one replica of each", "would need the blocks", "as their threads end", "replicas copy", "runs all replicas"), _THREADS
+    ),
+    "experts in blocks stay": "the router is frozen with them, so loads hardly change",
+    "a residual network or shared experts": "a residual network is a shared expert whose share is learned",
     "K-FAC preconditions whole matrices": "K-FAC's factor of a d-wide input has d² numbers: d / r times the adapter that it would serve",
     "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
+
+
+# functions of moe/checks with refusals of two values that are not on the page -> the reason
+ELSEWHERE = {
+    "_check_idle": "a key of section sequence that another key of it leaves without effect",
+    "_check_order": "a key of section sequence that another key of it leaves without effect",
+    "_check_zero": "sharding.engine can carry out some values of sharding.stage",
+    "_check_precision": "keys of section precision, which define one another",
+    "_check_rope": "a factor of latent attention's logits in a model without it",
+    "check_encoder_decoder": "keys that define an encoder-decoder",
+}
+FOLDER = Path(together.__file__).parent
 
 
 HEAD = """## Every other refusal
@@ -151,20 +194,31 @@ def _short(pairs: list[Pair]) -> list[str]:
 
 
 def refusals() -> dict[Pair, BadInput]:
-    """Return the refused pairs, each of a value in KEYS with a value of `WITH` or with a later value in KEYS."""
+    """Return the refused pairs, each of a value in KEYS with a value of `WITH` or with a later value in KEYS. A pair is left out if it is
+    refused with the same words without the keys that only one of its values needs."""
     found: dict[Pair, BadInput] = {}
+    inside = {_named(keys): [_named(few) for few in KEYS if few.items() < keys.items()] for keys in KEYS}
+    inside |= {_named(keys): [("tensor", "1d")] for keys in KEYS if "degrees.tp" in keys}
     for (factor, value), name in WITH.items():
         case = case_of(completed({factor: value, "model": "switch"}), world=None)
+        case = replace(case, world=1) if case.engine.threads else case
         values = case.run().model_dump(mode="json")
         for keys in KEYS:
+            world = 2 if case.engine.threads and "degrees.tp" in keys else case.world
             if not any(f"{key}." in f"{factor if factor != 'data' else 'sharding'}." for key in (k.split(".")[0] for k in keys)):
-                found |= _judged((_named(keys), (factor, name)), values, case.world, keys)
+                found |= _judged((_named(keys), (factor, name)), values, world, keys)
     case = case_of(completed({"model": "switch"}), world=None)
     values = case.run().model_dump(mode="json")
     for one, other in combinations(KEYS, 2):
         if all(other.get(key, value) == value for key, value in one.items()):
             found |= _judged((_named(one), _named(other)), values, case.world, one | other)
-    return found
+
+    def again(pair: Pair, refused: BadInput) -> bool:
+        smaller = [(a, pair[1]) for a in inside.get(pair[0], ())] + [(pair[0], b) for b in inside.get(pair[1], ())]
+        return any(refused.needed == found[few].needed for each in smaller for few in (each, each[::-1]) if few in found)
+
+    idle = "otherwise this key has no effect"
+    return {pair: refused for pair, refused in found.items() if not refused.needed.endswith(idle) and not again(pair, refused)}
 
 
 def reason_of(refused: BadInput) -> str:
@@ -185,6 +239,25 @@ def _judged(pair: Pair, values: dict[str, Any], world: int, keys: dict[str, Any]
         check_run(build_run(changed), world)
     except BadInput as refused:
         yield pair, refused
+
+
+def sites() -> dict[tuple[str, int], str]:
+    """Return (file of moe/checks, line) -> function, for each statement that refuses two values together (`clash`, `check_others`)."""
+    found: dict[tuple[str, int], str] = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+        for function in functions if path.name != "clash.py" else ():
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("clash", "check_others"):
+                    found[path.name, node.lineno] = function.name
+    return found
+
+
+def site_of(refused: BadInput) -> tuple[str, int]:
+    """Return (file of moe/checks, line) of the statement in a check that raised the error."""
+    frames = [frame for frame in traceback.extract_tb(refused.__traceback__) if Path(frame.filename).parent == FOLDER]
+    last = [frame for frame in frames if Path(frame.filename).name != "clash.py"][-1]
+    return Path(last.filename).name, last.lineno or 0
 
 
 def _grids() -> str:

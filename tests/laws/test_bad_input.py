@@ -628,7 +628,6 @@ CASES: list[tuple[str, str, str]] = [
     (B + "--sharding.kind fsdp", "precision.casts: got step with sharding.kind=fsdp", "ddp"),
     (B + "--sharding.kind zero --sharding.stage 1", "precision.casts: got step with sharding.kind=zero", "ddp"),
     (B + "--sharding.kind dp", "precision.casts: got step with sharding.kind=dp", "ddp"),
-    (B + "--optimizer.kind kfac", "precision.casts: got step with optimizer.kind=kfac", "adamw"),
     (T + "--precision.compute fp8", "precision.compute: got 'fp8'", "precision.compute"),
     (T + "--data.source text", "data.path: got null, needed a path for data.source=text", "--data.path"),
     (T + "--data.source text --data.path no_such.txt", "data.path: got no_such.txt", "spelling"),

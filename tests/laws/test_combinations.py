@@ -15,7 +15,7 @@ from moe.verify.pairwise import Pair, every_pair
 from parallel.errors import BadInput
 from tests.laws import combinations
 from tests.laws.combinations import Judged, judge_pairs, main, page
-from tests.laws.refusals import WHY, reason_of, refusals
+from tests.laws.refusals import ELSEWHERE, WHY, reason_of, refusals, site_of, sites
 from tests.support.verdict import verdict
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/parallel/combinations.md"
@@ -35,6 +35,13 @@ def refused() -> dict[Pair, BadInput]:
 def test_every_reason_on_the_page_is_of_a_refusal() -> None:
     assert [words for words in WHY if not any(words in reason.needed for reason in refused().values())] == []
     assert all(len(reason_of(reason).split()) > 1 for reason in refused().values()), "a value alone is no reason"
+
+
+def test_every_refusal_of_two_values_in_the_checks_is_on_the_page() -> None:
+    """A new `clash` or `check_others` needs a pair in KEYS or WITH that reaches it, or an entry of ELSEWHERE."""
+    reached = {site_of(reason) for reason in refused().values()}
+    lacking = {function for site, function in sites().items() if site not in reached}
+    assert lacking == set(ELSEWHERE)
 
 
 def test_the_page_is_what_the_code_says() -> None:

@@ -20,30 +20,23 @@ from moe.plan.job.of_recipe import compute_bytes
 from moe.recipe.sections import Run
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
-from parallel.errors import BadInput
 
 _LETTERS = {
     "batch": "b", "length": "l", "places": "s", "width": "d", "vocab": "v", "heads": "k", "queries": "g", "channels": "c", "hidden": "f",
     "experts": "e", "slots": "u", "expert_hidden": "m", "shared_hidden": "n", "buckets": "z", "parts": "x",
+    "query_rank": "q", "key_rank": "r", "rotary": "t", "compressed": "o", "pairs": "w", "values": "a", "joined": "y",
 }  # fmt: skip
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """Return the operators of a forward pass. sequences: number of sequences in the batch of all replicas together. Raises BadInput for
-    latent attention and multi-token prediction."""
-    if run.model.latent.key_rank is not None:
-        needed = "null: latent attention has no sharding rule in this search"
-        fix = "take another recipe; moe plan without --search can plan this one"
-        raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
-    if run.model.ahead:
-        needed, fix = "0: multi-token prediction has no sharding rule in this search", "take moe plan without --search"
-        raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
+    """Return the operators of a forward pass in training. sequences: number of sequences in the batch of all replicas together."""
     import torch
 
     from moe.experts.layer import MoELayer
     from moe.model.transformer import Transformer
     from moe.nn.attention import Attention
     from moe.nn.context import Context
+    from moe.nn.latent import LatentAttention
     from moe.nn.linear import FeedForward, Norm
 
     with torch.device("meta"):
@@ -51,7 +44,8 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
         tokens_BL = torch.empty(sequences, run.model.read_length, dtype=torch.int64)
     trace = _Trace(run, sequences)
     trace.embedding()
-    rules: dict[type, Callable[..., None]] = {Norm: trace.norm, Attention: trace.attention, FeedForward: trace.feed_forward}
+    rules: dict[type, Callable[..., None]] = {Norm: trace.norm, FeedForward: trace.feed_forward}
+    rules |= {Attention: trace.attention, LatentAttention: trace.latent_attention}
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
@@ -60,10 +54,17 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
         elif (rule := rules.get(type(module))) is not None:
             hooks.append(module.register_forward_hook(lambda m, *_, name=name, rule=rule: rule(name, m)))
     with torch.no_grad():
-        model(tokens_BL, Context.of(tokens_BL, source=run.model.source_length))
+        context = Context.of(tokens_BL, source=run.model.source_length)
+        model(tokens_BL, context)
+        trace.head("")
+        for number, depth in enumerate(model.ahead):  # multi-token prediction, which runs only in training
+            trace.join_tokens(f"ahead.{number}")
+            block: Any = depth.block
+            block(torch.empty(*tokens_BL.shape, run.model.d_model, device="meta"), context)
+            trace.layer_norm(f"ahead.{number}.norm", trace.stream)
+            trace.head(f"ahead.{number}.")
     for hook in hooks:
         hook.remove()
-    trace.head()
     graph = Graph(trace.dims, trace.inputs, trace.parameters, tuple(trace.operators), compute_bytes(run))
     for name, parameter in model.named_parameters():
         assert graph.size(graph.parameters[name]) == parameter.numel(), f"{name} is not in the graph as it is in the model"
@@ -139,13 +140,17 @@ class _Trace:
     def norm(self, name: str, module: Any) -> None:
         """Add a norm, and set `layer` to its layer (num_layers for the model's last norm). Norms of q and k are added by `attention`."""
         parts = name.split(".")
-        if parts[-1] in ("q_norm", "k_norm"):
+        if parts[-1] in ("q_norm", "k_norm", "q_down_norm", "kv_down_norm"):
             return
         ends = name == "encoder_norm"
-        self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.decoder_begins - 1 if ends else self.run.model.num_layers
-        self.x = self.add(name, "norm", "bld,d->bld", self.stream, self.weight(f"{name}.weight", "d"), statistics="d")
+        of_block = parts[0] == "layers"
+        self.layer = int(parts[1]) if of_block else self.run.model.decoder_begins - 1 if ends else self.run.model.num_layers
+        self.layer_norm(name, self.stream)
         if ends:
             self.source, self.stream, self.length = (self.x, self.length), "embedding.written", "l"
+
+    def layer_norm(self, name: str, x: str) -> None:
+        self.x = self.add(name, "norm", "bld,d->bld", x, self.weight(f"{name}.weight", "d"), statistics="d")
 
     def _join(self, name: str, y: str) -> None:
         """Append the operator `name`, which adds `y` to the residual stream. y: output of attention, a feed-forward network or experts."""
@@ -174,6 +179,32 @@ class _Trace:
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
         out = out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out)
         self._join(f"{name}.add", out)
+
+    def latent_attention(self, name: str, module: Any) -> None:
+        m, size, length = self.run.model, module.size, self.dims[self.length].size
+        k, c, s = self.letter("heads", m.num_heads), self.letter("channels", size.key), self.letter("places", length)
+        low, q = self.x, "d"
+        if module.q_down is not None:
+            q = self.letter("query_rank", m.latent.query_rank or 0)
+            low = self.product(f"{name}.q_down", f"bld,d{q}->bl{q}", self.x)
+            low = self.add(
+                f"{name}.q_down_norm", "norm", f"bl{q},{q}->bl{q}", low, self.weight(f"{name}.q_down_norm.weight", q), statistics=q
+            )
+        queries = self.product(f"{name}.{'q' if q == 'd' else 'q_up'}", f"bl{q},{q}{k}{c}->bl{k}{c}", low)
+        r, t, o = (self.letter(*of) for of in (("key_rank", size.rank), ("rotary", size.rotary), ("compressed", size.rank + size.rotary)))
+        both = self.product(f"{name}.kv_down", f"bld,d{o}->bl{o}", self.x)
+        gain = self.weight(f"{name}.kv_down_norm.weight", r)
+        latent = self.add(f"{name}.kv_down_norm", "norm", f"bl{o},{r}->bl{r}", both, gain, whole=o + r)
+        turned = self.add(f"{name}.rotary", "pointwise", f"bl{o}->bl{t}", both, whole=o + t)
+        w, a = self.letter("pairs", size.content + size.value), self.letter("values", size.value)
+        pairs = self.product(f"{name}.kv_up", f"bl{r},{r}{k}{w}->bl{k}{w}", latent)
+        inputs, rule = [queries, pairs, turned], f"bl{k}{c},b{s}{k}{w},b{s}{t}"
+        if module.sinks is not None:
+            inputs, rule = [*inputs, self.weight(f"{name}.sinks.weight", k)], f"{rule},{k}"
+        flops = 2.0 * self.sequences * m.num_heads * (size.key + size.value) * length * attended(m, layer=self.layer)
+        core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{a}", *inputs, flops=flops, whole=s + c + w + t + a)
+        out = self.product(f"{name}.out", f"bl{k}{a},{k}{a}d->bld", core)
+        self._join(f"{name}.add", out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out))
 
     def _projection(self, name: str, part: str, dims: str, x: str, module: Any) -> str:
         """Add the product of `x` that gives q, k or v (`part`), with its bias and its norm."""
@@ -253,10 +284,19 @@ class _Trace:
             y = self.add(f"{name}.beside", "pointwise", "bld,bld->bld", y, shared)
         return y
 
-    def head(self) -> None:
+    def join_tokens(self, name: str) -> None:
+        """Add the operators of one depth of multi-token prediction before its block: norms of the stream and of embedded tokens, and the
+        product of both, joined."""
+        v, y = self.letter("vocab", self.run.vocab_size), self.letter("joined", 2 * self.run.model.d_model)
+        self.layer_norm(f"{name}.hidden_norm", self.stream)
+        hidden = self.x
+        self.layer_norm(f"{name}.token_norm", self.add(f"{name}.rows", "lookup", f"bl,{v}d->bld", "targets", "embedding"))
+        joined = self.add(f"{name}.joined", "pointwise", f"bld,bld->bl{y}", hidden, self.x, whole=f"d{y}")
+        self.stream = self.product(f"{name}.proj", f"bl{y},{y}d->bld", joined)
+
+    def head(self, before: str) -> None:
+        """Add the product with the vocabulary and the loss. before: beginning of the operators' names."""
         v = self.letter("vocab", self.run.vocab_size)
-        if self.run.model.tied_embeddings:
-            logits = self.add("head", "product", f"bld,{v}d->bl{v}", self.x, "embedding")
-        else:
-            logits = self.product("head", f"bld,{v}d->bl{v}", self.x)
-        self.add("loss", "loss", f"bl{v},bl->bl", logits, "targets", statistics=v)
+        matrix = "embedding" if self.run.model.tied_embeddings else self.weight("head.weight", f"{v}d")
+        logits = self.add(f"{before}head", "product", f"bld,{v}d->bl{v}", self.x, matrix)
+        self.add(f"{before}loss", "loss", f"bl{v},bl->bl", logits, "targets", statistics=v)

@@ -31,6 +31,7 @@ from parallel.annotations.resharding import Sizes
 from parallel.errors import BadInput, counted
 
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
+_FIRST = (".q.weight", ".q_up.weight", ".w1.weight")  # ends of the names of matrices that are annotated: queries, first of a network
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
 
 
@@ -138,7 +139,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
             notes[name] = _note(graph, letters, **dict.fromkeys(BY_TENSOR, columns), **({first: rows} if first else {}))
         elif "experts" in names and experts:
             notes[name] = _note(graph, letters)  # every rank holds whole routers
-        elif columns != "." and (sliced or name.endswith((".q.weight", ".w1.weight")) or "vocab" in names) and set(names) & set(BY_TENSOR):
+        elif columns != "." and (sliced or name.endswith(_FIRST) or "vocab" in names) and set(names) & set(BY_TENSOR):
             notes[name] = ", ".join(columns if dim in BY_TENSOR else "_" for dim in names)
     if kind == "weights over the batch":
         notes |= {op.name: _note(graph, op.output, batch=rows) for op in between}

@@ -155,6 +155,8 @@ def _options_cases() -> list[Case]:
         Case(model, "ddp", world, world, m, "fp32", again) for model in _BY_KFAC for world, m, again in ((1, 3, "none"), (2, 1, "full"))
     ]
     found += [Case("kfac", "ddp", 1, 1, 1, "fp32", overflow=True), Case("kfac", "ddp", 2, 2, 3, "fp32", padded=True)]
+    found += [Case("kfac_at_once", "ddp", world, world, m, "bf16", casts=casts) for world, m, casts in ((1, 3, "use"), (2, 1, "step"))]
+    found += [Case("kfac_at_once", "ddp", 2, 2, 3, "fp16", overflow=True)]
     return [
         *found,
         Case("mixer", "ddp", 2, 2, 1, "bf16"),

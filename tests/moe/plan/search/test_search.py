@@ -16,9 +16,10 @@ import torch
 from moe.checks.together import check_run
 from moe.parallelize.build import build
 from moe.plan.choose.recipe_of import as_stored, recipe_of
+from moe.plan.job import counts
 from moe.plan.job.network import Plan
-from moe.plan.job.of_recipe import plan_of
-from moe.plan.job.states import MIXED
+from moe.plan.job.of_recipe import network_of, plan_of
+from moe.plan.job.states import MIXED, model_states
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.operators.links import Link, Machine, machine_of
 from moe.plan.operators.of_recipe import graph_of
@@ -330,3 +331,21 @@ def test_plans_of_all_searches_train_like_one_process() -> None:
 def _alone(model: str, microbatches: int) -> Run:
     run = tiny(model)
     return run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"microbatches": microbatches})})
+
+
+@pytest.mark.parametrize("query_rank", [None, 14])
+def test_a_plan_of_latents_and_predicted_tokens_has_the_planners_bytes(query_rank: int | None) -> None:
+    """A rank's parameters are as many as the planner counts. A layer all-reduces two outputs forward, and backward the network's input
+    and all that heads read, as moe/plan/time/layer_messages.py counts: the queries' latents or x, the keys' latents and the rotary key."""
+    latent = {"key_rank": 10, "query_rank": query_rank, "rotary_size": 4, "value_size": 5}
+    model = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": 12, "vocab_size": 52, "ahead": 1, "latent": latent}
+    run = build_run({"model": model})
+    machine = Machine(1, 2, inf, Link(0.0, 1.0), Link(0.0, 1.0))  # one second a byte
+    runnable, plan = Runnable(graph_of(run, sequences=3), machine, Settings()), Plan(tp=2, microbatch=3, compute_bytes=4)
+    costs = runnable.costs(plan)
+    assert costs is not None
+    of_one = model_states(1.0, stage=0, copies=1, storage=Settings().storage).total
+    found = sum(runnable.folded.weight[layer] * cost.state_bytes for layer, cost in costs.items()) / of_one
+    assert found == pytest.approx(counts.held(network_of(run), plan, (range(2),), (0,)).parameters, rel=1e-12)
+    read = (query_rank or 24) + 10 + 4
+    assert costs[0].seconds == pytest.approx(4 * 3 * 12 * (3 * 24 + read), rel=1e-12)
