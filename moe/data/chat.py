@@ -130,7 +130,7 @@ class ChatFiles:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a table's value without null fields: a table's rows have all fields, a chat in JSON only those that it needs."""
+    """Return a table's value without null fields: all rows of a table have the same fields, but a chat in JSON only its own."""
     if isinstance(value, dict):
         return {name: _without_nulls(held) for name, held in value.items() if held is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

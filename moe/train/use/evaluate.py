@@ -71,7 +71,7 @@ class _Total:
 @torch.no_grad()
 def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequences: int) -> list[Evaluated]:
     """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor.
-    sources: the texts of each source. Return the results of all texts, then those of each source of which sequences were taken."""
+    sources: the texts of each source. Return the results of all texts, then of each source that gave sequences."""
     device, m, group = next(model.parameters()).device, model.config, model.router_spec.group
     multiple = group if isinstance(group, int) else 1  # an expert's capacity is counted over this number of sequences
     texts = [(text, number) for number, source in enumerate(sources) for text in source]
