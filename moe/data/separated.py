@@ -39,7 +39,7 @@ def texts(path: Path, column: formats.TextKey, encoding: str) -> Iterator[str | 
     """Yield the texts of a table's column, in order; None for an empty field. Raises BadInput for a missing column, a row of another
     length, and a file that is no table in this encoding."""
     with _rows(path, encoding) as rows:
-        names = next(rows, [])
+        names: list[str] = next(rows, [])
         if column.name not in names:
             fix = column.fix(did_you_mean(column.name, names)) | Set("data.source", "text", said="text for the file as it is")
             raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column.name}", fix=fix)

@@ -319,6 +319,8 @@ WORDS: dict[str, dict[str, str]] = {
     "router.score": {"sqrtsoftplus": "sqrt_softplus"},
     "router.select": {"topk": "top_k", "greedy": "top_k", "group_limited_greedy": "group_limited", "noaux_tc": "group_limited"},
     "dispatch.kind": {"alltoall": "all_to_all", "allgather": "all_gather"},
+    "lora.targets": dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "attention")
+    | dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "experts"),
     "data.tokenizer": {"gpt2bpetokenizer": "bpe", "byte": "bytes", "char": "bytes", "huggingfacetokenizer": "bpe"},
     "data.source": dict.fromkeys(("files", "file", "folder", "directory", "dir", "txt", "raw", "plain"), "text")
     | dict.fromkeys(("json", "jsonlines", "ndjson", "json_lines"), "jsonl")
