@@ -119,7 +119,7 @@ def test_the_dpo_of_the_docs_passes_on_packed_pairs(folder: Path) -> None:
     (folder / "dpo.py").write_text((Path(__file__).resolve().parents[3] / "docs/use/dpo.py").read_text(encoding="utf-8"))
     (folder / "preferences.yaml").write_text("extends: switch_tiny\ntrain: {loss: 'dpo:without_reference'}\n")
     said: list[str] = []
-    assert main(nproc=2, recipe="preferences.yaml", only="dp2 ep2 m1 ddp", say=said.append) == 0
+    assert main(nproc=2, recipe="preferences.yaml", only="dp2 ep2 m1 packed ddp", say=said.append) == 0
     assert any("1 passed, 0 failed" in line for line in said)
     sys.modules.pop("dpo", None)
 
