@@ -87,7 +87,7 @@ def test_a_run_is_trained_used_and_written_from_the_wheel(site: Path, tmp_path: 
         "doctor runs/a",
         "convert runs/a hf:mixtral",
         "convert hf:mixtral runs/back",
-        f"rehearse switch_tiny --world 2 {sizes} --train.global_batch 2",
+        f"rehearse switch_tiny --world 2 {sizes} {mixtral} --train.global_batch 2",
     ]
     wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, RUN, json.dumps(commands)).items() if code}
     assert wrong == {} and (tmp_path / "runs/a/report.html").is_file() and (tmp_path / "mixtral/model.safetensors").is_file()
