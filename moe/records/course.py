@@ -67,7 +67,7 @@ def spikes(windows: Sequence[Window], *, after: int) -> Found | None:
     steps, losses, usual = steps[BEFORE:], losses[BEFORE:], np.median(before, axis=1)
     noise = 1.4826 * np.median(np.abs(before - usual[:, None]), axis=1)
     above = (losses - usual > np.maximum(SPIKE * noise, 0.1 * np.abs(usual))) & (steps > after)
-    begins = np.flatnonzero(above & ~np.append(False, above[:-1]))
+    begins = np.flatnonzero(above & ~np.concatenate(([False], above[:-1])))
     if len(begins) < SPIKES:
         return None
     top = int(np.argmax(np.where(above, losses - usual, -np.inf)))
