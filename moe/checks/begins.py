@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput, did_you_mean, some
+from parallel.store.files import named_encoding
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -57,12 +58,12 @@ def _has_template(source: Path) -> bool:
 
 def check_chats(data: Data) -> None:
     """For a model without a chat template: raise BadInput if the recipe's chats need one, and it names none."""
-    from moe.data.chat import check_readable
+    from moe.data.chat import ChatFiles, check_readable, messages_field
 
-    given = [(source.path, source.text_key or data.text_key) for source in data.sources]
-    for path, text_key in given or [(data.path or "", data.text_key)]:
+    given = [(each.path, each.text_key or data.text_key, each.encoding or data.encoding) for each in data.sources]
+    for path, text_key, encoding in given or [(data.path or "", data.text_key, data.encoding)]:
         if path and Path(path).expanduser().exists():  # check_run refuses a path that is missing
-            check_readable(path, data.chat_template, text_key=text_key)
+            check_readable(ChatFiles(path, messages_field(text_key), named_encoding(encoding)), data.chat_template)
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 from moe.checks.clash import check_others, clash
@@ -29,7 +30,9 @@ from parallel.errors import BadInput, counted, did_you_mean, some
 from parallel.fixes import Nproc, Remove, Set, guess
 from parallel.mesh.mesh import Degrees, check_world, divisors
 from parallel.pipeline.schedules.catalog import ADVISED
-from parallel.store.files import user_path
+from parallel.store.files import named_encoding, user_path
+
+ENCODINGS = ("utf-8", "utf-16", "windows-1252", "iso-8859-1", "shift_jis", "gb18030")  # examples in an error
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -169,7 +172,9 @@ def _check_data(run: Run) -> None:
     if d.sources and d.path is not None:
         fix = Set("data.sources", [], said="[] to take the path alone") | Set("data.path", None)
         raise BadInput("data.path", got=f"{d.path}, and data.sources as well", needed="one of the two", fix=fix)
-    if d.tokenizer != "ids" and d.vocab_size <= 256:
+    if d.tokenizer_file is not None:
+        _check_tokenizer(d, d.tokenizer_file)
+    elif d.tokenizer != "ids" and d.vocab_size <= 256:
         needed = "greater than 256: one id for each byte, and one that separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix=Set("data.vocab_size", 257, said="257 or more"))
     if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
@@ -193,8 +198,10 @@ def _check_data(run: Run) -> None:
                 fix=f"add --data.path {'FILE.jsonl' if d.source == 'chat' else 'FILE_OR_FOLDER'}",
             )
         return
+    _check_encoding("data.encoding", d.encoding)
     for number, source in enumerate(d.sources):
         _check_path(f"data.sources[{number}].path", source.path)
+        _check_encoding(f"data.sources[{number}].encoding", source.encoding or d.encoding)
     if d.path is not None:
         _check_path("data.path", d.path)
 
@@ -217,12 +224,37 @@ def _check_given(d: Data) -> None:
         raise BadInput("data.objective", got=got, needed="next_token", fix=fix)
 
 
+def _check_tokenizer(d: Data, named: str) -> None:
+    """Raise BadInput if data.vocab_size is not the number of ids of the tokenizer.json `named`, or if that file is not there."""
+    path = user_path(named, what="data.tokenizer")
+    if not path.is_file():
+        raise BadInput(
+            "data.tokenizer", got=named, needed="a tokenizer.json that exists", fix="check the spelling and the folder you are in"
+        )
+    from moe.data.tokenizer_file import ids_of
+
+    if (size := ids_of(named)) != d.vocab_size:
+        raise BadInput("data.vocab_size", got=d.vocab_size, needed=f"{size}, the ids of {named}", fix=Set("it", size))
+
+
+def _check_encoding(key: str, name: str) -> None:
+    try:
+        named_encoding(name)
+    except (LookupError, ValueError):
+        near = did_you_mean(name, ENCODINGS)
+        fix = guess(near) if near else f"one of {', '.join(ENCODINGS)}, or another of Python"
+        raise BadInput(key, got=name, needed="a text encoding that Python knows", fix=fix) from None
+
+
 def _check_path(key: str, given: str) -> None:
     path = user_path(given, what=key)
     if not path.exists():
         near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if os.path.exists(p)] if path.parent.is_dir() else [])
         advice = guess(str(path.parent / near)) if near else "check the spelling and the folder you are in"
         advice = "download it, and name the file" if "://" in given else advice
+        if not near and re.fullmatch(r"[\w.-]+/[\w-]+", given) and not path.parent.exists():
+            name = given.rpartition("/")[2]
+            advice = f"if it is a data set of the Hugging Face hub: hf download {given} --repo-type dataset --local-dir {name}"
         got = f"{given}, a link to {os.readlink(path)}, which is not there" if path.is_symlink() else given
         raise BadInput(key, got=got, needed="a file or folder that exists", fix=advice)
     if not path.is_file() and not path.is_dir():

@@ -105,7 +105,7 @@ def _corrected(script: str, shell: str, words: dict[str, list[str]]) -> str:
 
 def _option(option: dict[str, Any]) -> dict[str, Any]:
     from moe.recipe.keys import choices as choices_of
-    from moe.recipe.keys import field_of, known_keys, takes_plugin
+    from moe.recipe.keys import field_of, further_values, known_keys
     from moe.recipe.load import recipe_names
 
     flag, choices = option["flags"][-1], option.get("choices")
@@ -113,7 +113,7 @@ def _option(option: dict[str, Any]) -> dict[str, Any]:
         return option | {"type": "choice", "choices": recipe_names()}
     if "." not in flag:
         return option | ({"choices": [c for c in choices if c != "None"]} if choices else {})
-    if takes_plugin(field_of(flag[2:])):
+    if further_values(field_of(flag[2:])):
         return option | {"type": "choice", "choices": [name for name in choices_of(flag[2:]) if name != "given"]}
     if option["type"] == "flag":
         section, _, key = flag[2:].rpartition(".")

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe.data.chat import messages_field, with_template
+from moe.data.chat import ChatFiles, messages_field, with_template
 from moe.data.chats import open_chats, sequences_of
 from moe.data.corpus import find_corpus
 from moe.data.given import Stream, open_given
@@ -26,12 +26,14 @@ from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.remarks import with_left_out
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
+from moe.data.tokenizer_file import read_file
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START, inputs_within, spans_of
 from parallel.errors import BadInput, counted, where
 from parallel.fixes import Set
+from parallel.store.files import named_encoding
 
 __all__ = [
     "CorruptedTrain", "CorruptedValidation", "Dataset", "MixedTrain", "MixedValidation", "Stream", "Tokenizer", "TrainSet", "ValidationSet",
@@ -84,6 +86,8 @@ def open_data(
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, seed=seed, log=log)
+    if tokenizer is None and data_config.tokenizer_file is not None:
+        tokenizer = read_file(data_config.tokenizer_file).describe()
     cache = cache or cache_folder()
     opened = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
@@ -96,7 +100,8 @@ def open_data(
         each: list[Dataset] = []
         for source in data_config.sources:  # all sources use the tokenizer of the first source
             text_key, named = source.text_key or data_config.text_key, f"text_key of {source.path} in data.sources"
-            one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
+            own = {"text_key": text_key, "encoding": source.encoding or data_config.encoding}
+            one = data_config.model_copy(update={"path": source.path, "sources": ()} | own)
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
             sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
@@ -164,7 +169,8 @@ def _chats(
     if vocab_size < tokenizer.vocab_size:
         needed = f"at least the tokenizer's {tokenizer.vocab_size}"
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))
-    chats = open_chats(data.path, tokenizer, max_length=max_length, field=messages_field(data.text_key), cache=cache, log=log)
+    files = ChatFiles(data.path, messages_field(data.text_key), named_encoding(data.encoding))
+    chats = open_chats(files, tokenizer, max_length=max_length, cache=cache, log=log)
     train, held = sequences_of(chats, max_length=max_length, validation_share=data.validation_share, packing=data.packing)
     alone = "pair" if chats.encoded.pairs else "chat"
     holds = (

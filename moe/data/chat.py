@@ -1,5 +1,5 @@
-"""Chats for supervised fine-tuning (`data.source: chat`): converts JSON lines to samples in which only the assistant's tokens are
-predicted.
+"""Chats for supervised fine-tuning (`data.source: chat`): converts JSON lines and rows of tables to samples in which only the assistant's
+tokens are predicted.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}      tools: optional
     {"prompt": [messages], "completion": [messages]}      the assistant's messages in the completion are predicted
@@ -19,8 +19,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -33,12 +36,14 @@ from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
-from parallel.store.files import read_text, reason, user_path
+from parallel.store.files import UTF_8, read_text, reason, user_path
 
 # value of "from" -> role
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
 _WEIGHT = "weight 1, or 0 for an assistant's message that is not predicted"
 _OTHER_WEIGHTS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask")  # other programs' keys for weight
+_PART = re.compile("train|test|valid|dev|eval")  # begins the name of a file of a data set's part, as on the Hugging Face hub
+_SEVERAL = "name several in data.sources"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -82,27 +87,64 @@ class InChats(Tokenizer):
         return self._ends
 
 
-def file_of(path: str) -> Path:
-    """Return the path of a file of chats. Raises BadInput if it is not a file with the ending .jsonl, .jsonl.gz or .jsonl.zst."""
-    file = user_path(path, what="data.path")
-    if not file.is_file() or not formats.is_jsonl(file.name):
-        raise BadInput("data.path", got=path, needed="a file *.jsonl of chats", fix="write one chat a line, as JSON")
-    return file
+@dataclass(frozen=True)
+class ChatFiles:
+    """Files of chats at the user's `path`: a *.jsonl file, a table (Parquet or Arrow), or a folder of these. field: name of the field that
+    has the messages; None: any form that the top of this file lists. encoding: of the JSON lines."""
+
+    path: str
+    field: str | None = None
+    encoding: str = UTF_8
+
+    def names(self) -> list[Path]:
+        """Return the files, sorted. Raises BadInput if there is none, and for a folder that has a test or validation part as well."""
+        named = user_path(self.path, what="data.path")
+        inside = [named]
+        if named.is_dir():
+            shown = (path.relative_to(named) for path in named.rglob("*") if path.is_file())
+            kept = sorted(path.as_posix() for path in shown if not any(part.startswith(".") for part in path.parts))
+            inside = [named / name for name in formats.saved_files(named, kept)]
+        files = [path for path in inside if path.is_file() and (formats.is_jsonl(path.name) or formats.is_table(path.name))]
+        if not files:
+            needed = "chats: a file *.jsonl, *.parquet or *.arrow, or a folder with such files"
+            raise BadInput("data.path", got=self.path, needed=needed, fix="write one chat a line, as JSON")
+        parts = {path: found[0] for path in files if (found := _PART.match(path.name))}
+        if len(set(parts.values())) > 1:
+            got = f"{self.path}, a folder with files of {' and '.join(sorted(set(parts.values())))}"
+            raise BadInput("data.path", got=got, needed="files of one part", fix=Set("it", str(next(iter(parts)))) | _SEVERAL)
+        return files
+
+    def changed(self) -> datetime:
+        """Return the time of the newest file's last change (UTC)."""
+        return datetime.fromtimestamp(max(file.stat().st_mtime for file in self.names()), UTC)
+
+    def rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+        """Yield (file and place, for errors; a JSON line or a table's row)."""
+        for file in (files := self.names()):
+            said = self.path if len(files) == 1 and not Path(self.path).is_dir() else str(file)
+            if formats.is_table(file.name):
+                yield from ((f"{said}, row {number}", _without_nulls(row)) for number, row in enumerate(formats.rows(file), 1))
+            else:
+                lines = enumerate(formats.lines(file, self.encoding), 1)
+                yield from ((f"{said}, line {number}", line) for number, line in lines if line.strip())
 
 
-def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None = None) -> Encoded:
-    """Read and encode a file of chats. A line has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat
-    of a pair half of them. `field`: the field of a line that has the messages; None: any form that the top of this file lists. Templates
-    get the date of the file's last change (UTC) as the current date. Raises BadInput for a line of another form (the message names the
-    line), for a file with both pairs and single chats, and for a file without chats."""
-    file = file_of(path)
-    template = template_of(tokenizer, datetime.fromtimestamp(file.stat().st_mtime, UTC))
+def _without_nulls(value: Any) -> Any:
+    """Return a table's value without null fields: all rows of a table have the same fields, but a chat in JSON only its own."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(held) for name, held in value.items() if held is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> Encoded:
+    """Read and encode chats. A row has one chat or a pair (chosen, rejected). A sample has at most max_length + 1 ids, each chat of a pair
+    half of them. Templates get the date of the files' last change (UTC) as the current date. Raises BadInput for a row of another form
+    (the message names it), for both pairs and single chats, and for files without chats."""
+    path, template = files.path, template_of(tokenizer, files.changed())
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
     least = math.inf  # smallest model.max_length with which a left-out chat would keep a predicted token
-    for number, line in enumerate(formats.lines(file), 1):
-        if not line.strip():
-            continue
-        texts = _texts(line, where := f"{path}, line {number}", template, field)
+    for where, line in files.rows():
+        texts = _texts(line, where, template, files.field)
         each = each or len(texts)  # number of chats in each line: 1, or 2 for pairs
         if len(texts) != each:
             said = "pairs" if each == 2 else "single chats"
@@ -133,14 +175,13 @@ def encode_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 
 
-def check_readable(path: str, given: str | None, *, text_key: str) -> None:
-    """For a model without a chat template: raise BadInput if the first chat of the file `path` needs one, and `given`, the recipe's
-    data.chat_template, is None. Also raises BadInput for a template's file that cannot be read. `text_key`: data.text_key."""
+def check_readable(files: ChatFiles, given: str | None) -> None:
+    """For a model without a chat template: raise BadInput if the first chat of `files` needs one, and `given`, the recipe's
+    data.chat_template, is None. Also raises BadInput for a template's file that cannot be read."""
     with_template(Bytes(), given)
     if given is None:
-        number, line = next(((n, line) for n, line in enumerate(formats.lines(file_of(path)), 1) if line.strip()), (0, b""))
-        if number:
-            _texts(line, f"{path}, line {number}", None, messages_field(text_key))
+        for where, line in islice(files.rows(), 1):
+            _texts(line, where, None, files.field)
 
 
 def messages_field(text_key: str) -> str | None:
@@ -169,7 +210,7 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
     return ChatTemplate(own["template"], tokens, date, own.get("tool_use")) if "template" in own else None
 
 
-def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
+def _texts(line: bytes | dict[str, Any], where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
     """Return the chat of a line, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`: None if the
     model has none. `field`: see `_row`. Raises BadInput for another form."""
     row = _row(line, where, field)
@@ -184,11 +225,11 @@ def _texts(line: bytes, where: str, template: ChatTemplate | None, field: str | 
     return [_text(kept | {"completion": completion}, where, template) for completion in both]
 
 
-def _row(line: bytes, where: str, field: str | None) -> dict[str, Any]:
-    """Return a line's JSON object without null fields. field: name of the field that holds the messages; if given, return only this
-    field, as "messages", and "tools". Raises BadInput if the line is not a JSON object, or lacks this field."""
+def _row(line: bytes | dict[str, Any], where: str, field: str | None) -> dict[str, Any]:
+    """Return a line's JSON object, or a table's row, without null fields. field: name of the field that holds the messages; if given,
+    return only this field, as "messages", and "tools". Raises BadInput if it is not a JSON object, or lacks this field."""
     try:
-        row = json.loads(line)
+        row = line if isinstance(line, dict) else json.loads(line)
     except (ValueError, RecursionError) as error:
         raise BadInput(where, got=f"no JSON ({error})", needed="one object", fix="mend this line") from None
     if not isinstance(row, dict):

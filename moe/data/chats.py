@@ -18,13 +18,12 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from moe.data.chat import Encoded, encode_chats, file_of
+from moe.data.chat import ChatFiles, Encoded, encode_chats
 from moe.data.corpus import unreadable
 from moe.data.order import whole_file
 from moe.data.token_shard import Ints
@@ -87,16 +86,17 @@ class ChatRows:
         return found if columns is None else found[:, columns]
 
 
-def open_chats(path: str, tokenizer: Tokenizer, *, max_length: int, field: str | None, cache: Path, log: Callable[[str], object]) -> Chats:
-    """Open the chats of the file `path`; encode them first (`encode_chats`) if the cache does not have them. `field`: the field of a line
-    that has the messages; None: any form. `log` prints a line. Raises BadInput for a wrong line, and for an unusable cache folder."""
-    key = partial(_key, path, tokenizer, max_length, field)
+def open_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int, cache: Path, log: Callable[[str], object]) -> Chats:
+    """Open chats; encode them first (`encode_chats`) if the cache does not have them. `log` prints a line. Raises BadInput for a wrong row,
+    and for an unusable cache folder."""
+    path, key = files.path, partial(_key, files, tokenizer, max_length)
     named = cache / f"chats-{(first := key())}.bin"
 
     def build(locked: bool) -> Chats:
-        log(f"data: encoding the chats of {path}, once; they are kept in {named}")
+        several = f" ({', '.join(file.name for file in names)})" if len(names := files.names()) > 1 else ""
+        log(f"data: encoding the chats of {path}{several}, once; they are kept in {named}")
         with _readable(path):
-            made = encode_chats(path, tokenizer, max_length=max_length, field=field)
+            made = encode_chats(files, tokenizer, max_length=max_length)
         if key() != first:
             got, needed = "chats that changed while they were read", "a file that nothing changes"
             raise BadInput(f"data file {path}", got=got, needed=needed, fix="start again")
@@ -166,13 +166,20 @@ def _readable(path: str) -> Iterator[None]:
         raise unreadable(Path(path), error) from None
 
 
-def _key(path: str, tokenizer: Tokenizer, max_length: int, field: str | None) -> str:
+def _key(files: ChatFiles, tokenizer: Tokenizer, max_length: int) -> str:
     """Return a hash of everything on which the encoded chats depend."""
-    described, file = json.dumps(tokenizer.describe(), sort_keys=True), file_of(path)
-    with _readable(path), file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    date = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat() if "strftime_now" in described else None
-    return hashlib.sha256(json.dumps([_FORMAT, digest, described, max_length, field, date]).encode()).hexdigest()[:24]
+    described = json.dumps(tokenizer.describe(), sort_keys=True)
+    with _readable(files.path):
+        digests = [_digest_of(file) for file in files.names()]
+        date = files.changed().isoformat() if "strftime_now" in described else None
+    return hashlib.sha256(json.dumps([_FORMAT, digests, described, max_length, files.field, files.encoding, date]).encode()).hexdigest()[
+        :24
+    ]
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _write(named: Path, made: Encoded, max_length: int) -> None:

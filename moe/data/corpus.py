@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.data import formats
+from moe.data import formats, separated
 from moe.data.remarks import (
     AS_TEXT,
     DANGLING,
@@ -43,7 +43,7 @@ from moe.data.remarks import (
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted, did_you_mean
 from parallel.fixes import Fix, Set
-from parallel.store.files import user_path
+from parallel.store.files import UTF_8, named_encoding, user_path
 
 Side = Literal["train", "validation"]
 SIDES: tuple[Side, Side] = ("train", "validation")
@@ -55,7 +55,8 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 @dataclass(frozen=True)
 class Corpus:
     """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
-    `label`: name of the text in messages. `left_out`: entries of the folder that are not read. `chosen`: whether data.source is set."""
+    `tables`: names of the files with rows. `label`: name of the text in messages. `left_out`: entries of the folder that are not read.
+    `chosen`: whether data.source is set. `encoding`: Python's name of the encoding of text, lines and separated values."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
@@ -64,12 +65,14 @@ class Corpus:
     label: str
     left_out: tuple[Remark, ...] = ()
     chosen: bool = False
+    tables: frozenset[str] = frozenset()
+    encoding: str = UTF_8
 
     def by_lines(self, name: str) -> bool:
         return self.source == "jsonl" or (self.source == "mixed" and formats.is_jsonl(name))
 
     def by_rows(self, name: str) -> bool:
-        return self.source == "mixed" and formats.is_table(name)
+        return self.source == "mixed" and name in self.tables
 
 
 class Document(NamedTuple):
@@ -118,7 +121,14 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
             raise unreadable(path / locked.name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         names = names if data.source == "text" else formats.saved_files(path, names)
     lines = [name for name in names if formats.is_jsonl(name)]
-    tables = [name for name in names if formats.is_table(name)]
+    encoding = named_encoding(data.encoding)
+    # a folder may have separated values of any kind; these are read by rows if they have the column
+    tables = [
+        name
+        for name in names
+        if formats.is_table(name)
+        or (separated.is_separated(name) and data.source != "text" and (path.is_file() or _has_column(root / name, text_key, encoding)))
+    ]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     source = "jsonl" if data.source == "jsonl" else "text" if data.source == "text" else found
     if source == "jsonl" and path.is_dir():
@@ -129,7 +139,15 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         got = f"{data.path}, a folder without {kind} files"
         raise BadInput("data.path", got=got, needed=f"{kind} files", fix="name a folder that holds some")
     text_key = text_key._replace(alone=len({*lines, *tables}) < 2)
-    return Corpus(source, root, tuple(names), text_key, str(path), tuple(left_out), data.source != "python_stdlib")
+    chosen = data.source != "python_stdlib"
+    return Corpus(source, root, tuple(names), text_key, str(path), tuple(left_out), chosen, frozenset(tables), encoding)
+
+
+def _has_column(path: Path, text_key: formats.TextKey, encoding: str) -> bool:
+    try:
+        return text_key.name in separated.columns(path, encoding)
+    except (BadInput, OSError):
+        return False
 
 
 def _python_stdlib(text_key: formats.TextKey) -> Corpus:
@@ -183,17 +201,19 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
     path = corpus.root / name
     try:
         if corpus.by_lines(name):
-            yield from _read_lines(path, corpus.text_key)
+            yield from _read_lines(path, corpus.text_key, corpus.encoding)
         elif corpus.by_rows(name):
-            yield from (Document(text or "", text or None) for text in formats.texts(path, corpus.text_key))
+            of_rows = separated.is_separated(name)
+            found = separated.texts(path, corpus.text_key, corpus.encoding) if of_rows else formats.texts(path, corpus.text_key)
+            yield from (Document(text or "", text or None) for text in found)
         else:
-            yield Document(name, *decoded(formats.whole(path)))
+            yield Document(name, *decoded(formats.whole(path), corpus.encoding))
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _read_lines(path: Path, text_key: formats.TextKey) -> Iterator[Document]:
-    for number, line in enumerate(formats.lines(path), 1):
+def _read_lines(path: Path, text_key: formats.TextKey, encoding: str) -> Iterator[Document]:
+    for number, line in enumerate(formats.lines(path, encoding), 1):
         if line.strip():
             text = _line_text(line, f"{path}, line {number}", text_key)
             yield Document(text, text or None)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import Fix, Set, typed
-from parallel.store.files import read_text
+from parallel.store.files import UTF_8, read_text
 
 PACKED = (".gz", ".zst")
 JSONL = (".jsonl", ".ndjson", ".jsonlines")
@@ -115,17 +115,33 @@ def whole(path: Path) -> bytes:
             return file.read()
         content = file.read(LONGEST_BYTES + 1)
     if len(content) > LONGEST_BYTES:
-        raise _too_long(path, "a text", "unpack the file, or write its documents as JSONL (*.jsonl.gz), a line each")
+        raise too_long(path, "a text", "unpack the file, or write its documents as JSONL (*.jsonl.gz), a line each")
     return content
 
 
-def lines(path: Path) -> Iterator[bytes]:
-    """Yield a file's lines. Raises BadInput for a line of a compressed file that exceeds the limit of a document."""
+@contextlib.contextmanager
+def decoding(path: Path, encoding: str) -> Iterator[None]:
+    """Convert an error while text is decoded to BadInput."""
+    try:
+        yield
+    except UnicodeError as error:
+        fix = Set("data.encoding", said="the encoding in which the file was written")
+        raise BadInput(f"data file {path}", got=f"a text that is not {encoding} ({error})", needed=f"{encoding}", fix=fix) from None
+
+
+def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
+    """Yield a file's lines, in UTF-8. Raises BadInput for a line of a compressed file that exceeds the limit of a document, and for a line
+    in another encoding than `encoding`, if that is not UTF-8."""
+    if encoding != UTF_8:
+        with opened(path) as file, decoding(path, encoding):
+            for text in io.TextIOWrapper(file, encoding=encoding, newline="\n"):
+                yield text.encode()
+        return
     limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1
     with opened(path) as file:
         while line := file.readline(limit):
             if len(line) == limit:
-                raise _too_long(path, "a line", "write a document a line")
+                raise too_long(path, "a line", "write a document a line")
             yield line
 
 
@@ -133,7 +149,7 @@ def damaged(path: Path, got: str) -> BadInput:
     return BadInput(f"data file {path}", got=got, needed="the file as it was written", fix="copy or download it again")
 
 
-def _too_long(path: Path, what: str, fix: str) -> BadInput:
+def too_long(path: Path, what: str, fix: str) -> BadInput:
     limit = f"{LONGEST_BYTES >> 20} MiB"
     return BadInput(f"data file {path}", got=f"{what} of more than {limit}", needed=f"at most {limit}", fix=fix)
 
@@ -181,25 +197,41 @@ class _Zst(io.RawIOBase):
 def texts(path: Path, column: TextKey) -> Iterator[str | None]:
     """Yield the texts of a table's column, in order; None for an empty cell. Raises BadInput for a damaged table, a missing column, a
     column that has no strings, and a cell that is not UTF-8 or exceeds the limit of a document."""
-    arrow = needed_package("pyarrow", path)
-    try:
+    with _table(path, f"data file {path}, column {column.name}") as arrow:
         for batch in _batches(path, column):
             yield from _strings(batch, path, column, arrow)
+
+
+def rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a table's rows, in order. Raises BadInput for a damaged table and a cell that is not UTF-8."""
+    with _table(path, f"data file {path}"):
+        for batch in _batches(path, None):
+            for start in range(0, len(batch), _ROWS):  # few, because a batch may have all rows of a table that `datasets` saved
+                yield from batch.slice(start, _ROWS).to_pylist()
+
+
+@contextlib.contextmanager
+def _table(path: Path, what: str) -> Iterator[Any]:
+    """Import pyarrow. Convert its errors while the table is read to BadInput. what: the first words of a cell's error."""
+    arrow = needed_package("pyarrow", path)
+    try:
+        yield arrow
     except UnicodeDecodeError as error:
-        what, got = f"data file {path}, column {column.name}", f"a cell that is no UTF-8 ({error.reason})"
-        raise BadInput(what, got=got, needed="text in UTF-8", fix="write the column again, as UTF-8") from None
+        got, fix = f"a cell that is no UTF-8 ({error.reason})", "write the column again, as UTF-8"
+        raise BadInput(what, got=got, needed="text in UTF-8", fix=fix) from None
     except (arrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # an error of the operating system; the library's errors have no errno
             raise
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 
 
-def _batches(path: Path, column: TextKey) -> Iterator[Any]:
+def _batches(path: Path, column: TextKey | None) -> Iterator[Any]:
+    """Yield a table's batches of rows, of one column or (None) of all."""
     if path.suffix.lower() == ".parquet":
         parquet = needed_package("pyarrow", path, module="pyarrow.parquet")
         with parquet.ParquetFile(str(path), buffer_size=_PARQUET_READ_BYTES) as table:
             _check_column(table.schema_arrow.names, path, column)
-            yield from table.iter_batches(batch_size=_ROWS, columns=[column.name])
+            yield from table.iter_batches(batch_size=_ROWS, columns=None if column is None else [column.name])
         return
     arrow, ipc = needed_package("pyarrow", path), needed_package("pyarrow", path, module="pyarrow.ipc")
     with path.open("rb") as file:
@@ -210,8 +242,8 @@ def _batches(path: Path, column: TextKey) -> Iterator[Any]:
         yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if as_file else reader
 
 
-def _check_column(names: list[str], path: Path, column: TextKey) -> None:
-    if column.name not in names:
+def _check_column(names: list[str], path: Path, column: TextKey | None) -> None:
+    if column is not None and column.name not in names:
         fix = column.fix(did_you_mean(column.name, names))
         raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column.name}", fix=fix)
 
@@ -222,5 +254,5 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
         raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
     for cell in held:  # cell by cell, because a batch may have all rows of a table that `datasets` saved
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
-            raise _too_long(path, "a cell", "write its documents a row each")
+            raise too_long(path, "a cell", "write its documents a row each")
         yield cell.as_py()

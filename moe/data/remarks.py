@@ -1,7 +1,7 @@
 """Remarks on files of a user's text that were skipped, or read as plain text although they have another format.
 
     data: skipped notes/old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)
-    data: read notes/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text
+    data: read notes/table.csv as plain text: its separators become text, too; data.text_key may name a column that has the text
 
 A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
 all files. A folder is refused if more of its bytes are skipped than read: its texts are likely in a format that is not read, and training
@@ -33,7 +33,7 @@ _LINES = 10
 _SHOWN = 4  # number of kinds of files that a line lists
 # kind of file -> the markup that becomes text if such a file is read as plain text
 _RAW = {
-    **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; JSONL or Parquet has a column for the text"),
+    **dict.fromkeys((".csv", ".tsv"), "its separators become text, too; data.text_key may name a column that has the text"),
     **dict.fromkeys((".html", ".htm", ".xhtml", ".xml", ".svg"), "its tags become text, too"),
     **dict.fromkeys((".json", ".ipynb"), "JSON's syntax becomes text, too; *.jsonl has a document on each line"),
     ".rtf": "its commands become text, too",
@@ -60,9 +60,15 @@ def raw(name: str) -> str | None:
     return _RAW.get(PurePosixPath(name).suffix.lower())
 
 
-def decoded(content: bytes) -> tuple[str | None, str]:
-    """Decode UTF-8: return (text without a byte order mark and with unchanged line endings, ""), or (None, the reason). A file with a NUL
+def decoded(content: bytes, encoding: str = "utf-8") -> tuple[str | None, str]:
+    """Decode a text: return (text without a byte order mark and with unchanged line endings, ""), or (None, the reason). A file with a NUL
     byte counts as binary, as in git, because token 0 separates documents."""
+    if encoding != "utf-8":
+        try:
+            text = content.decode(encoding).removeprefix("\ufeff")
+        except UnicodeError:
+            return None, f"not {encoding}, which data.encoding names"
+        return (None, "binary") if "\0" in text else (text, "") if text else (None, "empty")
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         return None, "not UTF-8, likely UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
     if b"\0" in content:

@@ -29,10 +29,11 @@ import numpy.typing as npt
 
 from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_documents, stamp, survey
 from moe.data.formats import TextKey
+from moe.data.separated import is_separated
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
-from parallel.store.files import of_contents, replace_file, sync, write_synced
+from parallel.store.files import UTF_8, of_contents, replace_file, sync, write_synced
 
 FORMAT = 2  # version of the token files and of the code that reads a corpus; part of the cache key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
@@ -164,6 +165,10 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
         "tokenizer": data.tokenizer if given is None else hashlib.sha256(json.dumps(given).encode()).hexdigest(),
         "vocab_size": data.vocab_size if data.tokenizer == "bpe" and given is None else None,
     }
+    if corpus.encoding != UTF_8:
+        settings["encoding"] = corpus.encoding
+    if separated := sorted(filter(is_separated, corpus.tables)):
+        settings["separated"] = separated
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -221,7 +226,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
         by_lines = f"; *.jsonl line by line, key {corpus.text_key.name}" if corpus.source == "mixed" else ""
         log(f"data: {corpus.label}: {found.kinds}{by_lines}")
-    described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
+    described = data.tokenizer if tokenizer is None or data.tokenizer_file else "with the checkpoint's tokenizer"
     log(f"data: tokenising {counted(found.documents, 'document')} of {corpus.label} ({described}), once")
     temporary = _made_beside(folder, ".tmp")
     try:

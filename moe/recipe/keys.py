@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.section import Alters, Key, Section, choices_of, facts_of, takes_number
+from moe.recipe.section import Alters, Key, Section, TokenizerFile, choices_of, facts_of, takes_number
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
@@ -46,9 +46,10 @@ def choices(key: str) -> list[str]:
     return [*names, *registered(key)]
 
 
-def takes_plugin(field: Any) -> bool:
-    """Return whether a field (None: no such key) accepts a plugin, module:name."""
-    return field is not None and Plugin in get_args(field.annotation)
+def further_values(field: Any) -> list[str]:
+    """Return words for the values that a field (None: no such key) accepts besides its names: a plugin, a tokenizer's file."""
+    kinds = {Plugin: WORDS, TokenizerFile: "FILE.json, a tokenizer.json"}
+    return [words for kind, words in kinds.items() if field is not None and kind in get_args(field.annotation)]
 
 
 def flat(run: Run) -> dict[str, Any]:
@@ -126,7 +127,10 @@ def value_of(run: Run, key: str) -> Any:
 
 def _holds(run: Run, key: str, names: Sequence[str]) -> bool:
     value = value_of(run, key)
-    return bool(value) if names[0] in (ABOVE_0, "true") else ("null" if value is None else str(value)) in names
+    if names[0] in (ABOVE_0, "true"):
+        return bool(value)
+    said = "null" if value is None else str(value)
+    return said in names or any(name.startswith("*") and said.endswith(name[1:]) for name in names)
 
 
 # --- moe show --keys SECTION -----------------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def keys_of_section(section: str, run: Run | None) -> list[str]:
 def _lines(key: str, value: Any) -> list[str]:
     field, names = field_of(key), choices(key)
     kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
-    kinds = [*kinds, WORDS] if takes_plugin(field) else kinds
+    kinds = [*kinds, *further_values(field)]
     notes = [f"one of {', '.join(kinds)}"] if kinds else []
     notes += [field.description] if field.description else []
     own = facts_of(field)

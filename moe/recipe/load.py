@@ -18,9 +18,9 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.keys import ALL, choices, field_at, field_of, keys_named, known_keys, section_of, takes_plugin
+from moe.recipe.keys import ALL, choices, field_at, field_of, further_values, keys_named, known_keys, section_of
 from moe.recipe.other_tools import in_our_words, meant_by
-from moe.recipe.plugin import WORDS, registered
+from moe.recipe.plugin import registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.section import Section, takes_number
 from moe.recipe.sections import Run
@@ -326,7 +326,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         ours = in_our_words(dotted, error["input"])
         near = ours if ours in names else did_you_mean(str(error["input"]), names)
         numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
-        numbers += f" or {WORDS}" if takes_plugin(field) else ""
+        numbers += "".join(f" or {words}" for words in further_values(field))
         listed = some(sorted(names, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
         needed = f"{listed}{numbers}" if len(names) > 1 or numbers else f"{names[0]} (the only choice this version has)"
         wanted = near if near and near != str(error["input"]) else None

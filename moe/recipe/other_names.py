@@ -212,8 +212,8 @@ OTHER_UNITS: dict[str, str] = {
     "pipeline_model_parallel_layout",
     "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path val_set_size "
     "valid_data_path eval_dataset",
-    "data.tokenizer, one of bytes, bpe, ids; --init_from brings a model's own": "tokenizer_name tokenizer_name_or_path tokenizer_path "
-    "tokenizer_model vocab_file merge_file merges_file",
+    "data.tokenizer, one of bytes, bpe, ids or a tokenizer.json; --init_from brings a model's own": "tokenizer_name tokenizer_path "
+    "tokenizer_name_or_path tokenizer_model vocab_file merge_file merges_file tokenizer_file",
     "lora.rank, 0 for no adapters": "peft_type finetuning_type adapter",
     "data.chat_template, a Jinja file": "chat_template_path template chat_template_jinja",
     "lora.targets, of attention, experts, dense": "lora_target_modules target_modules lora_target_linear lora_target",
@@ -319,6 +319,8 @@ WORDS: dict[str, dict[str, str]] = {
     "router.score": {"sqrtsoftplus": "sqrt_softplus"},
     "router.select": {"topk": "top_k", "greedy": "top_k", "group_limited_greedy": "group_limited", "noaux_tc": "group_limited"},
     "dispatch.kind": {"alltoall": "all_to_all", "allgather": "all_gather"},
+    "lora.targets": dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "attention")
+    | dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "experts"),
     "data.tokenizer": {"gpt2bpetokenizer": "bpe", "byte": "bytes", "char": "bytes", "huggingfacetokenizer": "bpe"},
     "data.source": dict.fromkeys(("files", "file", "folder", "directory", "dir", "txt", "raw", "plain"), "text")
     | dict.fromkeys(("json", "jsonlines", "ndjson", "json_lines"), "jsonl")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -24,6 +24,8 @@ _LARGEST = 2**40
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is refused, because YAML 1.1 and C read it as 8
 # reads a name, or names with commas between them, as a list
 OneOrMore = BeforeValidator(lambda value: tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value)
+
+TokenizerFile = Annotated[str, Field(pattern=r"\.json$", max_length=4096)]  # a path
 
 
 Alters = Literal["shape", "function", "training", "cost", "name"]  # explained in `Key`

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from moe.recipe.sections import Run
-from moe.records.course import Found, course
+from moe.records.course import Found, course, spikes
 from moe.records.windows import Window
 from moe.router.checks import looks_ahead
 from moe.router.methods.catalog import method_of
@@ -31,6 +31,7 @@ DEAD, MANY_DEAD = 0.02, 0.5  # an expert with a smaller load / fair share is dea
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
+CERTAIN = 0.01  # entropy / ln E of a router that is certain of every token: its softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
 ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
 NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
@@ -145,6 +146,14 @@ def saturated(window: Window, run: Run) -> Shown:
     return worst.z_loss, f"the router of layer {worst.layer} saturates: z loss {worst.z_loss:.3g}, entropy {worst.entropy:.2g} nats"
 
 
+def certain(window: Window, run: Run) -> Shown:
+    sized = [layer for layer in window.layers if len(layer.load_E) > run.router.num_choices]
+    worst = min(sized, key=lambda layer: layer.entropy / math.log(len(layer.load_E)), default=None)
+    if worst is None or not worst.entropy < CERTAIN * (most := math.log(len(worst.load_E))):
+        return None
+    return worst.entropy, f"the router of layer {worst.layer} is certain of every token: entropy {worst.entropy:.2g} of {most:.2g} nats"
+
+
 def router_leads(window: Window, run: Run) -> Shown:
     share = window.router_share
     return (
@@ -190,6 +199,10 @@ def leaks(window: Window, run: Run) -> Shown:
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------------------------------
+
+
+def spiking(windows: Sequence[Window], run: Run) -> Found | None:
+    return spikes(windows, after=max(run.optimizer.warmup_steps, int(QUARTER * run.train.steps)))
 
 
 def enough_warmup(run: Run) -> int:

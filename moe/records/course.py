@@ -15,6 +15,8 @@ LEAST_STEPS = 20  # a run with fewer steps is not judged
 LEAST_OF_PART = 8  # least number of steps in a part for which the noise of its mean can be estimated
 LONG = 0.05  # a fault: the loss is above its first value in at least this share of the steps, and in one step by over 10 %
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
+BEFORE = 20  # number of steps before a step, with whose median loss it is compared
+SPIKE, SPIKES = 8.0, 3  # number of standard deviations above that median that make a spike; number of spikes that make a fault
 
 
 class Found(NamedTuple):
@@ -53,3 +55,22 @@ def course(windows: Sequence[Window]) -> Found | None:
         return None
     said = f"the loss rose from {means[best]:.4g} to {means[-1]:.4g} in the last {size} steps"
     return Found(int(steps[begins[best] + size - 1]), means[-1], said)
+
+
+def spikes(windows: Sequence[Window], *, after: int) -> Found | None:
+    """Return the fault that the loss spikes: at least SPIKES steps after step `after`, none of which follows another, have a loss more than
+    SPIKE standard deviations, and a tenth, above the median of the steps before. The deviation is estimated from the median distance to
+    the median, which spikes do not change."""
+    steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
+    if len(losses) <= BEFORE:
+        return None
+    before = np.lib.stride_tricks.sliding_window_view(losses, BEFORE)[:-1]
+    steps, losses, usual = steps[BEFORE:], losses[BEFORE:], np.median(before, axis=1)
+    noise = 1.4826 * np.median(np.abs(before - usual[:, None]), axis=1)
+    above = (losses - usual > np.maximum(SPIKE * noise, 0.1 * np.abs(usual))) & (steps > after)
+    begins = np.flatnonzero(above & ~np.concatenate(([False], above[:-1])))
+    if len(begins) < SPIKES:
+        return None
+    top = int(np.argmax(np.where(above, losses - usual, -np.inf)))
+    said = f"the loss spiked {len(begins)} times, from {usual[top]:.4g} up to {losses[top]:.4g} at step {int(steps[top])}"
+    return Found(int(steps[begins[0]]), float(losses[top]), said)

@@ -17,6 +17,7 @@ from moe.recipe.sections import Run
 from moe.records.conditions import (
     balanced_by,
     because,
+    certain,
     cold_start,
     crowded,
     dropped,
@@ -35,6 +36,7 @@ from moe.records.conditions import (
     router_leads,
     saturated,
     slots_each,
+    spiking,
     swings,
     too_fast,
 )
@@ -87,6 +89,12 @@ def slower(run: Run) -> Fix:
     return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 
+def steadier(run: Run) -> Fix:
+    """Return the fix for a loss that spikes: a second moment that follows the gradients faster (arXiv 2304.13013), or a lower rate."""
+    follows = Set("optimizer.beta2", 0.95)
+    return follows | slower(run) if enough_warmup(run) and run.optimizer.beta2 > 0.95 else slower(run)
+
+
 def _more_balance(run: Run) -> Fix:
     spec = run.router
     if is_frozen(run):
@@ -116,7 +124,7 @@ def _causal(run: Run) -> Fix:
     return Set("router.select", "top_k") & Set("router.queue", "tokens_first") & Set("router.balance_weight", 0.01) & causal
 
 
-_LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates")
+_LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates", "router's entropy")
 
 RULES = (
     Rule(
@@ -124,7 +132,7 @@ RULES = (
         ("loss", "moe.load"),
         lasting(equal_tokens, when=lambda run: not run.train.has_own_loss, after="start"),
         lambda run: Words("look at the text of data.path: it repeats one token"),
-        hides=(*_LOADS, "frozen router", "learning rate", "warm-up"),
+        hides=(*_LOADS, "frozen router", "learning rate", "warm-up", "loss spikes"),
     ),
     Rule(
         "looks ahead",
@@ -144,22 +152,23 @@ RULES = (
         ("lr",),
         lasting(rounded_away, when=lambda run: run.precision.master == "bf16" and run.optimizer.kind == "adamw", after="warm-up"),
         lambda run: Set("precision.master", "fp32"),
-        hides=(*_LOADS, "learning rate"),
+        hides=(*_LOADS, "learning rate", "loss spikes"),
     ),
     Rule(
         "warm-up",
         ("loss",),
         cold_start,
         lambda run: Set("optimizer.warmup_steps", enough_warmup(run)) | slower(run),
-        hides=_LOADS,
+        hides=(*_LOADS, "loss spikes"),
     ),
     Rule(
         "learning rate",
         ("loss",),
         too_fast,
         slower,
-        hides=_LOADS,
+        hides=(*_LOADS, "loss spikes"),
     ),
+    Rule("loss spikes", ("loss",), spiking, steadier),
     Rule(
         "frozen router",
         ("loss",),
@@ -208,6 +217,13 @@ RULES = (
         "router saturates",
         ("moe.z_loss",),
         lasting(saturated),
+        lambda run: slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
+        hides=("no balance loss", "uneven load", "dropped choices", "router's entropy"),
+    ),
+    Rule(
+        "router's entropy",
+        ("moe.entropy",),
+        lasting(certain),
         lambda run: slower(run) | Set("router.z_weight", max(0.001, 10 * run.router.z_weight)),
         hides=("no balance loss", "uneven load", "dropped choices"),
     ),

@@ -24,8 +24,8 @@ from parallel.optim.step import AdamWExcept, Group, decay_and_subtract
 
 
 class Grafted(AdamWExcept):
-    """AdamW, except that the weights of K-FAC's linear layers take a step in K-FAC's direction with the length of AdamW's step. linears: id of
-    a weight that this optimizer updates -> its linear layer; KfacEngine sets it."""
+    """AdamW, except that the weights of K-FAC's linear layers take a step in K-FAC's direction with the length of AdamW's step. linears: id
+    of a weight that this optimizer updates -> its linear layer; KfacEngine sets it."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)

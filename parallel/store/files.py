@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from parallel.errors import BadInput, harmless
 
+UTF_8 = "utf-8"
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
 _MOST_STEPS = 2**53  # all steps are below this number, because ranks exchange steps as float64, which holds them exactly
 MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read; real ones have a few megabytes at most
@@ -34,6 +36,13 @@ def user_path(text: str | Path, *, what: str) -> Path:
         fix = "give this user permission to look into its folder" if isinstance(error, PermissionError) else "check the spelling"
         raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix=fix) from None
     return path
+
+
+def named_encoding(name: str) -> str:
+    """Return Python's own name of a text encoding; for UTF-8 it is UTF_8. Raises LookupError if Python knows no such encoding."""
+    found = codecs.lookup(name).name
+    "a".encode(found)  # raises LookupError for a codec of bytes, such as hex
+    return UTF_8 if found == "utf-8-sig" else found
 
 
 def reason(error: Exception) -> str:

@@ -71,6 +71,28 @@ def test_documented_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> N
     assert wrong == {}
 
 
+def test_a_run_is_trained_used_and_written_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    """The README's verbs for a run, one after another, with a tiny Mixtral."""
+    sizes = "--model.num_layers 1 --model.d_model 32 --model.num_heads 2 --model.d_ff 48 --model.max_length 16 --experts.num_experts 4"
+    mixtral = "--model.ffn swiglu --model.norm rmsnorm --model.moe_every 1 --model.tied_embeddings false --router.preset mixtral"
+    less = "--train.global_batch 2 --train.eval_sequences 2 --train.sample_tokens 0 --train.measure_speed false --optimizer.warmup_steps 0"
+    (tmp_path / "a.txt").write_text("one two three four " * 99)
+    train = f"train switch_tiny --data.path a.txt {sizes} {mixtral} {less} --train.steps 2"
+    commands = [
+        f"{train} --out runs/a",
+        f"{train} --out runs/b --init_from runs/a",
+        "generate runs/a --prompt one --tokens 2",
+        "eval runs/a",
+        "report runs/a runs/b",
+        "doctor runs/a",
+        "convert runs/a hf:mixtral",
+        "convert hf:mixtral runs/back",
+        f"rehearse switch_tiny --world 2 {sizes} {mixtral} --train.global_batch 2",
+    ]
+    wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, RUN, json.dumps(commands)).items() if code}
+    assert wrong == {} and (tmp_path / "runs/a/report.html").is_file() and (tmp_path / "mixtral/model.safetensors").is_file()
+
+
 def test_the_command_of_the_wheel_starts(site: Path, tmp_path: Path) -> None:
     (command,) = site.parents[2].glob("bin/moe")
     ran = subprocess.run(

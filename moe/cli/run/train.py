@@ -110,7 +110,7 @@ def _check_model(flags: Train, run: Run) -> None:
     recipe's chats need."""
     from moe.checks.begins import check_chats, has_checkpoint
     from moe.convert.huggingface.convert import config_in
-    from moe.convert.huggingface.tokenizer import chat_of
+    from moe.data.tokenizer_file import chat_of
 
     source = _named(flags)
     if source is not None and (flags.fresh or not has_checkpoint(_out(flags))):

@@ -31,8 +31,9 @@ from moe.convert.huggingface.adapters import write_adapters
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.families import FAMILIES, kind_of
 from moe.convert.huggingface.tensors import Source, by_key, shape_of, write, written
-from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
+from moe.convert.huggingface.tokenizer import read_tokenizer, write_tokenizer
 from moe.data.tokenizer import Bytes
+from moe.data.tokenizer_file import loaded
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.parallelize.plan import lay_out

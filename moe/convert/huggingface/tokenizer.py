@@ -12,9 +12,10 @@ from typing import Any
 
 from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
+from moe.data.tokenizer_file import chat_of, loaded
 from moe.recipe.sections import Run
 from parallel.errors import BadInput, counted
-from parallel.store.files import read_text, reason
+from parallel.store.files import read_text
 
 
 def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
@@ -40,29 +41,6 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, although the model was not trained on them"
         return Bytes().describe(), [line]
-
-
-def chat_of(source: Path, ends: list[int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (value of `Tokenizer.chat` or None, lines to print). The value has the chat templates and special tokens of the folder
-    `source`. It has `ends`, the ids that end a text, only if there are several."""
-    about = loaded(source / "tokenizer_config.json")
-    templates: dict[str, Any] = {}
-    for given in (about.get("chat_template"), loaded(source / "chat_template.json").get("chat_template")):
-        several = given if isinstance(given, list) else [{"name": "default", "template": given}] if given else []
-        templates |= {str(one.get("name")): one.get("template") for one in several if isinstance(one, dict)}
-    said = []
-    for name, path in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
-        if (source / path).is_file():
-            try:
-                templates[name] = read_text(source / path)
-            except (OSError, ValueError) as error:
-                said.append(f"{path} is not used ({reason(error)})")
-    named = loaded(source / "special_tokens_map.json") | about
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items() if name.endswith("_token")}
-    tokens = {name: text for name, text in sorted(texts.items()) if isinstance(text, str)}
-    used = {"template": templates.get("default"), "tool_use": templates.get("tool_use")}
-    chat = {name: text for name, text in used.items() if isinstance(text, str)} | ({"tokens": tokens} if tokens else {})
-    return chat | ({"ends": ends} if len(ends) > 1 else {}) or None, said
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
@@ -140,12 +118,3 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     if template is not None and ((chat_of(part, [])[0] or {}).get("template") != template):
         (part / "chat_template.jinja").write_text(template)
     return []
-
-
-def loaded(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if the file cannot be read or has no object."""
-    try:
-        found = json_text.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moe.recipe.plugin import Plugin, is_plugin
-from moe.recipe.section import OneOrMore, Section, key
+from moe.recipe.section import OneOrMore, Section, TokenizerFile, key
 
 
 class Source(Section):
@@ -16,6 +16,7 @@ class Source(Section):
     path: str
     weight: float = Field(gt=0, lt=1e18, description="share of the sequences, relative to the sum of all sources' weights")
     text_key: str | None = Field(None, description="field or column with the text, or a chat's messages; null: data.text_key")
+    encoding: str | None = Field(None, description="encoding of its text, JSONL and CSV; null: data.encoding")
 
 
 class Data(Section, alters="training"):
@@ -23,13 +24,18 @@ class Data(Section, alters="training"):
         "python_stdlib",
         "text, jsonl, chat: files of data.path; chat: only the assistant's messages are predicted; given: by train(run, data=...)",
     )
-    path: str | None = key(None, "a file or folder of text, JSONL, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
-    sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight} or {path, weight, text_key}")
+    path: str | None = key(None, "a file or folder of text, JSONL, CSV, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
+    sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight}, optionally with text_key and encoding")
     text_key: str = key("text", "field of a JSONL line, or column of a table, that has the text; for chat: the messages")
+    encoding: str = key("utf-8", "encoding of text, JSONL and CSV, such as windows-1252 or utf-16")
     chat_template: str | None = key(None, "a Jinja file; null: the model's own chat template", of="data.source=chat")
     packing: bool = key(False, "several chats share a sequence; a token attends only to tokens of its chat", of="data.source=chat")
-    tokenizer: Literal["bytes", "bpe", "ids"] = key("bytes", "ids: the data are token ids, not text", alters="function")
-    vocab_size: int = key(4096, "number of token ids; with bpe above 256", gt=0, alters="function", off_without="data.tokenizer=bpe|ids")
+    tokenizer: Literal["bytes", "bpe", "ids"] | TokenizerFile = key(
+        "bytes", "ids: the data are token ids, not text; FILE.json: a tokenizer.json, with vocab_size ids", alters="function"
+    )
+    vocab_size: int = key(
+        4096, "number of token ids; with bpe above 256", gt=0, alters="function", off_without="data.tokenizer=bpe|ids|*.json"
+    )
     validation_share: float = key(0.05, "share of the data that is held out for validation", gt=0, lt=1)
     objective: Literal["next_token", "span_corruption"] = key(
         "next_token", "span_corruption: an encoder reads a text with hidden spans, a decoder writes the hidden tokens (T5)"
@@ -39,6 +45,11 @@ class Data(Section, alters="training"):
     def is_own(self) -> bool:
         """Whether a user's program or plugin gives the samples."""
         return self.source == "given" or is_plugin(self.source)
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """Path of the tokenizer.json, if the recipe names one."""
+        return self.tokenizer if self.tokenizer.endswith(".json") else None
 
     @property
     def name(self) -> str:

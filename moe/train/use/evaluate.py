@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,29 +50,57 @@ class Evaluated:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
+@dataclass
+class _Total:
+    """Sums over the passes of an evaluation. planned: number of sequences. loss: summed over tokens."""
+
+    planned: int
+    sums: Sums
+    loss: float = 0.0
+    tokens: int = 0
+    num_bytes: float = 0.0
+
+    def add(self, text: _Total) -> None:
+        self.loss, self.tokens, self.num_bytes = self.loss + text.loss, self.tokens + text.tokens, self.num_bytes + text.num_bytes
+
+    def evaluated(self) -> Evaluated:
+        loss, bits = self.loss / self.tokens, self.loss / math.log(2) / self.num_bytes
+        return Evaluated(self.planned, self.tokens, loss, bits, self.sums.total(()).layers)
+
+
 @torch.no_grad()
-def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor."""
+def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequences: int) -> list[Evaluated]:
+    """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor.
+    sources: the texts of each source. Return the results of all texts, then of each source that gave sequences."""
     device, m, group = next(model.parameters()).device, model.config, model.router_spec.group
     multiple = group if isinstance(group, int) else 1  # an expert's capacity is counted over this number of sequences
-    there = [text.windows.num_windows for text in texts]
+    texts = [(text, number) for number, source in enumerate(sources) for text in source]
+    there = [text.windows.num_windows for text, _ in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
     ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
-    loss, tokens, bytes_seen = 0.0, 0, 0.0
-    sums = Sums(model.expert_counts, device, 0)
-    for text, count in zip(texts, [end - start for start, end in zip([0, *ends], ends, strict=False)], strict=True):
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    planned = [sum(count for count, (_, of) in zip(counts, texts, strict=True) if of == number) for number in range(len(sources))]
+    whole, *parts = (_Total(count, Sums(model.expert_counts, device, 0)) for count in (asked, *planned))
+    for (text, number), count in zip(texts, counts, strict=True):
         if count == 0:
             continue
-        shard = TokenShard.whole(count, m.read_length, source=m.source_length)
+        shard, of_text = TokenShard.whole(count, m.read_length, source=m.source_length), _Total(count, parts[number].sums)
         held = text.held(shard)
         counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
         for inputs in passes_of(_on(device, stored, multiple), counted, shard):
             found = model(inputs.inputs_BL, inputs.context, inputs.targets_BL)
-            loss += found.loss.double().item()
-            sums.add(None, found.layers, inputs.share * count / asked)
-        tokens += counted.targets
-        bytes_seen += held.bytes_per_token * counted.targets
-    return Evaluated(asked, tokens, loss / tokens, loss / math.log(2) / bytes_seen, sums.total(()).layers)
+            of_text.loss += found.loss.double().item()
+            for total in (whole, parts[number]):
+                total.sums.add(None, found.layers, inputs.share * count / total.planned)
+        of_text.tokens, of_text.num_bytes = counted.targets, held.bytes_per_token * counted.targets
+        whole.add(of_text)
+        parts[number].add(of_text)
+    return [total.evaluated() for total in (whole, *parts) if total.tokens]
+
+
+def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
+    """Return the results of `evaluate_each` of all texts."""
+    return evaluate_each(model, [texts], sequences=sequences)[0]
 
 
 def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
@@ -108,35 +137,48 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
         answers = ", of chosen and rejected answers" if data.has_pairs else ""
         other = f", and not train.loss {run.train.loss}" if run.train.has_own_loss else ""
         print(f"this is cross-entropy{answers}{other}", file=sys.stderr)
-    found = evaluate(restore(path, run), _texts(data, whole=another), sequences=sequences)
+    found, *by_source = evaluate_each(restore(path, run), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
+    _print_layers(found)
+    each = list(zip(data_config.sources, by_source, strict=False)) if len(by_source) == len(data_config.sources) > 1 else []
+    for source, part in each:
+        print(f"{source.path}: {counted(part.sequences, 'sequence')}   loss {part.loss:.4f}   {part.bits_per_byte:.4f} bits per byte")
+        _print_layers(part)
+    if json:
+        row: dict[str, Any] = {"step": int(state["counters"]["step"])} | _row(found)
+        row |= {"sources": [{"path": source.path} | _row(part) for source, part in each]} if each else {}
+        write_json(json, verb="eval", rows=[row], text=data_config.name)
+
+
+def _print_layers(found: Evaluated) -> None:
     for layer in found.layers:
         choices = layer.kept + layer.dropped
         dropped = layer.dropped / choices if choices else 0.0
         loads = " ".join(f"{share:.1%}" for share in sorted(layer.load, reverse=True)[:8])
         rest = " ..." if len(layer.load) > 8 else ""
         print(f"layer {layer.layer}   dropped {dropped:.2%}   busiest experts {loads}{rest}   (even: {1 / len(layer.load):.1%})")
-    if json:
-        layers = [{"layer": n.layer, "load": n.load, "kept": n.kept, "dropped": n.dropped} for n in found.layers]
-        row = {"step": int(state["counters"]["step"])} | vars(found) | {"perplexity": found.perplexity, "layers": layers}
-        write_json(json, verb="eval", rows=[row], text=data_config.name)
 
 
-def _texts(data: Dataset, *, whole: bool) -> list[Text]:
+def _row(found: Evaluated) -> dict[str, Any]:
+    layers = [{"layer": n.layer, "load": n.load, "kept": n.kept, "dropped": n.dropped} for n in found.layers]
+    return vars(found) | {"perplexity": found.perplexity, "layers": layers}
+
+
+def _texts(data: Dataset, *, whole: bool) -> list[list[Text]]:
     """Return the held-out part of each source; with `whole` also its training part. Span corruption is applied if the data has it."""
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
-    texts: list[ValidationSet] = []
+    sources: list[list[Text]] = []
     parts = list(held.parts) if isinstance(held, MixedValidation) else [held]
     for part, trained in zip(parts, train.parts if isinstance(train, MixedTrain) else (train,), strict=True):
+        texts = [part]
         if whole:
             if isinstance(trained, Stream):
                 got, needed = "samples without len() and []", "samples that can all be evaluated"
                 raise BadInput("--data.path", got=got, needed=needed, fix="leave --data.path out, to evaluate the validation part")
-            texts.append(ValidationSet(trained.windows, part.bytes_per_id))
-        texts.append(part)
-    if isinstance(data.validation, CorruptedValidation):
-        return [CorruptedValidation(text, data.validation.objective) for text in texts]
-    return list(texts)
+            texts = [ValidationSet(trained.windows, part.bytes_per_id), part]
+        objective = data.validation.objective if isinstance(data.validation, CorruptedValidation) else None
+        sources.append([text if objective is None else CorruptedValidation(text, objective) for text in texts])
+    return sources

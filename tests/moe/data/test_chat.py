@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 
 from moe.convert.huggingface.tokenizer import read_tokenizer, write_tokenizer
 from moe.data import open_data, sandbox
-from moe.data.chat import InChats, template_of, with_template
+from moe.data.chat import ChatFiles, InChats, template_of, with_template
 from moe.data.chat_template import ChatTemplate
 from moe.data.chats import Chats, open_chats
 from moe.data.tokenizer import Bytes, Given, load
@@ -89,7 +90,7 @@ def messages_of(name: str) -> tuple[list[dict[str, Any]], Any]:
 
 
 def read(path: str, tokenizer: Any, *, max_length: int, log: Any = print, field: str | None = None) -> Chats:
-    return open_chats(path, tokenizer, max_length=max_length, field=field, cache=Path(path).parent / "cache", log=log)
+    return open_chats(ChatFiles(path, field), tokenizer, max_length=max_length, cache=Path(path).parent / "cache", log=log)
 
 
 def sample(chats: Chats, number: int) -> tuple[Any, Any]:
@@ -428,6 +429,44 @@ def test_chats_with_tools_take_the_template_for_tools(tmp_path: Path) -> None:
     chats = read(str(tmp_path / "rows.jsonl"), load({"kind": "bytes", "chat": chat}), max_length=999, log=print)
     plain, tools = (Bytes().decode(sample(chats, number)[0]) for number in range(2))
     assert tools == "TOOLS" + plain
+
+
+def test_rows_of_tables_and_files_of_a_folder_are_the_chats_of_the_lines(tmp_path: Path) -> None:
+    """Rows of Parquet and of Arrow have every field of every message, null where JSON has none; a folder's files follow by name."""
+    arrow = pytest.importorskip("pyarrow", reason="pip install pyarrow")
+    from pyarrow import ipc, parquet
+
+    answers = ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": "Sev\u00e9n"})
+    rows: list[Any] = [
+        {"messages": [MESSAGES[1], answer], "source": "x", "tools": TOOLS if n else None} for n, answer in enumerate(answers)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = arrow.Table.from_pylist([*rows, {"messages": None, "source": "x", "tools": None}]).slice(0, 2)
+    (tmp_path / "folder/.cache").mkdir(parents=True)
+    (tmp_path / "folder/.cache/b.jsonl").write_text("no chat")
+    parquet.write_table(table, str(tmp_path / "folder/b.parquet"))
+    with ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    tokenizer = load({"kind": "bytes", "chat": {"template": marked("tools"), "tokens": TOKENS}})
+    said: list[str] = []
+
+    def found(path: str) -> list[tuple[str, str]]:
+        chats = read(str(tmp_path / path), tokenizer, max_length=999, log=said.append)
+        parts = [sample(chats, i) for i in range(len(chats))]
+        return [(Bytes().decode(ids), Bytes().decode(labels[labels != PADDING])) for ids, labels in parts]
+
+    want = found("a.jsonl")
+    assert len(want) == 2 and "<call>sum" in want[0][1] and want[1][1].startswith("Sev\u00e9n") and "adds <two>" in want[1][0]
+    assert found("a.arrow") == want == found("folder/b.parquet") == found("folder")
+    (tmp_path / "folder/a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    assert found("folder") == [*want, *want] and any("(a.jsonl.gz, b.parquet), once" in line for line in said)
+    (tmp_path / "folder/a.jsonl.gz").rename(tmp_path / "folder/test-0.jsonl.gz")
+    parquet.write_table(table, str(tmp_path / "folder/train-0.parquet"))
+    with pytest.raises(BadInput, match="files of test and train, needed files of one part; fix: set it to .*-0"):
+        found("folder")
+    parquet.write_table(arrow.table({"messages": ["a"]}), str(tmp_path / "b.parquet"))
+    with pytest.raises(BadInput, match="b.parquet, row 1: got no list of messages"):
+        found("b.parquet")
 
 
 def test_a_recipe_opens_chats_with_the_models_own_template(library: Any, tmp_path: Path) -> None:

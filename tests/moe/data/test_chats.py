@@ -15,6 +15,7 @@ import torch
 
 from moe.data import Dataset, open_data
 from moe.data import chats as module
+from moe.data.chat import ChatFiles
 from moe.data.chats import ChatRows, Chats, open_chats, packed, sequences_of
 from moe.data.order import TrainSet, Windows
 from moe.data.token_shard import TokenShard
@@ -44,7 +45,7 @@ def write(folder: Path, lengths: list[int], field: str | None = None) -> Data:
 def made(folder: Path, lengths: list[int], *, max_length: int) -> Chats:
     path = write(folder, lengths).path
     assert path is not None
-    return open_chats(path, Bytes(), max_length=max_length, field=None, cache=folder / "cache", log=lambda line: None)
+    return open_chats(ChatFiles(path), Bytes(), max_length=max_length, cache=folder / "cache", log=lambda line: None)
 
 
 def test_packing_puts_each_chat_longest_first_into_the_fullest_sequence_with_room() -> None:

@@ -42,7 +42,7 @@ def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder:
     (folder / "broken.txt").write_bytes(b"\x81\x8d\xff" * 9)
     (folder / "small.png").write_bytes(b"\x89PNG\0\0")
     (folder / "nothing.txt").touch()
-    (folder / "table.csv").write_text("id,text\n1,words\n" * 9)
+    (folder / "table.csv").write_text("id,body\n1,words\n" * 9)
     (folder / "page.html").write_text("<p>words</p>\n" * 9)
     (folder / "link").symlink_to(tmp_path)
     said = {
@@ -53,15 +53,15 @@ def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder:
         "skipped wide.txt: not UTF-8, likely UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
         "skipped small.png: binary",
         "read page.html as plain text: its tags become text, too",
-        "read table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text",
+        "read table.csv as plain text: its separators become text, too; data.text_key may name a column that has the text",
     }
     wanted = {f"data: {line.replace(' ', f' {folder}/', 1)}" for line in said}
     for _ in range(2):
         assert set(remark_lines(opened(tmp_path, path=str(folder)).index)) == wanted
     assert set(remark_lines(opened(tmp_path, sources=[{"path": str(folder), "weight": 1}]).index)) == wanted
-    alone = opened(tmp_path, path=str(folder / "table.csv"))
+    alone = opened(tmp_path, path=str(folder / "table.csv"), source="text")
     assert remark_lines(alone.index) == [
-        f"data: read {folder}/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text"
+        f"data: read {folder}/table.csv as plain text: its separators become text, too; data.text_key may name a column that has the text"
     ]
     assert remark_lines(opened(tmp_path, path=str(folder / "a.txt")).index) == [] == remark_lines(opened(tmp_path).index)
 

@@ -86,6 +86,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Line], Line], int, str]] = {
     ),
     "warm-up": ({"optimizer": {"warmup_steps": 0}}, dict, 11, "set optimizer.warmup_steps to 40"),
     "learning rate": ({}, lambda line: line | {"loss": line["loss"] + 9}, BEGINS, "set optimizer.lr to 0.0001"),
+    "loss spikes": (
+        {"optimizer": {"beta2": 0.999}},
+        lambda line: line | {"loss": line["loss"] + 3 * (line["step"] % 25 == 0)},
+        125,
+        "0.95",
+    ),
     "frozen router": ({"train": {"freeze": ["router"]}}, dict, 1, "set train.freeze to []"),
     "bias rate": (
         {"router": {"preset": "deepseek_v3", "num_choices": 2, "select": "top_k", "bias_rate": 1.0}},
@@ -103,6 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Line], Line], int, str]] = {
         "a capacity factor of 0.5 has fewer slots than choices",
     ),
     "router saturates": ({}, layers(z_loss=400.0, entropy=0.01), BEGINS, "set optimizer.lr to 0.0001, or router.z_weight to 0.001"),
+    "router's entropy": ({}, layers(entropy=0.001), BEGINS, "is certain of every token: entropy 0.001 of 2.1 nats"),
     "router's gradient": (
         {},
         lambda line: line | {"grad_norm": 1.0, "grad_norm_parts": {"router": 0.99}},
@@ -264,6 +271,18 @@ def test_a_loss_that_falls_or_stays_where_it_is_is_not_mentioned(steps: int, noi
     run = recipe({"train": {"steps": steps}, "optimizer": {"warmup_steps": 10}})
     assert diagnose(healthy(steps, curve=lambda n: falls(n * 200 // steps), noise=noise), run) == []
     assert diagnose(healthy(steps, curve=lambda n: 5.5, noise=noise / 10), run) == []  # as with a learning rate of nearly 0
+
+
+def test_a_few_steps_in_a_row_are_one_spike_and_two_are_no_fault() -> None:
+    def spiking(steps: tuple[int, ...], size: float) -> list[str]:
+        return [
+            found.rule
+            for found in diagnose([line | {"loss": line["loss"] + size * (line["step"] in steps)} for line in healthy()], recipe({}))
+        ]
+
+    assert spiking((90, 120, 121, 150), 3.0) == ["loss spikes"]
+    assert spiking((90, 120, 121, 122), 3.0) == [] == spiking((90, 120, 150, 170), 0.3)
+    assert spiking((5, 12, 20, 30, 45), 3.0) == []  # within the first quarter
 
 
 def test_short_runs_dense_models_and_losses_that_are_no_numbers() -> None:

@@ -114,6 +114,16 @@ def test_a_correct_plug_in_dispatcher_passes_and_a_faulty_one_fails(folder: Path
     assert sum("1 passed, 0 failed" in line for line in said) == 1 == sum("0 passed, 1 failed" in line for line in said)
 
 
+def test_the_dpo_of_the_docs_passes_on_packed_pairs(folder: Path) -> None:
+    """Two ranks with pairs in packed sequences compute the loss of docs/use/dpo.py as one does."""
+    (folder / "dpo.py").write_text((Path(__file__).resolve().parents[3] / "docs/use/dpo.py").read_text(encoding="utf-8"))
+    (folder / "preferences.yaml").write_text("extends: switch_tiny\ntrain: {loss: 'dpo:without_reference'}\n")
+    said: list[str] = []
+    assert main(nproc=2, recipe="preferences.yaml", only="dp2 ep2 m1 packed ddp", say=said.append) == 0
+    assert any("1 passed, 0 failed" in line for line in said)
+    sys.modules.pop("dpo", None)
+
+
 def test_an_encoder_decoder_with_normed_queries_and_biases_passes_under_tp(tmp_path: Path) -> None:
     """Its encoder would read padding, so it has no padded batch. Under tp, cross attention's norms over all heads need sums over ranks."""
     path = tmp_path / "mine.yaml"

@@ -89,7 +89,12 @@ def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, 
     sources = f"[{{path: {home / 'one.txt'}, weight: 3}}, {{path: {home / 'two.txt'}, weight: 1}}]"
     row = figures(out, overrides={"data.sources": sources}, sequences=0)
     alone = [figures(out, overrides={"data.path": str(home / f"{name}.txt")}, sequences=0) for name in ("one", "two")]
-    assert row["tokens"] == sum(one["tokens"] for one in alone) and "all of" in capsys.readouterr().out
+    assert row["tokens"] == sum(one["tokens"] for one in alone) and "all of" in (said := capsys.readouterr().out)
+    for part, one, name in zip(row["sources"], alone, ("one", "two"), strict=True):  # each source has the loss and load of itself alone
+        assert part["path"].endswith(f"{name}.txt") and f"{name}.txt: {part['sequences']} sequences   loss {part['loss']:.4f}" in said
+        assert {key: part[key] for key in ("sequences", "tokens", "layers")} == {key: one[key] for key in ("sequences", "tokens", "layers")}
+        assert (part["loss"], part["bits_per_byte"]) == pytest.approx((one["loss"], one["bits_per_byte"]))
+    assert "sources" not in alone[0]
     assert figures(out, overrides={"data.sources": "[]"}, sequences=4)["sequences"] == 4
     assert "the validation part of" in capsys.readouterr().out
     with pytest.raises(BadInput, match="--data.path: got data.sources as well, needed one of the two"):
