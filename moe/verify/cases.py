@@ -177,16 +177,13 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
-    # an adapter is B A. B begins at 0, so Adam's first step needs a large eps. A has no gradient before B's first update, so lr is high
-    "lora": {
+    "lora": {  # an adapter is B A. B does not begin at 0 here (moe/verify/twin.py, `spread`)
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
-        "optimizer": LINEAR | {"lr": 0.05},
         "router": {"preset": "glam", "min_capacity": 1},
         "experts": {"shared": 1},
     },
     "lora_t5": {
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "dense"]},
-        "optimizer": LINEAR | {"lr": 0.05},
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
         "experts": {"shared": 1},

@@ -32,7 +32,7 @@ from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
-from moe.verify.twin import STEPS, Result, ages, version_read
+from moe.verify.twin import STEPS, Result, ages, spread, version_read
 from parallel.data.engine import Engine
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import Degrees, Mesh
@@ -85,7 +85,7 @@ def compute(
     if degrees not in meshes:
         meshes[degrees] = process.connect(degrees, process.World(rank, case.world, place=device.type))
     mesh = meshes[degrees]
-    model, layouts = build(run, mesh, device=device)
+    model, layouts = build(run, mesh, device=device, spread=spread)
     if case.slices:
         in_slices(model, case)
     if case.parts > 1:  # after in_slices, because it copies the layers
