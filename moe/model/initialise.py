@@ -20,7 +20,6 @@ from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
-
 SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # see `sigma_of`
 
 

@@ -303,6 +303,7 @@ class Case:
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
+        scale = "none" if self.precision != "fp16" else "dynamic" if self.overflow else 1024.0
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
@@ -317,7 +318,7 @@ class Case:
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
-            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none", "casts": self.casts},
+            "precision": {"compute": self.precision, "loss_scale": scale, "casts": self.casts},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
