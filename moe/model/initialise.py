@@ -8,7 +8,7 @@ init_scale 0.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,22 @@ from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
+SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # see `sigma_of`
+
 
 class FirstValues:
     """Initial values of this rank's shards. `fill(name, out)` writes a parameter's shard, or the region `within` of the shard, into
-    `out`."""
+    `out`. spread: another `sigma_of`; None: this file's."""
 
-    def __init__(self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int) -> None:
-        self.model, self.layouts, self.mesh, self.seed = model, layouts, mesh, seed
+    def __init__(
+        self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int, spread: SigmaOf | None = None
+    ) -> None:
+        self.model, self.layouts, self.mesh, self.seed, self.spread = model, layouts, mesh, seed, spread or sigma_of
 
     def fill(self, name: str, out: Tensor, within: Box | None = None) -> None:
         for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
             shard = out if tensor.entry is None else out[tensor.entry]
-            sigma = sigma_of(tensor.name, tensor.shape, self.model)
+            sigma = self.spread(tensor.name, tensor.shape, self.model)
             if not sigma:
                 shard.fill_(1.0 if sigma is None else 0.0)
                 continue

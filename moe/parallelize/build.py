@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe.experts.experts import MATRICES, Experts
-from moe.model.initialise import FirstValues, initialise, zero_buffers
+from moe.model.initialise import FirstValues, SigmaOf, initialise, zero_buffers
 from moe.model.names import global_name
 from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.blocks import Form
@@ -60,10 +60,12 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     return model, plan, layouts
 
 
-def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
+def build(
+    run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None, spread: SigmaOf | None = None
+) -> tuple[Transformer, dict[str, Layout]]:
     """Return (this rank's shards of the model, parameter's name -> layout). Collective. `table`: a checkpoint's table of experts for hash
-    routers; None: the recipe's file is read. Raises BadInput if the compute dtype is `auto`, if the table does not fit, or if a user's
-    router is wrong (`check_own`).
+    routers; None: the recipe's file is read. spread: of initial values, see FirstValues. Raises BadInput if the compute dtype is `auto`, if
+    the table does not fit, or if a user's router is wrong (`check_own`).
     """
     if run.precision.compute not in DTYPES:
         fix = "call settle_precision first, as train() does, or set bf16"
@@ -74,7 +76,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
         check_own(run.router, num_experts)
     if run.lora.in_blocks:
         layouts = _in_blocks(model, layouts, run.lora, run.lora.in_blocks, device)
-    first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
+    first = FirstValues(run.model, layouts, mesh, seed=run.train.seed, spread=spread)
     cut = run.carrier.cut
     if cut is None:
         initialise(model, first, device=device)

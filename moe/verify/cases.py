@@ -178,16 +178,13 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
-    # an adapter is B A. B begins at 0, so Adam's first step needs a large eps. A has no gradient before B's first update, so lr is high
-    "lora": {
+    "lora": {  # an adapter is B A. B does not begin at 0 here (moe/verify/twin.py, `spread`)
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
-        "optimizer": LINEAR | {"lr": 0.05},
         "router": {"preset": "glam", "min_capacity": 1},
         "experts": {"shared": 1},
     },
     "lora_t5": {
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "dense"]},
-        "optimizer": LINEAR | {"lr": 0.05},
         "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "ffn": "geglu"},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
         "experts": {"shared": 1},
@@ -309,6 +306,7 @@ class Case:
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
+        scale = "none" if self.precision != "fp16" else "dynamic" if self.overflow else 1024.0
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
@@ -323,7 +321,7 @@ class Case:
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
-            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none", "casts": self.casts},
+            "precision": {"compute": self.precision, "loss_scale": scale, "casts": self.casts},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip

@@ -32,7 +32,7 @@ from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.in_parts import in_blocks, in_parts, in_slices
 from moe.verify.plain.batches import batch
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
-from moe.verify.twin import STEPS, Result, ages, version_read
+from moe.verify.twin import STEPS, Result, ages, spread, version_read
 from parallel.data.engine import Engine
 from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.mesh.mesh import Degrees, Mesh
@@ -85,7 +85,7 @@ def compute(
     if degrees not in meshes:
         meshes[degrees] = process.connect(degrees, process.World(rank, case.world, place=device.type))
     mesh = meshes[degrees]
-    model, layouts = build(run, mesh, device=device)
+    model, layouts = build(run, mesh, device=device, spread=spread)
     if case.slices:
         in_slices(model, case)
     if case.parts > 1:  # after in_slices, because it copies the layers
@@ -119,7 +119,7 @@ def _stepped(
     """Run the steps of a case in which the pipeline, if any, is empty between steps. older: the weights with which gradients are computed.
     The other arguments: as in `compute`."""
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
-    spoil = _spoiler(engine, mesh) if case.overflow else {}
+    spoil = _spoiler(case, engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
     losses: list[float] = []
     first: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -174,12 +174,21 @@ class _OlderWeights:
             self.tensors[name].copy_(value)
 
 
-def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
+def _spoiler(case: Case, engine: Engine, mesh: Mesh) -> dict[str, bool]:
     """Make one parameter's gradient infinite on the last rank while the value of the key "now" in the returned dict is True."""
     on = {"now": False}
+
+    def spoil(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(torch.inf if on["now"] else 1.0)
+
     if mesh.rank == mesh.axis("world").size - 1:
-        spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)
-        spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
+        named = reversed(list(engine.module.named_parameters()))
+        spoilt = next(p for name, p in named if p.requires_grad and (".experts." in name or ".ffn." in name))
+        if case.engine is ENGINES["fsdp"]:  # which sums gradients outside of autograd
+            spoilt.register_post_accumulate_grad_hook(spoil)
+        else:
+            spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
     return on
 
 

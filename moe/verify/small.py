@@ -61,9 +61,8 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if m.qkv_bias or m.out_bias or m.attention_sinks or x.biases or run.router.logits == "affine":
         optimizer |= LINEAR
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
-    if run.lora.rank:  # an adapter is B A. B begins at 0, so A has no gradient before B's first update
+    if run.lora.rank:
         values["lora"] = {"rank": _RANK, "alpha": _RANK * run.lora.scale, "targets": run.lora.targets}
-        optimizer |= LINEAR | {"lr": 0.05}
     freeze = [part for part in run.train.freeze if layers_of(part) is None]
     values["train"] = {"compile": run.train.compile, "loss": run.train.loss, "freeze": freeze}
     if sparse:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.model.initialise import FirstValues, alone, initialise
+from moe.model.initialise import FirstValues, alone, initialise, sigma_of
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
 from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
-from moe.recipe.sections import Lora, Run
+from moe.recipe.sections import Lora, Model, Run
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain import encoder_decoder as plain_encoder_decoder
 from moe.verify.plain import model as plain_model
@@ -41,6 +41,7 @@ from parallel.store.checkpoint import pieces
 
 STEPS = 10
 _EXPERT = ("w1", "w2", "w3")  # matrices of an expert
+_SIGMA_OF_B = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,16 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         adapt(model, run.lora)
-    initialise(model, FirstValues(run.model, *alone(model), seed=run.train.seed))
+    initialise(model, FirstValues(run.model, *alone(model), seed=run.train.seed, spread=spread))
     layouts, mesh = lay_out(model), Mesh.of(Degrees())
     whole = [p for name, t in model.named_parameters() for p in pieces(global_name(name), layouts[name], mesh, t.detach())]
     return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))
+
+
+def spread(name: str, shape: tuple[int, ...], model: Model) -> float | None:
+    """Return the standard deviation of a tensor's initial values in all cases. It is the trainer's (`sigma_of`), except that LoRA's B does
+    not begin at 0: A would have no gradient in the first step, and a wrong scale of an adapter would change no number."""
+    return _SIGMA_OF_B if name.endswith((".lora_b", *(f".{w}_b" for w in _EXPERT))) else sigma_of(name, shape, model)
 
 
 @dataclass(frozen=True)

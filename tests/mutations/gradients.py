@@ -251,11 +251,66 @@ def _even_starts(real: Any) -> Any:
     return lambda parameter, axis: _EvenStarts(**vars(real(parameter, axis)))
 
 
+def _without_scale(real: Any) -> Any:
+    """The gradients of an adapter's two matrices leave out its scale."""
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        found = list(real(ctx, grad))
+        found[2:4] = [found[2] / ctx.scale, found[3] / ctx.scale]
+        return tuple(found)
+
+    return wrong
+
+
+def _copied_halves_alike(real: Any) -> Any:
+    """Layout of stacks without hidden units (halves of experts' adapters) as if all etp ranks computed the same gradient."""
+
+    def wrong(self: Any, name: str, shape: Any) -> Layout:
+        layout: Layout = real(self, name, shape)
+        return replace(layout, alike=("etp",)) if self._dim(name) is None else layout
+
+    return wrong
+
+
+def _tile_biases_twice(real: Any) -> Any:
+    def wrong(self: Any) -> Any:
+        network = real(self)
+        if self.hidden.stop - self.hidden.start == self.d_ff:
+            return network
+        w1, w2, w3, b1, b3 = network.tensors
+        return type(network).of([w1, w2, w3, 2 * b1, b3], network.activation)
+
+    return wrong
+
+
+def _without_slope(real: Any) -> Any:
+    """The backward pass from chunks of logits takes the gradient of capped logits for that of the logits."""
+
+    def wrong(ctx: Any, grad_2N: Tensor) -> Any:
+        x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
+        _, _, *rest = real(ctx, grad_2N)
+        capped_NV = ctx.cap * (x_ND @ weight_VD.t() / ctx.cap).tanh()
+        slope_NV = (capped_NV - scores[0].unsqueeze(1)).exp() * grad_2N[0].unsqueeze(1)
+        slope_NV.scatter_add_(1, row_N.unsqueeze(1), (grad_2N[1] * here_N).unsqueeze(1))
+        return slope_NV @ weight_VD, slope_NV.t() @ x_ND, *rest
+
+    return wrong
+
+
+def _detached_if_frozen(real: Any) -> Any:
+    def wrong(self: Any, x_TD: Tensor, **given: Any) -> Any:
+        frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        return real(self, x_TD.detach() if frozen else x_TD, **given)
+
+    return wrong
+
+
 _DENSE = Case("dense", "ddp", 2, 1, 1, "fp32")
 _DENSE_3 = Case("dense", "ddp", 2, 1, 3, "fp32")
 _EP = Case("switch", "ddp", 2, 2, 1, "fp32")
 _EDP = Case("switch", "ddp", 4, 2, 1, "fp32")  # ep 2 on 4 ranks: each expert has two copies
 _ROWS = Case("glam", "ddp", 2, 2, 1, "fp32", experts=8)
+_ADAPTED = Case("lora", "ddp", 2, 1, 1, "fp32", etp=2)
 
 MUTATIONS = (
     Mutation(
@@ -463,5 +518,45 @@ MUTATIONS = (
         "data",
         Case("latent", "fsdp", 3, 1, 1, "fp32"),
         (Edit("parallel.data.fsdp:_cut_of", _even_starts),),
+    ),
+    Mutation(
+        "adapter_gradient_without_scale",
+        "The gradients of LoRA's A and B leave out the scale alpha / r",
+        "no public report known to us; reasoned from arXiv 2106.09685, section 4.1",
+        "data",
+        _ADAPTED,
+        (Edit("moe.nn.lora:_Product.backward", _without_scale), Edit("moe.nn.lora:_GroupedProduct.backward", _without_scale)),
+    ),
+    Mutation(
+        "adapters_of_experts_not_summed",
+        "The half of an expert's adapter of which every etp rank has a copy keeps the gradient from this rank's hidden units",
+        "no public report known to us; reasoned from arXiv 2106.09685, with experts that are cut over ranks",
+        "data",
+        _ADAPTED,
+        (Edit("parallel.tensor.style:Stacked.layout", _copied_halves_alike),),
+    ),
+    Mutation(
+        "frozen_router_detached",
+        "If the router is frozen, its input gets no gradient either",
+        "no public report known to us; reasoned from ST-MoE, arXiv 2202.08906, which trains parts of a model",
+        "data",
+        Case("frozen", "ddp", 2, 2, 1, "fp32"),
+        (Edit("moe.router.router:Router.forward", _detached_if_frozen),),
+    ),
+    Mutation(
+        "biases_of_tiles_twice",
+        "With tiles, the biases of an expert's hidden units are added twice",
+        "no public report known to us; reasoned from deepspeedai/DeepSpeed: TiledLinear, which adds a bias in one tile only",
+        "data",
+        Case("gpt_oss", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3),
+        (Edit("moe.experts.experts:Experts._read", _tile_biases_twice),),
+    ),
+    Mutation(
+        "capped_logits_without_slope",
+        "With chunks of the loss, the gradient of capped logits leaves out the derivative of the cap",
+        "no public report known to us; reasoned from arXiv 2408.00118, whose logits are capped",
+        "data",
+        Case("ahead", "ddp", 2, 1, 1, "fp32", head_tiles=3, chunks=7),
+        (Edit("moe.nn.vocabulary:_Scores.backward", _without_slope),),
     ),
 )

@@ -63,6 +63,19 @@ def _head_norms_alike(real: Any) -> Any:
     return wrong
 
 
+def _of_all_tokens(word: str) -> Any:
+    """Layout of parameters with this word in their name as if each tp rank computed all tokens of a MoE layer."""
+
+    def make(real: Any) -> Any:
+        def wrong(self: Any, name: str, shape: Any) -> Layout:
+            layout: Layout = real(self, name, shape)
+            return replace(layout, alike=("tp",)) if word in name else layout
+
+        return wrong
+
+    return make
+
+
 def _copies_of_heads_alike(real: Any) -> Any:
     def wrong(self: Any, name: str, shape: Any) -> Layout:
         layout: Layout = replace(real(self, name, shape), alike=("tp_row_copies",) if self.axis == "tp_row_heads" else ())
@@ -299,5 +312,21 @@ MUTATIONS = (
         "tensor",
         replace(_LINE, model="free", ep=2, microbatches=1),
         (Edit("parallel.tensor.style:Copied.layout", _head_norms_alike),),
+    ),
+    Mutation(
+        "shared_gate_not_summed",
+        "The gradient of the shared network's gate is not summed, although each tp rank has other tokens of the MoE layer",
+        "no public report known to us; reasoned from huggingface/transformers#48205, there in routers",
+        "tensor",
+        replace(_LINE, model="qwen3_moe", ep=2, microbatches=1),
+        (Edit("parallel.tensor.style:Copied.layout", _of_all_tokens("shared_gate")),),
+    ),
+    Mutation(
+        "coefficients_not_summed",
+        "The same for the coefficients of a residual MoE layer, with slices between layers",
+        "no public report known to us; reasoned from huggingface/transformers#48205, there in routers",
+        "tensor",
+        replace(_SLICED, model="mixtral", ep=2),
+        (Edit("parallel.tensor.style:Copied.layout", _of_all_tokens("coefficient")),),
     ),
 )

@@ -21,7 +21,6 @@ from moe.experts.experts import Experts as ExpertsStack
 from moe.kernels.grouped import grouped_ffn
 from moe.kernels.network import ByProduct
 from moe.kernels.products import PRODUCTS
-from moe.model import initialise
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
@@ -62,23 +61,13 @@ class Adapted(Case):
 
 
 def farthest(ran: Any, twin: Case) -> float:
-    """Return the largest error against the reference. The error of the update is left out: B begins at 0, so all of B is update."""
+    """Return the largest error against the reference. The error of the update is left out: Adam's first step magnifies the rounding of tiny
+    gradients, so `moe verify` would compare it once more (moe/verify/expected.py)."""
     assert not isinstance(ran, str), ran
     return max(value for name, value in compare(ran, three_steps_of(twin)).items() if name != "update")
 
 
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let B begin at other values than 0, so that A has a gradient in the first step."""
-    own = initialise.sigma_of
-
-    def sigma_of(name: str, shape: tuple[int, ...], model: Model) -> float | None:
-        return 0.1 if is_adapter(name) and name.endswith("_b") else own(name, shape, model)
-
-    monkeypatch.setattr(initialise, "sigma_of", sigma_of)
-
-
-@pytest.mark.usefixtures("three_steps", "moved")
+@pytest.mark.usefixtures("three_steps")
 def test_three_steps_are_the_plain_twins() -> None:
     case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
     ran = compute(case)
@@ -86,7 +75,7 @@ def test_three_steps_are_the_plain_twins() -> None:
     assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
 
 
-@pytest.mark.usefixtures("three_steps", "moved")
+@pytest.mark.usefixtures("three_steps")
 def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     cases: list[Case] = [
         Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
