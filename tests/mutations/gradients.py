@@ -284,7 +284,7 @@ def _tile_biases_twice(real: Any) -> Any:
 
 
 def _without_slope(real: Any) -> Any:
-    """The backward pass from chunks of logits takes the gradient of capped logits for that of the logits."""
+    """The backward pass from chunks of logits takes the gradient of capped logits as the gradient of the logits."""
 
     def wrong(ctx: Any, grad_2N: Tensor) -> Any:
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors

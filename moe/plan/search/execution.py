@@ -226,7 +226,7 @@ class Simulator:
 
     def _sum(self, op: Operator, place: int, term: str, placed: Placed) -> dict[Key, Task]:
         """Return a dict: key -> task for the all-reduce of a parameter's gradient; empty if no parts of `op` have partial sums of it. The
-        parameter is the operator's input number `place`, and `term` has the letters of its dims. The tasks are those of one micro-batch.
+        parameter is the operator's input number `place`, and `term` has the letters of its dims. The tasks belong to one micro-batch.
         The all-reduce runs once a step, so its time is divided by the number of micro-batches."""
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:

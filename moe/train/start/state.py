@@ -203,7 +203,7 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Load weights and routers' biases from `found`, another run's checkpoint, and set optimizer states to zero. If this run has adapters,
     only the weights of their base are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: layouts of
-    all parameters of the model, if the engine lacks some: those of other pipeline stages, or quantised matrices. Collective. Raises
+    all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantised matrices. Collective. Raises
     BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
