@@ -103,7 +103,8 @@ def not_met(run: Run, conditions: Sequence[str]) -> str | None:
 
 
 def settings(condition: str) -> list[tuple[str, list[str]]]:
-    """Split a condition such as `a=x|y or b` into its alternatives, each as (key, values of the key that meet the condition)."""
+    """Split a condition such as `a=x|*.y or b` into its alternatives, each as (key, values of the key that meet the condition). `*.y`: each
+    value that ends in .y."""
     parts = (setting.partition("=") for setting in condition.split(" or "))
     return [(key, names.split("|") if names else _values_that_switch_on(key)) for key, _, names in parts]
 

@@ -119,7 +119,7 @@ def _stepped(
     """Run the steps of a case in which the pipeline, if any, is empty between steps. older: the weights with which gradients are computed.
     The other arguments: as in `compute`."""
     engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
-    spoil = _spoiler(case, engine, mesh) if case.overflow else {}
+    spoil = _spoiler(engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
     losses: list[float] = []
     first: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -174,21 +174,13 @@ class _OlderWeights:
             self.tensors[name].copy_(value)
 
 
-def _spoiler(case: Case, engine: Engine, mesh: Mesh) -> dict[str, bool]:
+def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
     """Make one parameter's gradient infinite on the last rank while the value of the key "now" in the returned dict is True."""
     on = {"now": False}
-
-    def spoil(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(torch.inf if on["now"] else 1.0)
-
     if mesh.rank == mesh.axis("world").size - 1:
         named = reversed(list(engine.module.named_parameters()))
         spoilt = next(p for name, p in named if p.requires_grad and (".experts." in name or ".ffn." in name))
-        if case.engine is ENGINES["fsdp"]:  # which sums gradients outside of autograd
-            spoilt.register_post_accumulate_grad_hook(spoil)
-        else:
-            spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
+        spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
     return on
 
 

@@ -366,7 +366,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--tensor.depth 2", "tensor.depth: got 2 with tensor.kind=1d, needed tensor.kind 2.5d", "remove tensor.depth"),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.d_model 96 --model.num_heads 6 --model.num_kv_heads 3",
-        "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, which cuts model.num_kv_heads=3 into 2, needed a grid that cuts it into",
+        "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, which cuts model.num_kv_heads=3 into 2, needed a grid that cuts this size",
         "set model.num_kv_heads to 2",
     ),
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from mypy import api
@@ -14,11 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from moe.recipe.idle import check_settings
 from moe.recipe.keys import ABOVE_0, choices, facts, field_at, field_of, in_words, known_keys, section_of, settings
 from moe.recipe.load import build_run, load
+from moe.recipe.section import TokenizerFile
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 SNIPPET = """
+from moe.recipe.section import TokenizerFile
 from moe.recipe.sections import Run
 run = Run()
 reveal_type(run.router.num_choices)
@@ -71,6 +73,7 @@ def test_a_key_is_typed_and_says_what_changing_it_alters(key: str) -> None:
                 *choices(reader),
                 *(["true"] if field_of(reader).annotation is bool else [ABOVE_0]),
                 *(["null"] if field_of(reader).default is None else []),
+                *(["*.json"] if TokenizerFile in get_args(field_of(reader).annotation) else []),
             ]
             assert reader in known_keys() and set(names) <= set(there), condition
 

@@ -159,11 +159,11 @@ def test_logits_and_every_gradient_are_theirs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t5", "switch"])
-@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 1e-3), ("adafactor", 5e-3)])
-def test_twenty_losses_with_an_optimizer_are_theirs(kind: str, optimizer: Any, lr: float) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_twenty_losses_with_an_optimizer_are_theirs(kind: str, optimizer: Any) -> None:
     """transformers' model learns by torch's AdamW, or by transformers' Adafactor. An expert without tokens has a gradient of 0, as here;
     transformers leaves it out of the step, so that its moments wait."""
-    theirs, ours = pair(kind)
+    theirs, ours, lr = *pair(kind), 1e-3
     if optimizer == "adamw":
         rule: torch.optim.Optimizer = torch.optim.AdamW(theirs.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     else:
@@ -186,4 +186,4 @@ def test_twenty_losses_with_an_optimizer_are_theirs(kind: str, optimizer: Any, l
         engine.backward(mine, last=True)
         engine.step(lr)
         found.append(mine.item())
-    assert found == pytest.approx(want, rel=1e-4) and found[-1] < 0.97 * found[0]
+    assert found == pytest.approx(want, rel=1e-6) and found[-1] < 0.97 * found[0]
