@@ -120,8 +120,9 @@ class ChatFiles:
 
     def rows(self) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
         """Yield (file and place, for errors; a JSON line or a table's row)."""
-        for file in (files := self.names()):
-            said = self.path if len(files) == 1 and not Path(self.path).is_dir() else str(file)
+        named = user_path(self.path, what="data.path")
+        for file in self.names():
+            said = self.path if file == named else str(file)
             if formats.is_table(file.name):
                 yield from ((f"{said}, row {number}", _without_nulls(row)) for number, row in enumerate(formats.rows(file), 1))
             else:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from parallel.errors import BadInput, plain
 from parallel.fixes import Fix, Remove, Set, Words
+from parallel.store.files import UTF_8
 
 LISTING = "data_files.txt"
 SKIPPED, AS_TEXT = "skipped", "as plain text"
@@ -60,10 +61,10 @@ def raw(name: str) -> str | None:
     return _RAW.get(PurePosixPath(name).suffix.lower())
 
 
-def decoded(content: bytes, encoding: str = "utf-8") -> tuple[str | None, str]:
+def decoded(content: bytes, encoding: str = UTF_8) -> tuple[str | None, str]:
     """Decode a text: return (text without a byte order mark and with unchanged line endings, ""), or (None, the reason). A file with a NUL
     byte counts as binary, as in git, because token 0 separates documents."""
-    if encoding != "utf-8":
+    if encoding != UTF_8:
         try:
             text = content.decode(encoding).removeprefix("\ufeff")
         except UnicodeError:

@@ -7,6 +7,7 @@ tokenizer_config.json   eos_token ends a text; may be missing if the tokenizer h
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def read_file(named: str) -> Tokenizer:
 
 def ids_of(named: str) -> int:
     """Return the number of ids of the tokenizer.json `named`, without the library. Raises BadInput for a file that cannot be read."""
+    try:
+        about = user_path(named, what="data.tokenizer").stat()
+    except OSError as error:
+        raise _unusable(f"{named}: {reason(error)}") from None
+    return _ids_of(named, about.st_mtime_ns, about.st_size)
+
+
+@lru_cache(maxsize=1)
+def _ids_of(named: str, changed_ns: int, size_bytes: int) -> int:
+    """Parse the file once in a process, although a recipe is checked many times: files of 30 MB are published. changed_ns, size_bytes: a
+    changed file is parsed again."""
     return max(_content(named)[1].values()) + 1
 
 

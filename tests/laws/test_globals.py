@@ -53,6 +53,7 @@ CACHED = {
     "parallel/watch/audit.py: _weights": "fixed numbers, on a device",
     "parallel/rehearse/pretended.py: _written": "of an operator's schema",
     "parallel/rehearse/work.py: _is_product": "of a kernel's source",
+    "moe/data/tokenizer_file.py: _ids_of": "of a file's name, size and time of change",
     "moe/recipe/section.py: _taken": "of a class and the name of its field",
     "moe/verify/hybrid.py: covering": "of the module's tables of values",
     "moe/verify/hybrid.py: covering_few": "of the module's tables of values",

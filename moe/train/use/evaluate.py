@@ -69,9 +69,9 @@ class _Total:
 
 
 @torch.no_grad()
-def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequences: int) -> list[Evaluated]:
+def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequences: int) -> tuple[Evaluated, list[Evaluated | None]]:
     """Evaluate on `sequences` sequences (0: all), taken from each text in proportion to its length, with router.eval_capacity_factor.
-    sources: the texts of each source. Return the results of all texts, then of each source that gave sequences."""
+    sources: the texts of each source. Return (results of all texts, results of each source; None for a source without a sequence)."""
     device, m, group = next(model.parameters()).device, model.config, model.router_spec.group
     multiple = group if isinstance(group, int) else 1  # an expert's capacity is counted over this number of sequences
     texts = [(text, number) for number, source in enumerate(sources) for text in source]
@@ -95,7 +95,7 @@ def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequ
         of_text.tokens, of_text.num_bytes = counted.targets, held.bytes_per_token * counted.targets
         whole.add(of_text)
         parts[number].add(of_text)
-    return [total.evaluated() for total in (whole, *parts) if total.tokens]
+    return whole.evaluated(), [part.evaluated() if part.tokens else None for part in parts]
 
 
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
@@ -137,18 +137,21 @@ def main(run_dir: str, *, overrides: dict[str, str], sequences: int = 512, step:
         answers = ", of chosen and rejected answers" if data.has_pairs else ""
         other = f", and not train.loss {run.train.loss}" if run.train.has_own_loss else ""
         print(f"this is cross-entropy{answers}{other}", file=sys.stderr)
-    found, *by_source = evaluate_each(restore(path, run), _texts(data, whole=another), sequences=sequences)
+    found, by_source = evaluate_each(restore(path, run), _texts(data, whole=another), sequences=sequences)
     where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
     _print_layers(found)
-    each = list(zip(data_config.sources, by_source, strict=False)) if len(by_source) == len(data_config.sources) > 1 else []
+    each = list(zip(data_config.sources, by_source, strict=True)) if len(data_config.sources) > 1 else []
     for source, part in each:
+        if part is None:
+            print(f"{source.path}: no sequence")
+            continue
         print(f"{source.path}: {counted(part.sequences, 'sequence')}   loss {part.loss:.4f}   {part.bits_per_byte:.4f} bits per byte")
         _print_layers(part)
     if json:
         row: dict[str, Any] = {"step": int(state["counters"]["step"])} | _row(found)
-        row |= {"sources": [{"path": source.path} | _row(part) for source, part in each]} if each else {}
+        row |= {"sources": [{"path": source.path} | (_row(part) if part else {}) for source, part in each]} if each else {}
         write_json(json, verb="eval", rows=[row], text=data_config.name)
 
 

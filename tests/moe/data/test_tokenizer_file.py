@@ -51,6 +51,7 @@ def test_a_run_keeps_the_file_and_goes_on_without_it(
 ) -> None:
     """The tokenizer is in the checkpoint: the run is used, and written for transformers, after the file is gone."""
     monkeypatch.chdir(file.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file.parent / "cache"))
     named = "--data.tokenizer tokenizer.json --data.vocab_size 290 --data.path a.txt"
     assert main(["train", "dense_tiny", "--out", "run", *named.split(), *SMALL.split(), "2"]) == 0
     assert "(tokenizer.json), once" in capsys.readouterr().out
