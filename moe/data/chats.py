@@ -172,9 +172,8 @@ def _key(files: ChatFiles, tokenizer: Tokenizer, max_length: int) -> str:
     with _readable(files.path):
         digests = [_digest_of(file) for file in files.names()]
         date = files.changed().isoformat() if "strftime_now" in described else None
-    return hashlib.sha256(json.dumps([_FORMAT, digests, described, max_length, files.field, files.encoding, date]).encode()).hexdigest()[
-        :24
-    ]
+    settings = json.dumps([_FORMAT, digests, described, max_length, files.field, files.encoding, date])
+    return hashlib.sha256(settings.encode()).hexdigest()[:24]
 
 
 def _digest_of(file: Path) -> str:
