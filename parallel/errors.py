@@ -74,8 +74,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most similar to `word`, or None if no word is similar. The dashes at the start of flags and capitals are
-    ignored."""
+    """Return the known word most similar to `word`, or None if no word is similar. Upper and lower case count as
+    equal, and dashes at the start of a word (a flag) are ignored."""
     bare = {name.lstrip("-").lower(): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-").lower(), bare, n=1, cutoff=0.7 if len(word) > 3 else 0.6)
     return bare[near[0]] if near else None

@@ -64,7 +64,7 @@ class Restarts:
         self._why = ""
         self._smaller = list(smaller)
         self._shrunk_for: tuple[str, ...] = ()  # recurring errors after which the number of processes was reduced: once for each error
-        self._first: Counter[int] = Counter()  # rank -> number of attempts since the last checkpoint in which it died first
+        self._first: Counter[int] = Counter()  # rank -> number of attempts in which it died first, since the last checkpoint
         self.processes: int | None = None
         self.gone: int | None = None
 

@@ -160,8 +160,9 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Start the ranks with the warm process or the launcher. Return (the process that ends after all ranks; the ranks, [] if the launcher
-    has still to start them). env: variables of the new processes. folder: the status folder."""
+    """Fork the ranks from the warm process, which has already imported their modules (`launch.ready`), if there is one and it is able to;
+    otherwise start the launcher. Return (the process that ends after all ranks: their forked parent or the launcher; the ranks, [] if the
+    launcher has still to start them). env: variables of the new processes. folder: the status folder."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1, launcher=launch.launcher) if here else None
     if visible:

@@ -22,7 +22,7 @@ from moe.recipe.section import takes_number
 from parallel import yaml_text
 from parallel.fixes import Fix, Remove, Rename, Words, all_of, written
 
-_SIMILAR = 0.85  # smallest similarity (difflib's ratio) at which a name is read as one in the tables
+_SIMILAR = 0.85  # smallest similarity (difflib's ratio) at which an unknown name counts as a misspelling of another tool's name
 _FALSE = ("false", "0", "no", "off")
 
 

@@ -147,7 +147,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _registered(cls, value: Any, info: ValidationInfo) -> Any:
-        """Replace a name that is not built in by module:name of the plugin that an installed package registers under this name."""
+        """If the value is the name under which an installed package registers a plugin, return the plugin's `module:name` instead.
+        Built-in choices and other values are returned unchanged."""
         if not isinstance(value, str) or (key := f"{cls.__name__.lower()}.{info.field_name}") not in GROUPS or is_plugin(value):
             return value
         return value if value in choices_of(cls.model_fields[str(info.field_name)].annotation) else by_name(key, value)

@@ -188,7 +188,7 @@ def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
 
 def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
     """Return the mesh axes over which a tensor with these letters has partial sums inside an operator with these cuts: the axes that shard
-    any factor that is neither in `letters` nor in `but`."""
+    a letter of the operator that the tensor lacks. but: letters that are left out."""
     return tuple(sorted(axis for letter, axes in cuts.items() if letter not in letters + but for axis in axes))
 
 

@@ -3,10 +3,10 @@
     tokens --permute--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --permute--> rows of the held experts, by expert
                         |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-A block has an expert's slots in all groups of tokens (router.capacity_factor). Then no shape depends on the routing, and the host
-reads no value from a GPU, so a CUDA graph can capture the layer. Without a capacity (dropless), a block has as many slots as the largest
-number of rows of an expert on any rank, for which the host waits. Experts compute filled slots only. An empty slot has a copy of some
-token, which is never read. Source: GShard (arXiv 2006.16668, section 3.2).
+With a capacity (router.capacity_factor), the slots of a block are the expert's slots in each of the sending rank's groups of tokens. So no
+shape depends on the routing, and the host reads no value from a GPU: a CUDA graph can capture the layer. Without a capacity (dropless), a
+block has as many slots as the largest number of rows that any rank sends to one expert; the host waits for this number. Experts compute
+filled slots only. An empty slot has a copy of some token, which is never read. Source: GShard (arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations

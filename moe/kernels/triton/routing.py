@@ -13,7 +13,7 @@ from parallel.mesh.regions import in_region
 
 # T tokens, K choices, R rows, E experts, G groups, B blocks of a group
 
-_BLOCK = 128  # choices that one program counts and ranks
+_BLOCK = 128  # number of choices that one program of the kernels `count` and `rank` (moves.py) handles
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:

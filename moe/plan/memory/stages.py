@@ -1,6 +1,7 @@
-"""Sizes of a step's pipeline stages and ranks: the layers of each kind, the bytes that micro-batches keep, and the fullest moments.
+"""Sizes of a step's pipeline stages and ranks: layers of each kind, bytes that a micro-batch keeps, and when a rank keeps the most.
 
-Each kind of layer is computed once, and so is each group of layers that several stages have. The peak moments are in moments.py.
+Sizes are computed once for each kind of layer, and once for stages with equal layers. moments.py adds the temporary tensors, which gives a
+rank's peak.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
 
 
 def _widest_decoded(network: Network, *, sparse: bool) -> float:
-    """Number of elements of a layer's largest matrix that is stored in blocks and is outside of experts; 0 if there is none."""
+    """Number of elements of a layer's largest matrix, outside of experts, that is quantized in blocks (`Network.blocks`) and so is
+    decoded before use; 0 if there is none."""
     n, e = network, network.experts
     of_attention = attention_shapes(n.width, n.heads, n.groups, n.channels, n.latent) if n.blocks("attention") else []
     hidden = (e.shared_hidden if e is not None and sparse else n.hidden) if n.blocks("dense") else 0

@@ -99,7 +99,7 @@ def evaluate_each(model: Transformer, sources: Sequence[Sequence[Text]], *, sequ
 
 
 def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
-    """Return the results of `evaluate_each` of all texts."""
+    """Evaluate as `evaluate_each` does, and return only the results over all texts together."""
     return evaluate_each(model, [texts], sequences=sequences)[0]
 
 

@@ -49,10 +49,11 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    # (parameter, rank) -> result of `tried`
+    # (parameter, rank) -> parts of the single process's parameter that the rank's may be, each with the deviation (`tried`)
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
-    rows: dict[str, Tensor | None] = field(default_factory=dict)  # module -> result of `_order` in rows.py
+    # module -> index [rows of the single process] of the ranks' row with the same input; None: inputs deviate (rows.py)
+    rows: dict[str, Tensor | None] = field(default_factory=dict)
 
     @staticmethod
     def of(one: Recording, many: Recording) -> Comparison:

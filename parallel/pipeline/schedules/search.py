@@ -70,8 +70,8 @@ def search(
 
     cost: (rank, action) -> time, which must not depend on the micro-batch. transfer_time: of one message, as a number or a function of the
     message. overlap: ranks compute during transfers and all-reduces. chunks: stages a rank, for `loop`.
-    memory: maximum number of micro-batches whose activations a rank keeps until their weight gradients (W), counted over all of its stages;
-    None: no limit.
+    memory: limit of the activations that a rank keeps until their weight gradients (W); None: no limit. Unit: one micro-batch's activations
+    in all stages of the rank, so those in one of its stages count 1 / chunks.
     rounds: number of changes that are tried; fewer for long schedules (MAX_TRIED_ACTIONS)."""
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
     homes = homes_of(placement, ranks, chunks)
