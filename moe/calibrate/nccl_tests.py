@@ -112,7 +112,8 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
 
 def with_times(cluster: Cluster, found: Measured) -> Cluster:
     """Return the cluster with the times `found`. Raises BadInput for times to which no latency and bandwidth can be fitted, for send times
-    between nodes, which a cluster file cannot store, and for times that contradict the cluster's number of devices or network adapters' rate."""
+    between nodes, which a cluster file cannot store, and for times that contradict the cluster's number of devices or its network
+    adapters' rate."""
     here = found.ranks // found.nodes
     if here > cluster.devices_per_node:
         got, needed = f"{here} ranks on a node", f"at most {cluster.devices_per_node}, the cluster's devices_per_node"
