@@ -30,6 +30,7 @@ class BadInput(ValueError):
         super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got) or repr(got)}, {asked}".split())))
 
 
+# path of a page of this project's docs in a message; `_place_of` replaces it
 _PAGE = re.compile(r"\bdocs/([a-z]+/\w+\.(?:md|py))\b")
 
 
@@ -62,7 +63,7 @@ def harmless(text: str) -> bool:
 
 
 def cut(shown: object) -> str:
-    """Return str(shown). If it has over 800 characters: the first 400, and the number of all."""
+    """Return str(shown). If it has over 800 characters, return the first 400 and the total number."""
     text = str(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 

@@ -22,6 +22,7 @@ MATRIX_INSTRUCTIONS: dict[str, Literal["bf16", "fp16"]] = {
     "avx512_fp16": "fp16",
     "asimdhp": "fp16",
 }
+# files with a container's memory limit: cgroup v2 and v1
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

@@ -46,8 +46,8 @@ STEP = 0.02  # difference of x in numerical derivatives: large compared with the
 
 @dataclass(frozen=True)
 class Step:
-    """One run. run: name of its folder. network: sizes of its model. plan: its parallel layout. seconds: measured seconds of a training
-    step."""
+    """Measured training step of one run. run: name of the run's folder. network: sizes of its model. plan: its parallel layout. seconds:
+    median seconds of a step."""
 
     run: str
     network: Network
@@ -260,7 +260,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
     BadInput if there is no finished run, if a run's hardware is not the cluster's, and if runs have different hardware."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
-        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="name another")
+        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="another folder")
     hardware = None
     for path in runs:
         summary = read_summary(path) or {}
@@ -271,7 +271,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
             raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
-            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="name the run's --cluster, or move it to another folder")
+            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="give --cluster of this run, or move it to another folder")
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")

@@ -32,14 +32,14 @@ from parallel.numerics.precision import LossScale
 from parallel.process import process
 
 CPU = torch.device("cpu")
-STEPS = 9
-WARM_UP = 4  # number of first steps that are not timed, because memory is slower at its first use
+STEPS = 9  # number of timed steps
+WARM_UP = 4  # number of untimed steps before the timed ones, because memory is slower at its first use
 Peer = Callable[[Run, Transformer, dict[str, Layout]], Engine]  # puts a model into another system's engine
 
 
 @dataclass(frozen=True)
 class Training:
-    """One rank of a recipe's training run. The executor has the engine, which has the model. layouts: parameter name -> Layout."""
+    """One rank of a recipe's training run. The executor has the engine, which has the model. layouts: parameter name -> its sharding."""
 
     run: Run
     mesh: Mesh
@@ -63,7 +63,7 @@ class Training:
 
     @cached_property
     def shard(self) -> TokenShard:
-        """This rank's part of the recipe's batch. Cached, so that timed steps do not include the time to make it."""
+        """The sequences and positions of the recipe's batch that this rank reads. Cached, so that timed steps do not make it again."""
         return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1, shard: TokenShard | None = None) -> Numbers:

@@ -33,8 +33,9 @@ Origins = Mapping[str, str]
 def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
     """Check a run (`check_run`), and return it with its `auto` degrees resolved. A BadInput of the check gets a tested fix (`tried`).
 
-    Also checks the file of router.hash_table if it exists (a resumed run reads the table from its checkpoint). origins: key -> origin of
-    its value. A fix is not proposed if it would make a value from the command line have no effect."""
+    Also checks the file of router.hash_table if it exists (a resumed run reads the table from its checkpoint). world: number of
+    processes. origins: key -> origin of its value: "default", "command line" or a recipe file. A fix is not proposed if it would make a
+    value from the command line have no effect."""
     try:
         checked = check_run(run, world)
     except BadInput as bad:
@@ -46,8 +47,8 @@ def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
     """Return the error `bad` of a recipe on `world` processes, with a tested fix. The fix is the first of these that exists: (1) all single
     changes after which the recipe is accepted; (2) several changes together after which the recipe is accepted; (3) one change that mends
-    this error but leaves an error about another key; (4) a text that no change was found. Advice in words is always kept. origins: key ->
-    origin of its value."""
+    this error but leaves an error about another key; (4) a text that says that none was found. Advice in words is always kept. origins: key
+    -> origin of its value."""
     until = time.process_time() + _TRY_S
     kept: list[Fix] = []
     failed: list[tuple[Fix, BadInput]] = []
@@ -92,8 +93,8 @@ def _further(tries: list[tuple[Fix, BadInput]], run: Run, world: int, origins: O
 
 
 def _refused(change: Fix, run: Run, world: int, origins: Origins) -> BadInput | None:
-    """Return the error of the recipe after a change on the command line; None if the changed recipe is accepted. origins: key -> origin of
-    its value before the change."""
+    """Return the error that the recipe has after `change`, made as on the command line; None if the changed recipe is accepted. origins:
+    key -> origin of its value before the change."""
     try:
         changed, processes = build_run(applied(change, run.model_dump())), nproc(change, world)
         if changed == run and processes == world:
@@ -112,7 +113,7 @@ def origins_with(change: Fix, origins: Origins) -> dict[str, str]:
 
 
 def nproc(change: Fix, world: int) -> int:
-    """Return the number of processes after a change on the command line. world: their number before it."""
+    """Return the number of processes after a change on the command line. world: number of processes before the change."""
     return next((part.number for part in reversed(change.parts) if isinstance(part, Nproc)), world)
 
 

@@ -60,7 +60,7 @@ def _check_latent(run: Run) -> None:
         "model.num_kv_heads": (None, "keys and values of all heads are made of the latent"),
         "model.qk_norm": ("none", "latent attention has norms of the latents instead"),
         "model.qkv_bias": (False, "latent attention has no biases"),
-        "model.clip_qkv": (None, "latent attention has no bounds"),
+        "model.clip_qkv": (None, "latent attention does not clip queries, keys and values"),
         "model.scales.attention": (None, "only YaRN scales the logits of latent attention"),
     }
     if m.num_kv_heads == m.num_heads:
@@ -129,7 +129,7 @@ def _check_ahead(run: Run) -> None:
     m, off = run.model, Set("model.ahead", 0)
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", "T5 and Switch have no multi-token prediction"),
-        "train.loss": ("cross_entropy", "blocks of multi-token prediction learn by it"),
+        "train.loss": ("cross_entropy", "the blocks of multi-token prediction are trained with this loss"),
         "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
         "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),
@@ -152,7 +152,7 @@ def _check_shards_of_halves(run: Run) -> None:
         keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
         needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both lengths"
         near = divisible_inputs(m.max_length, read=read, written=written)
-        fix: Fix | str = Set("it", *near) if near else f"fewer ranks: no length of span corruption is divided by {read} and {written}"
+        fix: Fix | str = Set("it", *near) if near else f"use fewer ranks: no length that span corruption allows is divisible by {read} and {written}"
         raise BadInput("model.max_length", got=got, needed=needed, fix=fix)
 
 

@@ -20,5 +20,5 @@ def not_recommended(run: Run) -> list[str]:
     if d.sp > 1 and run.recompute.kind == "full" and not sequence.keep_attention:
         found.append("recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true")
     if d.tp > 1 and run.tensor.kind == "copied":
-        found.append("tensor.kind copied: every rank of tp does the same work, which only checks engines; better: 1d")
+        found.append("tensor.kind copied: every rank of tp does the same work, useful only in tests; better: 1d")
     return found

@@ -37,7 +37,7 @@ def _check_not_zero(run: Run) -> None:
 def _check_zero(run: Run) -> None:
     s = run.sharding
     if s.carrier().stage != s.named.stage:
-        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, the only one that FSDP carries out")
+        raise clash(run, "sharding.engine", "sharding.stage", "auto", needed="stage 3, the only stage that FSDP supports")
     if s.engine == "deepspeed" and s.named.stage == 0:
         why = "stage 0 shards nothing, which is data parallelism as torch's DDP does it"
         raise clash(run, "sharding.engine", "sharding.stage", "auto", why, Set("sharding.stage", 1, 2, 3))

@@ -55,7 +55,7 @@ def _check_overlap(run: Run) -> None:
         fix = Set("tensor.overlap_chunks", 1) | Set("degrees.tp", 2) & Set("tensor.kind", "1d")
         raise BadInput("tensor.overlap_chunks", got=got, needed=needed, fix=fix)
     if run.tiling.ffn > 1:
-        needed = "networks without tiles: the sum over tp can follow only the last of several tiles"
+        needed = "networks without tiles: with several tiles, the all-reduce over tp can follow only the last one"
         raise clash(run, "tensor.overlap_chunks", "tiling.ffn", 1, "", Set("tiling.ffn", 1), needed=needed)
 
 
@@ -85,7 +85,7 @@ def _check_line(run: Run) -> None:
         needed = f"a divisor or a multiple of {what}={size}: each rank has equally many heads, or each head is on equally many ranks"
         raise BadInput("degrees.tp", got=tp, needed=needed, fix=fix)
     if run.vocab_size < tp:
-        raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary's {run.vocab_size}", fix=fix)
+        raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary size {run.vocab_size}", fix=fix)
 
 
 def _check_grid(run: Run) -> None:
@@ -96,13 +96,13 @@ def _check_grid(run: Run) -> None:
             fix = Set(what, *sorted({ways, -(-size // ways) * ways}), said=f"a multiple of {ways}") | Set("tensor.kind", "1d")
             raise BadInput("degrees.tp", got=got, needed="a grid that cuts this size into equal parts", fix=fix)
     if run.vocab_size < shape.units:
-        needed = f"a grid with sides of at most the vocabulary's {run.vocab_size}"
+        needed = f"a grid with sides of at most the vocabulary size {run.vocab_size}"
         raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=needed, fix=Set("tensor.kind", "1d"))
 
 
 def _check_sequences(run: Run) -> None:
-    """Raise BadInput unless the rows of a tp grid can read equal numbers of sequences, and of entire capacity groups, in training and
-    evaluation. In a MoE model each tp rank routes a part of a sequence, so a sequence needs at least as many tokens as tp ranks."""
+    """Raise BadInput unless each row of ranks of a tp grid can read the same number of sequences, and of entire capacity groups, in
+    training and evaluation. In a MoE model each tp rank routes a part of a sequence, so a sequence needs a token for each tp rank."""
     tp, group, rows, dp, m = run.degrees.tp, run.router.group, run.tp_grid().sequences, int(run.degrees.dp), run.model
     unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
     if m.layers_with_experts():
@@ -131,7 +131,7 @@ def check_tiling(run: Run) -> None:
         raise BadInput("tiling.ffn", got=run.tiling.ffn, needed=needed, fix=Set("it", *divisors(math.gcd(*widths.values()))))
     rows, split = run.vocab_size // run.tp_grid().units, _split(run)
     if run.tiling.head > rows:
-        needed = f"at most the vocabulary's {run.vocab_size}{split}"
+        needed = f"at most the vocabulary size {run.vocab_size}{split}"
         raise BadInput("tiling.head", got=run.tiling.head, needed=needed, fix=Set("it", 1) | "a few")
     read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length

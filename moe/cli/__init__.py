@@ -1,1 +1,1 @@
-"""The command `moe`: its verbs, flags and entry."""
+"""The command `moe`: its verbs (train, plan, ...), their flags, and the entry point."""

@@ -1,4 +1,4 @@
-"""Reads a command line into a verb's dataclass, and reports every mistake in one line.
+"""Reads the command line of a verb (such as train in `moe train`) into its dataclass, and reports every mistake in one line.
 
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: a dotted key of the recipe, in any position
@@ -23,6 +23,7 @@ from moe.recipe.overrides import whole
 from parallel.errors import BadInput, did_you_mean, some
 from parallel.fixes import Fix
 
+# type of a flag's value -> (words for the accepted values, an example)
 _KINDS = {int: ("a whole number", "2"), float: ("a number", "0.8"), Path: ("a path", "PATH"), str: ("text", "TEXT")}
 _GRAVE = ("--fresh", "--force")  # never proposed as a fix: --fresh sets checkpoints aside, --force overrules a refusal
 _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -m tests.mutations"} | {
@@ -33,7 +34,8 @@ _REPLACED = {("verify", "--mutations"): "in a checkout of moe-parallel: python -
 
 def read_words(verb: str, kind: type, words: Sequence[str]) -> Any:
     """Return an instance of the verb's dataclass `kind` with the values in `words`, the command line after `verb`.
-    Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words."""
+    Raises BadInput for a flag that is unknown, repeated, without a value or of the wrong type, and for too few or too many words without a
+    flag."""
     hints = get_type_hints(kind)
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
     flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not f.metadata["word"]}

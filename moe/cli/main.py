@@ -2,7 +2,7 @@
 
     argv -> recipe values are taken out (take_overrides) -> the rest fills the verb's dataclass (flags.py, verbs.py) -> the verb's function
 
-Wrong input is one line on stderr and exit code 2, before anything heavy is imported. All exit codes: moe/launch/exit_codes.py.
+Wrong input gives one line on stderr and exit code 2, before torch and other slow modules are imported. All exit codes: moe/launch/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless, some
 from parallel.store.files import check_writable, user_path
 
+# verb -> function that runs it: (the verb's flags, recipe key -> value from the command line) -> exit code
 FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "train": train,
     "verify": verify,
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        if error.filename is None:  # print has failed, and Python would print the rest again at its end
+        if error.filename is None:  # print has failed, and Python would print the rest again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         full = BadInput(error.filename or "output", got=error.strerror, needed="a disk with room for it", fix="free space")
         print(f"error: {full}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ from parallel.store.files import check_writable, write_text
 
 
 def main(flags: verbs.Plan, overrides: dict[str, str]) -> int:
-    """Print the ranked plans, and the parts of the best plan's time and memory; write its recipe to --out. Raises BadInput if none fits."""
+    """Print the ranked plans, and the parts of the best plan's time and memory. Write its recipe to --out. Raises BadInput if none fits."""
     _check(flags)
     assert flags.recipe is not None and flags.cluster is not None
     asked, _ = load(flags.recipe, overrides)
@@ -206,7 +206,7 @@ def _bytes(parts: dict[str, float]) -> str:
 
 
 def _busiest(made: Planned) -> list[str]:
-    """Return one line: rows of the busiest ep rank over the mean, in the best plan; [] if ep is 1 or the model is dense."""
+    """Return one line: rows of the busiest ep rank / mean of the ep ranks, in the best plan; [] if ep is 1 or the model is dense."""
     experts, ep = made.network.experts, made.found.ranked[0].plan.ep
     if experts is None or ep == 1:
         return []

@@ -1,4 +1,4 @@
-"""`moe plan A --compare B --cluster NAME`: predicts time and memory of two recipes as they are written, and compares them part by part."""
+"""`moe plan A --compare B --cluster NAME`: predicts time and memory of two recipes, without a search, and compares them part by part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
 
 
 def _parts(first: Mapping[str, float], second: Mapping[str, float]) -> list[str]:
-    """Return a line for each part of time or memory that is at least 0.5 % of the larger sum. first, second: name of the part -> size."""
+    """Return a line for each part of the time or memory, except parts below 0.5 % of the larger total in both plans. first, second: name
+    of the part -> seconds or GiB."""
     names = dict.fromkeys((*first, *second))
     least = 0.005 * max(sum(first.values()), sum(second.values()))
     both = ((name, first.get(name, 0.0), second.get(name, 0.0)) for name in names)

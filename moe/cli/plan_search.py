@@ -1,7 +1,7 @@
-"""`moe plan --search` searches for a strategy on the operator graph; `moe plan --order` for an order of pipeline actions.
+"""`moe plan --search` searches for shardings of the model's operator graph; `moe plan --order` for an order of pipeline actions.
 
 --search alpa | flexflow | mesh-tf | gspmd uses the method of the paper of that name (moe/plan/search/search.py, layouts.py). The recipe
-sets the number of micro-batches. The strategy is converted to the nearest plan that the trainer can run. Its seconds and bytes are then
+sets the number of micro-batches. The result is converted to the nearest plan that the trainer can run. That plan's seconds and bytes are
 predicted as for every other plan.
 
 --order order.csv uses the predicted seconds of the best plan's stages and messages to search for an order that is faster than the plan's
@@ -74,13 +74,13 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
     plan = filled(found.plan)
     made = check_run(recipe_of(plan, run), cluster.world)
     network = network_of(made)
-    said = f"{search}: {found.said}; by its own costs {found.seconds:.4g} s"
+    said = f"{search}: {found.said}; {found.seconds:.4g} s by the search's own cost model"
     return Ranked(plan, step_time(network, plan, cluster).step, held_bytes(network, plan, cluster)), made, said
 
 
 def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
-    """Search for a faster order of actions for the best plan. If one is found, write it to `path`, and set it in the best plan's recipe.
-    Return (the plans, with the changed recipe; a line about the search)."""
+    """Search for a faster order of actions for the best plan. If one is found, write it to the file `path`, and set pipeline.schedule in
+    the best plan's recipe to this file. Return (the plans, with that recipe; a line about the search)."""
     plan = made.found.ranked[0].plan
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"

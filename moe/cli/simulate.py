@@ -26,9 +26,9 @@ from parallel.pipeline.simulator.held import peak_activations, peak_held, weight
 from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.store.files import write_text
 
-KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
+KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the timeline as text", ".json": "a trace"}
 OPTIONS = ("vertical_sync", "pipelines")  # the first flag is only for pipedream, the second only for chimera
-RANKS, MICROBATCHES = 4, 8
+RANKS, MICROBATCHES = 4, 8  # defaults of --stages and --microbatches
 SEARCH = "search"  # the word of `moe simulate search`
 SEARCHED = 16  # a search takes about as long as 16 simulations, so the limit on its forward passes is divided by this
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -119,8 +119,8 @@ def _from_catalog(name: str, size: dict[str, Any], costs: Costs) -> tuple[dict[s
 
 
 def _row(of_batches: Callable[[int], Schedule], batches: int, costs: Costs, *, drains: bool) -> tuple[dict[str, Any], Timeline]:
-    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: function of a number of batches that returns their
-    schedule. costs: durations of actions and messages. drains: whether the pipeline is empty at the end of each batch."""
+    """Simulate `batches` batches. Return (row of the table, timeline). of_batches: number of batches -> their schedule.
+    costs: durations of actions and messages. drains: whether the pipeline is empty at the end of each batch."""
     schedule = of_batches(batches)
     microbatches = schedule.microbatches // batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # number of batches after which a continuous pipeline is in its steady state
@@ -169,8 +169,8 @@ def _all(size: dict[str, Any], costs: Costs, json: Path | None) -> int:
 
 
 def _write(drawn: list[tuple[dict[str, Any], Timeline]], out: Path, *, seconds: bool) -> None:
-    """Write a picture of all schedules, or another kind of file of the only one. drawn: (row of the table, timeline) of each schedule.
-    seconds: whether times are in seconds; otherwise they are in the unit of the flags."""
+    """Write `out`: a picture of all schedules, or the order, trace or text of the only one. drawn: (row of the table, timeline) of each
+    schedule. seconds: whether times are in seconds; otherwise they are in the unit of the flags."""
     timeline = drawn[0][1]
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
@@ -279,9 +279,7 @@ def print_all(rows: list[dict[str, Any]], refused: list[dict[str, str]]) -> None
     for line in refused:
         print(f"{line['schedule']}: {line['reason']}")
     print("in flight: largest number of micro-batches between forward and backward, summed over a rank's stages; kept: most activations")
-    print(
-        "that a rank keeps until weight gradients, 1 = those of a micro-batch in all its layers; bubble: idle over ideal time of a further"
-    )
-    print("batch, without filling and draining the pipeline")
+    print("that a rank keeps until their weight gradients, 1 = one micro-batch in all of the rank's layers; bubble: idle time / ideal time")
+    print("of a further batch, without filling and draining the pipeline")
     if model:
         print(_assumed(rows[0]))

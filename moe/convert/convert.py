@@ -1,12 +1,12 @@
 """`moe convert`: converts a checkpoint of one model into a checkpoint of another, from which `moe train` continues.
 
-    dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          copy, granular, noise, drop
-    sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             merge, prune
+    dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          methods copy, granular, noise, drop
+    sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             methods merge, prune
 
-The new model is built as for a new run, so new routers get the initial values of that run. Then converted tensors replace initial ones. In
-both models each layer may be dense or sparse. If a tensor of the source is not used, the conversion is refused, so nothing is lost
-silently. Nothing is written unless everything fits. A report says how each part was converted, whether the output is unchanged, and how to
-continue.
+The new model is built as for a new run. Then converted tensors replace its initial values, which remain only in tensors without a
+counterpart in the source, such as new routers. In both models each layer may be dense or sparse. If a tensor of the source is not used, the
+conversion is refused, so nothing is lost silently. Nothing is written unless everything fits. A report says how each part of the model was
+converted, whether the output is unchanged, and how to continue.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def find(source: Path) -> Path:
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
     A run's loads are means over the last RECENT training lines in its metrics up to `step`. `before`: the source's recipe. Raises BadInput
-    if one of its MoE layers is missing or has another number of loads than experts."""
+    if an MoE layer of this recipe has no loads, or a number of loads that differs from its number of experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -101,7 +101,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """Convert the checkpoint `source` to a model of the recipe `run`, in one process. Raises BadInput if it cannot be converted.
     `load_from`: run or JSON file with the experts' loads; None: the source's run. Returns (engine with the new model and its optimizer,
-    conversion, counters with which training continues: the source's if moments are copied, else zeros)."""
+    conversion, counters with which training continues: the source's if the optimizer states are copied, else zeros)."""
     reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -129,7 +129,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
 
 
 def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Layout], counters: Counters) -> None:
-    """Give the engine's optimizer the converted moments of the source, and its number of updates."""
+    """Load the source's converted AdamW moments and number of updates into the engine's optimizer."""
     states = {name: engine.state(name) for name in layouts}
     for kind in MOMENTS:
         values = conversion.moments(kind)
@@ -164,8 +164,8 @@ def main(
     check: bool = False,
     json: str | None = None,
 ) -> int:
-    """Convert the run or checkpoint `source` to a model of `recipe`, write it to the run `to`, and print a report. load: run or JSON file
-    with the experts' loads. check: also compare both models' logits on random tokens."""
+    """Convert the run or checkpoint `source` to a model of `recipe`, write it to the run folder `to`, and print a report. load: run or JSON
+    file with the experts' loads. check: also compare both models' logits on random tokens."""
     out, path = Path(to), find(Path(source))
     _check_new(out)
     run, origins = load_recipe(recipe, overrides)
@@ -255,15 +255,15 @@ def _layer(conversion: Conversion, layer: int) -> str:
         return f"dense -> {counted(new, 'expert')}, {one}{scaled}; router new, seed {run.train.seed}{beside}"
     into = counted(new, "expert") if new else "dense"
     how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
-    beside = "; shared experts joined to it" if not new and before.experts.shared else ""
-    return f"{counted(old, 'expert')} -> {into}: {how}{beside}{'; their router rows' if new else ''}"
+    beside = "; shared experts joined to the dense network" if not new and before.experts.shared else ""
+    return f"{counted(old, 'expert')} -> {into}: {how}{beside}{'; router rows likewise' if new else ''}"
 
 
 def expected_output(conversion: Conversion) -> str:
     """Return a text for the report that says whether, and for which tokens, the new model's output equals the source's."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
-        return "near the source's: the experts differ from its network on purpose"
+        return "near the source's: the experts differ from the source's network on purpose"
     if s.method in ("copy", "granular"):
         if gate_sum(run.router) is None:
             return f"not the source's: {run.router.preset}'s gates do not sum to a constant; equal only if all logits are equal"

@@ -79,7 +79,7 @@ def open_data(
     `tokenizer`: description of a trained model's tokenizer, used for any text; None: the recipe's, which is trained if needed. `verify`:
     hash large token files too, although their times are unchanged. `log` prints a line. `given`: samples from a user's program
     (moe/data/given.py), for data.source given. For error messages: `as_key(length)` returns the model.max_length that gives sequences of
-    `length` tokens, and `text_key_set_by` names the setting that has the text's key.
+    `length` tokens, and `text_key_set_by` names the setting with the key of the text in JSON or a table.
 
     Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache
     folder that cannot be read or written.

@@ -1,6 +1,6 @@
-"""Several sources with weights. A sequence's source depends only on its global index, which is its number in the order of the run.
+"""Mixes several data sources by weights. A sequence's source depends only on its global index: its number in the order of the run.
 
-    index       0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
+    index       0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000 sequences
     a block     A A A A A A B B B C  shuffled               each source has its exact share of every block
     index g     the n-th sequence of A                      n = block * (A's share) + A's sequences before g in the block
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from moe.data.order import Held, TrainSet, ValidationSet, permutation
 from moe.data.token_shard import Ints, TokenShard
 
-BLOCK = 10_000
+BLOCK = 10_000  # sequences of a block
 
 
 def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int, ...]:
@@ -35,7 +35,8 @@ def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int
 
 @dataclass(frozen=True)
 class MixedTrain:
-    """Endless training sequences of several sources, in an order that the seed decides. `weights` may have any sum."""
+    """Endless training sequences of several sources, in an order that the seed decides. `parts`, `weights`: one for each source; the
+    weights may have any sum."""
 
     parts: tuple[TrainSet, ...]
     weights: tuple[float, ...]
@@ -65,13 +66,13 @@ class MixedTrain:
 
 @dataclass(frozen=True)
 class MixedValidation:
-    """Held-out sequences of several sources, in proportion to the weights, source after source."""
+    """Held-out sequences of several sources, in proportion to the weights, source after source. `parts`, `weights`: one for each source."""
 
     parts: tuple[ValidationSet, ...]
     weights: tuple[float, ...]
 
     def held(self, shard: TokenShard) -> Held:
-        """Return one rank's part of the sequences, and the mean number of bytes per token over all ranks' sequences."""
+        """Return one rank's part of `shard.num_sequences` sequences, and the mean number of bytes per token over all of them."""
         counts = shares(self.weights, shard.num_sequences)
         chosen = [np.arange(n, dtype=np.int64) * part.windows.num_windows // max(n, 1) for part, n in zip(self.parts, counts, strict=True)]
         text_bytes, tokens = map(

@@ -77,8 +77,8 @@ class Sequences(Protocol):
 @dataclass(frozen=True)
 class Windows:
     """Tokens [num_tokens] of any integer type, read as overlapping windows. Raises BadInput if they are fewer than one window. `name`:
-    train or validation. `as_key(n)`: the model.max_length with which a window has n + 1 tokens, for error messages.
-    `num_ids`: size of the vocabulary; reading another id raises BadInput."""
+    train or validation. `as_key(n)`: value of the recipe key model.max_length that gives windows of n + 1 tokens, for error messages.
+    `num_ids`: size of the vocabulary; reading an id outside it raises BadInput."""
 
     tokens: npt.NDArray[np.integer]
     max_length: int
@@ -194,6 +194,6 @@ class ValidationSet:
         text_bytes = tokens = 0
         for part in np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []:
             ids = self.windows.read(part)[:, 1:]
-            ids = ids[ids >= 0]  # below 0: padding, and ids that are not predicted (moe/data/given.py)
+            ids = ids[ids >= 0]  # below 0: padding, or tokens without loss, such as a chat's prompt
             text_bytes, tokens = text_bytes + int(self.bytes_per_id[ids].sum()), tokens + len(ids)
         return text_bytes, tokens

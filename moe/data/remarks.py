@@ -5,8 +5,8 @@
 
 A run prints such remarks at each start, in at most ten lines, first one file for each reason. `data_files.txt` in the run's folder lists
 all files. A folder is refused if more of its bytes are skipped than read: its texts are likely in a format that is not read, and training
-would use only, for example, a README. If the recipe sets data.source, such a folder is refused only if a skipped file is of a kind in
-_ADVICE.
+would use only, for example, a README. If the recipe sets data.source, such a folder is refused only if a skipped file is compressed, or
+a Parquet or Arrow table (_ADVICE).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RAW = {
     **dict.fromkeys((".json", ".ipynb"), "JSON's syntax becomes text, too; *.jsonl has a document on each line"),
     ".rtf": "its commands become text, too",
 }
-_ROWS_TOO = Words("remove data.source: the rows of tables are read if it does not ask for text", Remove("data.source"))
+_ROWS_TOO = Words("remove data.source: without it, the rows of tables are read", Remove("data.source"))
 # kind of file with texts that this project cannot read -> advice
 _ADVICE = {
     **dict.fromkeys((".parquet", ".arrow", ".feather"), _ROWS_TOO),

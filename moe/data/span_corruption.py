@@ -7,8 +7,8 @@
 
 The number of spans and the lengths of inputs and targets depend only on the text's length (moe/recipe/shapes.py). The boundaries of spans
 are drawn anew for every sequence: all ways to cut the hidden tokens into spans, and the visible tokens into the parts before them, are
-equally likely. The draw depends only on the seed and the sequence's index in the order. So a resumed run and any number of ranks get the
-same spans. Sentinels are the last ids of the vocabulary; the first sentinel is the last id. In text they are written as T5's tokenizer
+equally likely. The draw depends only on the seed and the sequence's global index. So a resumed run and any number of ranks get the same
+spans. Sentinels are the last ids of the vocabulary; the first sentinel is the last id. In text they are written as T5's tokenizer
 does: "def <extra_id_0>(self):" becomes the ids of "def ", the first sentinel, and the ids of "(self):".
 """
 
@@ -61,7 +61,8 @@ class SpanCorruption:
         return np.concatenate([*inputs, end, np.array([START]), *targets, end])
 
     def _cut(self, tokens: int, draw: int) -> list[int]:
-        """Cut `tokens` into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: seed of the cuts."""
+        """Cut `tokens` into one part for each span, at random. Return the parts' lengths, each at least 1. `draw`: number of this draw;
+        each number gives other cuts."""
         count = self.spans.num_spans
         if count == 1:
             return [tokens]

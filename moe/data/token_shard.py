@@ -35,8 +35,8 @@ class TokenShard:
     `positions`: the positions in them that the rank reads.
 
     A part is stored as [sequences, columns]. `columns`, ascending, are the rank's positions and, for the targets, the position after each.
-    In an encoder-decoder the first `source` positions are the encoder's input and have no targets. `axes`: the ranks along these axes
-    together read every token once, so losses, counts and loads are summed over them.
+    In an encoder-decoder, the first `source` of `positions` are the encoder's input and have no targets. `axes`: mesh axes whose ranks
+    together read every token once, so losses, counts and loads are summed over these axes.
     """
 
     num_sequences: int
@@ -76,12 +76,12 @@ class TokenShard:
         return self.num_sequences * self.length
 
     def places(self, step: int) -> Ints:
-        """Return the global indices in the data's order of the sequences that this rank reads in step `step`: [n]. The first step is 0."""
+        """Return the indices of the sequences that this rank reads in step `step`: [n]. They count from the first sequence of step 0."""
         return step * self.num_sequences + np.arange(self.sequences.start, self.sequences.stop, dtype=np.int64)
 
     def spread(self, count: int) -> Ints:
-        """Return `num_sequences` evenly spaced indices below `count`, equal on every rank. They repeat if `count` is below
-        num_sequences."""
+        """Return the indices of `num_sequences` sequences, evenly spaced among `count`, equal on every rank. They repeat if `count` is
+        below num_sequences."""
         return np.arange(self.num_sequences, dtype=np.int64) * count // self.num_sequences
 
     @cached_property

@@ -1,7 +1,8 @@
-"""Converts text to token ids and back without loss: bytes, or byte-level BPE that is trained on the training text alone.
+"""Converts text to token ids and back, by one of four kinds of tokenizer:
 
     bytes   id = byte                    256 ids, nothing to train
-    bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
+    bpe     id = a frequent byte string  data.vocab_size ids, trained on the training text alone; Sennrich et al., arXiv 1508.07909, on
+                                         bytes as in GPT-2
     given   the tokenizer.json of an imported model (moe/convert/huggingface/), with its end-of-text id between texts
     ids     no text: token ids from another program (moe/data/ids.py)
 
@@ -26,7 +27,7 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 
 SEPARATOR_TEXT = "\0"
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 20  # maximum length of a piece of text that is encoded at once (`pieces`)
 
 # Characters that no token may have: the separator, and surrogates, which JSON can spell but UTF-8 cannot encode.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -135,7 +136,7 @@ class Bytes(Tokenizer):
 
 
 class _OfLibrary(Tokenizer):
-    """A tokenizer of the `tokenizers` library, made from its JSON. `spelled`: returns a token's bytes, or raises KeyError."""
+    """A tokenizer of the `tokenizers` library, made from its JSON. `spelled`: returns a token's bytes; raises KeyError if it has none."""
 
     def __init__(self, model: dict[str, Any], spelled: Callable[[str], bytes]) -> None:
         self._library, self._model = _library(model), model
@@ -181,7 +182,7 @@ class Bpe(_OfLibrary):
         super().__init__(model, lambda token: token.encode() if token == SEPARATOR_TEXT else _of_characters(token))
         gaps = b"" in self.token_bytes or self._library.get_vocab_size() != self.vocab_size
         if gaps or self.token_bytes[:1] != (SEPARATOR_TEXT.encode(),):
-            raise _bad_description("ids that do not start with the separator or leave gaps")
+            raise _bad_description("ids with gaps, or a first id that is not the separator")
 
 
 @final
@@ -210,8 +211,8 @@ class Given(_OfLibrary):
         return next((framed[:at] for at in range(len(framed)) if framed[at : at + len(text)] == text), [])
 
 
-_MOST_IDS = 2**24
-_MOST_GROWTH = 16
+_MOST_IDS = 2**24  # largest token id that a tokenizer.json may have
+_MOST_GROWTH = 16  # largest factor by which a tokenizer.json's normalizer may lengthen a text
 
 
 def _library(model: dict[str, Any]) -> Any:
@@ -257,7 +258,7 @@ def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
     raise _bad_description("tokens that spell neither bytes nor SentencePiece's pieces")
 
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token of one byte
 
 
 @final

@@ -37,7 +37,7 @@ def kept(expert_TK: Tensor, active_TK: Tensor | None, *, num_groups: int, num_ex
 
 
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Return the plan of the kept choices: rows sorted by expert, then by token."""
+    """Return the plan that gives each kept choice a row. Rows are sorted by expert, then by token."""
     choices = expert_TK.shape[1]
     order: list[list[int]] = [[] for _ in range(num_experts)]
     for t, k in kept_TK.nonzero().tolist():

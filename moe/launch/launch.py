@@ -203,8 +203,8 @@ def _for_present_world(run: Run, origins: dict[str, str], least: int) -> tuple[R
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path], log: Log) -> int:
-    """Train, and return the exit code. given: the rank's command line. place: as in `RankRun`. log: the rank's log; it is not kept if the
-    run had already finished, so that nothing was trained."""
+    """Train, and return the exit code. given: the rank's command line. place: as in `RankRun`. log: the rank's log. Its new lines are
+    removed if the run had already finished, because then nothing was trained."""
     from moe.checks.advice import check_for_user
     from moe.checks.sharding import check_installed
     from parallel.process import process  # imported late, so that a wrong recipe is refused before torch is imported, which takes seconds

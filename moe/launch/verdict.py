@@ -13,7 +13,7 @@ from moe.launch.processes import Rank
 
 _LIKELY: dict[int, str] = {
     signal.SIGKILL: " (by kill -9, or by the kernel because memory ran out: see dmesg)",
-    signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
+    signal.SIGBUS: " (a mapped file, such as train.bin of the data or token cache, was truncated; or its disk failed, or /dev/shm is full)",
 }
 Watched = Literal["ended", "killed", "early"]
 Statuses = Mapping[int, Mapping[str, Any]]  # rank -> content of its status file (moe/launch/status.py)

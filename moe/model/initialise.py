@@ -20,12 +20,12 @@ from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
-SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # see `sigma_of`
+SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # (global name, unsharded shape, model) -> sigma, as `sigma_of`
 
 
 class FirstValues:
     """Initial values of this rank's shards. `fill(name, out)` writes a parameter's shard, or the region `within` of the shard, into
-    `out`. spread: another `sigma_of`; None: this file's."""
+    `out`. spread: function that replaces `sigma_of`; None: `sigma_of` itself."""
 
     def __init__(
         self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int, spread: SigmaOf | None = None
@@ -45,7 +45,7 @@ class FirstValues:
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
     """Return the standard deviation of a tensor's initial values, given its global name and unsharded shape. Return None for a gain, which
-    starts at 1, and 0 for a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0."""
+    starts at 1, and 0 for a bias, an attention sink, or LoRA's B, which start at 0."""
     if name.endswith(("norm.weight", ".expert_scale")):
         return None
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):

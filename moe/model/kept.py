@@ -1,4 +1,4 @@
-"""Values inside a forward pass, kept for the caller: `model(tokens_BL, keep=("hidden", "routing")).kept`."""
+"""Keeps hidden states and routing of a forward pass for the caller: `model(tokens_BL, keep=("hidden", "routing")).kept`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe.experts.layer import MoELayer
 from moe.router.routing import Routing
 from parallel.errors import BadInput, did_you_mean
 
-# B sequences, L tokens of each, D model, K choices, E experts
+# B sequences, L tokens of each, T = B * L tokens, D model, K choices, E experts
 _HIDDEN, _ROUTING = KINDS = ("hidden", "routing")
 
 
@@ -28,8 +28,8 @@ class Choices(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """hidden: layer -> its output [B, L, D], with gradient. routing: layer with experts -> its choices. A field that `keep` does not name
-    is empty."""
+    """Kept values. hidden: layer number -> the block's output [B, L, D], with gradient. routing: number of a layer with experts -> its
+    choices. A field that `keep` does not name is empty."""
 
     hidden: dict[int, Tensor]
     routing: dict[int, Choices]

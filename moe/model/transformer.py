@@ -146,9 +146,9 @@ class SharedBias(nn.Module):
 class Transformer(nn.Module):
     """The model. `model(tokens_BL)`, tokens int64, returns an Output with logits; with `targets_BL`, an Output with the loss.
 
-    Negative targets (PADDING, and marks of ids that are not predicted: moe/recipe/shapes.py) do not count. An encoder-decoder gets
-    Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context, targets,
-    part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
+    Negative targets do not count in the loss: PADDING, and marks of ids that are not predicted (moe/recipe/shapes.py). An encoder-decoder
+    gets Context.of(tokens_BL, source=number of encoder tokens); its logits and targets are of the decoder's tokens. `model(x, context,
+    targets, part)` runs only the layers `part`: x is tokens if `part` begins the model, else the output of the layer before `part`.
     `keep=("hidden", "routing")`: the Output also has these intermediate values (moe/model/kept.py)."""
 
     def __init__(
@@ -257,8 +257,8 @@ class Transformer(nn.Module):
     def _encode_and_decode(
         self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, part: StageLayers
     ) -> tuple[Tensor, Reports, Context]:
-        """Return (hidden states, reports, context of the decoder's tokens). Hidden states are the decoder's; on a stage before the last,
-        the encoder's, then the decoder's. `x_BLD`: tokens, or the previous stage's hidden states. `part`: this stage's layers."""
+        """Return (hidden states, reports, context of the decoder's tokens). Hidden states: on the last stage the decoder's, on others the
+        encoder's followed by the decoder's. `x_BLD`: tokens, or the previous stage's hidden states. `part`: this stage's layers."""
         begins, sentinels = self.config.decoder_begins, self.vocab_size - self.config.spans.num_spans
         if self.config.document_mask:
             read, written = context.halves_with_documents(self._separator, sentinels, self._whole_inner_sequences)
@@ -361,14 +361,15 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def divided_over(model: nn.Module) -> Axis:
-    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all the same tokens in other layers."""
+    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all the same tokens in other layers. If there
+    is no such axis, return one of size 1."""
     spreads = (layer.spread for layer in moe_layers(model) if layer.spread is not None)
     return next((replace(spread.axis, label="numbers of MoE layers") for spread in spreads), Axis("tp"))
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return global name -> tensor of the state that checkpoints store in addition to parameters: the routers' biases, equal on every
-    rank."""
+    """Return global name -> tensor of the state that checkpoints store in addition to parameters: the routers' selection biases,
+    equal on every rank."""
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
 
 

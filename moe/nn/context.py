@@ -152,10 +152,10 @@ class Context:
 
     def halves_with_documents(self, separator: int, sentinels: int, whole: Callable[[Tensor], Tensor]) -> tuple[Context, Context]:
         """Return `halves` with documents. A document begins at each token `separator` that the encoder reads, except at the last token,
-        which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last one if the encoder has no
-        such sentinel.
-        `sentinels`: least id of a sentinel. `whole(x)` gathers this rank's part of sequences to whole ones: the encoder's tokens, then the
-        decoder's.
+        which ends the text. The decoder's tokens belong to the document of their span's sentinel, or to the last document if the encoder
+        has no such sentinel.
+        `sentinels`: smallest id of a sentinel, a token that stands for a hidden span (T5). `whole(x)` gathers this rank's part of
+        sequences to whole ones: the encoder's tokens, then the decoder's.
         """
         tokens_BL = self.tokens_T.view(len(self.sequence_B), -1)
         read_BS, written_BL = whole(tokens_BL).tensor_split([self._whole_source(tokens_BL.shape[1])], dim=1)

@@ -1,16 +1,16 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the keys and values of all heads are computed from one small
 vector.
 
-    x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          or q alone, without a latent of queries
+    x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          without a latent of queries: x -> q -> the same
     x -> kv_down -> [ a | r ]                     r: one rotary key for all heads
     a -> norm -> c -> kv_up -> for each head  [ k | v ]        c: the latent;  the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
 Tensor parallelism splits q or q_up, kv_up and out by heads. In Attention, the collective before split matrices (`enter`) communicates x.
-Here it communicates c, r and the input of q or q_up as one tensor, which is smaller with latents. In text generation (`compressed`, section
-2.1.2), the latents themselves are the keys and values. kv_up has a part U for a head's keys and a part W for its values. With attention
-weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value of all heads. Without
-`compressed`, values are padded to the keys' size."""
+Here it communicates c, r and the input of q or q_up as one tensor, which is smaller if queries have a latent too. In text generation
+(`compressed`, section 2.1.2), the latents themselves are the keys and values. kv_up has a part U for a head's keys and a part W for its
+values. With attention weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value
+of all heads. Without `compressed`, values are padded to the keys' size."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from parallel.numerics.position_bias import Bias
 
 
 class LatentAttention(nn.Module):
-    """Latent attention. Tensor parallelism replaces `enter` (applied to the input) and `leave` (applied to the output); sequence
-    parallelism replaces `core`. `window`: number of tokens that a query sees (None: all earlier ones). `compressed`: `core` gets latents as
-    keys and values.
+    """Latent attention. Tensor parallelism replaces `enter` (applied to the inputs of the split matrices) and `leave` (applied to the
+    output); sequence parallelism replaces `core`. `window`: number of tokens that a query sees (None: all earlier ones). `compressed`:
+    `core` gets latents as keys and values.
 
     Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out [D, H
     V]."""

@@ -80,10 +80,10 @@ class OwnLoss:
     def _check_alone(self, given: Predictions, loss_B: Tensor) -> None:
         alone = [self._called(Predictions(*(x[number : number + 1] for x in given))) for number in range(len(loss_B))]
         if not torch.allclose(torch.cat(alone), loss_B, rtol=1e-4, atol=1e-6, equal_nan=True):
-            needed = "a loss of each sequence by itself, equal at each call: otherwise it depends on the layout"
+            needed = "a loss that depends only on its own sequence and is equal at each call, so that no layout changes it"
             raise BadInput(
                 _KEY,
                 got=f"{self.name}, whose loss of a sequence depends on other sequences",
                 needed=needed,
-                fix="compute each sequence by itself",
+                fix="compute each sequence by itself, without random numbers",
             )

@@ -195,7 +195,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
 
-CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]
+CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
 # (log-probabilities of targets [B, L], function that selects these tokens from a tensor of this rank's own tokens) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
@@ -216,7 +216,7 @@ def summed_loss(
 
     With one chunk and no tiles, logits are kept for the backward pass, in which the weight is cast again if `recast`. If this rank also
     holds all rows and `own` is None, `whole` computes the loss from the logits. With chunks or tiles, logits are freed chunk by chunk and
-    computed again, so the gradient of the matrix cannot be deferred, and `recast` has no effect."""
+    computed again. Then zero-bubble schedules cannot defer the gradient of the matrix, and `recast` has no effect."""
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if one_piece and others is None and own is None:
         return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)

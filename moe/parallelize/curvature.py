@@ -60,7 +60,7 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """All-reduce `sums` over the ranks that have other tokens, then over the pipeline ranks that hold the same stage."""
+    """All-reduce K-FAC's factors or inverses over the ranks with other tokens, then over the pipeline ranks that hold the same stage."""
     sum_gradients(sums, layouts, mesh)
     sum_over_holders(sums, layouts, mesh)
 
@@ -94,8 +94,8 @@ class Seen(ByProduct):
 
     @property
     def _looks(self) -> bool:
-        """Whether K-FAC records this forward pass. The value is the same when the pass is recomputed, which must repeat the same
-        operations."""
+        """Whether K-FAC records this forward pass. With activation recomputation, the second run of the pass gets the same value, because
+        it must repeat the same operations."""
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(self, *given: Any, **named: Any) -> Tensor:

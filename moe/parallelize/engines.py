@@ -68,7 +68,7 @@ READ_IN_FP32 = (
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:
     """If optimizer states or parameters are offloaded to a disk, compile DeepSpeed's async_io, once on each machine. Call this before
-    `build`. `say`: prints a message. Collective. Raises BadInput."""
+    `build`. `say`: prints a message. Collective. Raises BadInput if the compilation fails."""
     if offload_of(run.sharding.offload).on_disk:
         from parallel.data.deepspeed import compile_async_io
 
@@ -130,7 +130,7 @@ def _shares(args: tuple[Any, ...], count: int) -> list[float]:
 
 def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
     """Combine the replicas' outputs on `device`: losses are summed, and reports of layers are merged, as if one replica had run the
-    micro-batch. `args`: as in `scatter`, before it divides them."""
+    micro-batch. `args`: the arguments of all replicas, as given to `scatter`."""
     shares = _shares(args, len(outputs))
     layers = []
     for reports in zip(*(output.layers for output in outputs), strict=True):
@@ -210,8 +210,8 @@ _GATES = (".router.", ".shared_gate.", ".coefficient.")  # matrices with few out
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
-    """Return which dim of a parameter's matrices is their outputs: "out_in" for [out, in], "in_out" for [in, out]. Muon's scale depends on
-    it. Return None for parameters that Muon leaves to AdamW: embedding, head, router, gates, norms and biases. `num_dims`: number of the
+    """Return the order of dims of a parameter's matrices, on which Muon's scale depends: "out_in" for [out, in], "in_out" for [in, out].
+    Return None for parameters that Muon leaves to AdamW: embedding, head, router, gates, norms and biases. `num_dims`: number of the
     parameter's dims; a stack of experts has three."""
     if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
@@ -224,10 +224,10 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = lambda name: ()) -> list[Unit]:
-    """Return the units (groups of parameters that FSDP gathers together) in forward order: embedding, blocks, experts and other networks of
-    MoE layers, head. Each tile is a unit. A unit's parameters are sharded over the same ranks, which `ranks_of(parameter)` returns. Units
-    are gathered in the compute dtype, except the embedding, whose gradient is summed over tokens in fp32. Parameters in READ_IN_FP32 are
-    in no unit.
+    """Return the units (groups of parameters that FSDP gathers together) in forward order: embedding, Transformer blocks, experts and other
+    networks of MoE layers, head. Each tile (slice of a large matrix) is a unit. A unit's parameters are sharded over the same ranks, which
+    `ranks_of(parameter)` returns. Units are gathered in the compute dtype, except the embedding, whose gradient is summed over tokens in
+    fp32. Parameters in READ_IN_FP32 are in no unit.
     """
     from parallel.data.fsdp import Unit
 

@@ -1,4 +1,4 @@
-"""`moe show RECIPE --plan`: a table of one rank's parameters, with the style in which each is sharded, and the rank's shard."""
+"""`moe show RECIPE --plan`: a table of one rank's parameters, with the rule by which each is sharded (its style), and the rank's shard."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _norms(run: Run) -> set[str]:
 
 
 def check_allowed(allowed: Sequence[str]) -> None:
-    """Raise BadInput for `--allow-change KEY` with a key that needs no permission, or that cannot be changed."""
+    """Raise BadInput for `--allow-change KEY` if the key does not exist, needs no permission, or cannot be changed."""
     for key in allowed:
         kind = facts(key).alters if key in known_keys() else None
         if kind is None:
@@ -106,11 +106,11 @@ _MOMENTS = {"kfac": "adamw"}  # optimizer -> another optimizer with the same sta
 
 def check_moments(before: Run, after: Run, *, where: str) -> None:
     """Raise BadInput if the optimizer of `after` cannot read the optimizer states in the checkpoint. where: the checkpoint's name."""
-    anew = "start a new run from its weights: --init_from RUN --out ANOTHER"
+    anew = "start a new run from the checkpoint's weights: --init_from RUN --out ANOTHER"
     if set(before.train.freeze) != set(after.train.freeze):
         got, held = written(list(after.train.freeze)), written(list(before.train.freeze))
         fix = typed({"train.freeze": list(before.train.freeze)}) | anew
-        needed = f"{held}, as in {where}: its optimizer states are of all other weights"
+        needed = f"{held}, as in {where}, which has optimizer states for all other weights"
         raise BadInput("train.freeze", got=got, needed=needed, fix=fix)
     old, new = before.optimizer.kind, after.optimizer.kind
     if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_BLOCK = r"(layers\.\d+|ahead\.\d+\.block)"
+_BLOCK = r"(layers\.\d+|ahead\.\d+\.block)"  # a layer, or the Transformer block of a multi-token prediction module
 PARTS = {  # name in train.freeze -> pattern of parameters' names in checkpoints
     "embedding": r"embedding",
     "head": r"head\.weight",
@@ -22,14 +22,14 @@ _LAYERS = re.compile(r"layers\.(0|[1-9]\d{0,5})(?:-(0|[1-9]\d{0,5}))?")  # one l
 
 
 def layers_of(part: str) -> range | None:
-    """Return the layers that `part` names (layers.0-3: 0 to 3), or None if it does not name layers."""
+    """Return the numbers of the layers that `part`, an entry of train.freeze, names (layers.0-3: 0 to 3). None for a key of PARTS."""
     if (found := _LAYERS.fullmatch(part)) is None:
         return None
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def is_frozen(name: str, parts: Sequence[str]) -> bool:
-    """Return whether `parts` freezes the parameter with this name in checkpoints."""
+    """Return whether `parts`, the list train.freeze, freezes the parameter whose name in checkpoints is `name`."""
     return any(_has(part, name) for part in parts)
 
 

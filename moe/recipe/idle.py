@@ -25,7 +25,7 @@ from parallel.fixes import Remove, Set, written
 from parallel.store.files import user_path
 
 COMMAND_LINE = "command line"
-_IsSet = Callable[[str, object, object], bool]
+_IsSet = Callable[[str, object, object], bool]  # (key, value, default) -> whether the user set the value
 
 
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
@@ -45,7 +45,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     _check_ids(run.data, level, is_set)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if run.train.epochs is None and warmup > steps and level("optimizer.warmup_steps") >= max(2, level("train.steps")):
-        needed = "at most train.steps: with a longer warm-up, the learning rate is never reached"
+        needed = "at most train.steps: with a longer warm-up, optimizer.lr is never reached"
         fix = Set("optimizer.warmup_steps", steps // 10) | Set("train.steps", 10 * warmup)
         raise BadInput("optimizer.warmup_steps", got=f"{warmup} with train.steps={steps}", needed=needed, fix=fix)
 

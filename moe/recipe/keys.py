@@ -15,7 +15,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput, did_you_mean, some
 
 ALL = "all"  # in `moe show --keys all`: every section
-ABOVE_0 = "above 0"  # in a condition on a number: all values but 0 and null
+ABOVE_0 = "above 0"  # stands for the values of a number that switch something on: all but 0 and null
 
 
 @cache
@@ -47,7 +47,7 @@ def choices(key: str) -> list[str]:
 
 
 def further_values(field: Any) -> list[str]:
-    """Return words for the values that a field (None: no such key) accepts besides its names: a plugin, a tokenizer's file."""
+    """Return descriptions of the values that a field accepts in addition to `choices`: a plugin, a tokenizer's file. [] for None."""
     kinds = {Plugin: WORDS, TokenizerFile: "FILE.json, a tokenizer.json"}
     return [words for kind, words in kinds.items() if field is not None and kind in get_args(field.annotation)]
 
@@ -84,7 +84,8 @@ def field_at(path: Sequence[Any]) -> Any:
 
 @cache
 def facts(key: str) -> Key:
-    """Return a key's `Key`, merged with the `Key`s of the sections that contain it: all conditions, and the innermost `alters`."""
+    """Return a key's `Key`, merged with the `Key`s of the sections that contain it: all conditions, and the innermost `alters`
+    (what a change of the key alters in a resumed run)."""
     path = key.split(".")
     sections = [section for n in range(1, len(path)) if (section := section_of(field_at(path[:n]))) is not None]
     held = [*(section.all_keys for section in sections), facts_of(field_of(key))]

@@ -177,7 +177,7 @@ OTHER_UNITS: dict[str, str] = {
     "mbs",
     "train.steps, in steps of train.global_batch sequences": "train_samples max_train_samples max_samples exit_interval",
     "train.global_batch, in sequences": "total_batch_size tokens_per_batch",
-    "train.steps, which the schedule of the learning rate spans": "lr_decay_iters lr_decay_steps",
+    "train.steps, the length of the learning rate's schedule": "lr_decay_iters lr_decay_steps",
     "train.eval_sequences, in sequences": "eval_iters eval_batch_size per_device_eval_batch_size validation.steps limit_val_batches "
     "eval_accumulation_steps",
     "train.eval_every, in steps": "eval_strategy evaluation_strategy evals_per_epoch",
@@ -186,18 +186,18 @@ OTHER_UNITS: dict[str, str] = {
     "optimizer.warmup_steps, in steps": "warmup_ratio lr_warmup_fraction lr_warmup_samples",
     "optimizer.min_lr_share, as a share of optimizer.lr": "min_lr lr_min final_lr",
     "model.init_scale, which is variance times fan_in": "init_method_std initializer_range init_std",
-    "model.moe_layers, the numbers of layers with experts": "first_k_dense_replace mlp_only_layers num_sparse_encoder_layers "
+    "model.moe_layers, the indices of the layers with experts": "first_k_dense_replace mlp_only_layers num_sparse_encoder_layers "
     "num_sparse_decoder_layers",
     "model.num_layers, of encoder and decoder together": "num_decoder_layers decoder_layers decoder_num_layers",
     "model.encoder_layers, with model.kind encoder_decoder": "num_encoder_layers encoder_num_layers",
-    "model.max_length, which the encoder reads": "encoder_seq_length",
+    "model.max_length, the number of tokens that the encoder reads": "encoder_seq_length",
     "model.d_ff, in hidden units": "mlp_ratio ffn_multiplier ffn_dim_multiplier expansion_factor",
     "model.num_kv_heads, the number of heads of keys and values": "group_query_attention use_gqa",
     "model.sliding_window, in tokens": "use_sliding_window",
-    "model.sliding_layers, the numbers of layers with the window": "max_window_layers layer_types sliding_window_pattern",
+    "model.sliding_layers, the indices of the layers with the window": "max_window_layers layer_types sliding_window_pattern",
     "experts.num_experts, of all ranks together": "num_experts_per_device moe_num_experts_per_device",
     "router.capacity_factor, slots of an expert / its mean load, null for dropless": "expert_capacity drop_tokens moe_drop_tokens",
-    "router.balance_weight, of the loss, or router.select sinkhorn": "moe_router_load_balancing_type",
+    "router.balance_weight, the weight of the balance loss, or router.select sinkhorn": "moe_router_load_balancing_type",
     "router.noise, one of none, gumbel, noisy_top_k, or router.jitter": "noisy_gate_policy",
     "degrees.ep, in ranks": "enable_expert_parallel moe_expert_model_parallelism",
     "degrees.etp, ranks that share an expert's matrices": "moe_extended_tp",
@@ -207,14 +207,14 @@ OTHER_UNITS: dict[str, str] = {
     "optimizer.decay_share, as a share of train.steps": "lr_wsd_decay_iters num_decay_steps",
     "model.rope.scaling, with model.rope.factor": "rope_scaling rope_parameters use_rope_scaling",
     "pipeline.chunks, stages a rank": "num_layers_per_virtual_pipeline_stage pipeline_parallel_layers_per_stage",
-    "pipeline.microbatches, their number": "pipeline_parallel_microbatch_size microbatch_size",
+    "pipeline.microbatches, the number of micro-batches": "pipeline_parallel_microbatch_size microbatch_size",
     "pipeline.layers, the number of layers of each stage": "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "pipeline_model_parallel_layout",
-    "data.validation_share, as a share": "validation_split_percentage split val_size validation_file val_path val_data_path val_set_size "
-    "valid_data_path eval_dataset",
+    "data.validation_share, as a share of the text": "validation_split_percentage split val_size validation_file val_path val_data_path "
+    "val_set_size valid_data_path eval_dataset",
     "data.tokenizer, one of bytes, bpe, ids or a tokenizer.json; --init_from brings a model's own": "tokenizer_name tokenizer_path "
     "tokenizer_name_or_path tokenizer_model vocab_file merge_file merges_file tokenizer_file",
-    "lora.rank, 0 for no adapters": "peft_type finetuning_type adapter",
+    "lora.rank, 0 for no LoRA": "peft_type finetuning_type adapter",
     "data.chat_template, a Jinja file": "chat_template_path template chat_template_jinja",
     "lora.targets, of attention, experts, dense": "lora_target_modules target_modules lora_target_linear lora_target",
     "train.freeze, a list of embedding, head, attention, dense, experts, router, norms, layers.N-M": "freeze_router freeze_moe_router "
@@ -263,9 +263,9 @@ NEEDLESS: dict[str, str] = {
     "metrics.log_freq logging_strategy logging_first_step log_level steps_per_print include_tokens_per_second log_throughput "
     "timing_log_level tensorboard_dir enable_tensorboard disable_tqdm",
     "a GPU is used if there is one": "device backend cpu use_cpu no_cuda use_cuda accelerator",
-    "the name or file of a recipe is the first word of the verb": "config config_file config_name job.config_file model_type model_name",
+    "a recipe's name or file follows the verb: moe train RECIPE": "config config_file config_name job.config_file model_type model_name",
     "several machines are named in a file, --hostfile FILE, with one line `host slots=N` each": "nnodes num_nodes nodes num_machines",
-    "the fastest kernels of the device are taken": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm "
+    "the fastest kernels of the device are chosen": "use_flash_attn attn_implementation use_flash_attention moe_grouped_gemm "
     "moe_permute_fusion no_masked_softmax_fusion bias_swiglu_fusion bias_gelu_fusion no_rope_fusion use_liger_kernel transformer_impl "
     "attention_backend",
     "gradients are summed during the backward pass": "overlap_comm overlap_grad_reduce overlap_param_gather contiguous_gradients "

@@ -3,7 +3,8 @@
     optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
     optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
-A registered name is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in names come first.
+A registered name (an entry point) is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in
+names come first.
 Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model (training,
 evaluation, generation, verify, conversion) import the module and print a line about it; its code then has all the rights of the user. The
 working folder is searched last, so that no file there replaces an installed package.
@@ -49,7 +50,7 @@ class _ModuleAndName:
 
 
 Plugin = Annotated[str, _ModuleAndName()]
-WORDS = "module:name of your own function or class"
+WORDS = "module:name of your own function or class"  # how lists of a key's possible values describe a plugin
 
 
 def is_plugin(value: object) -> bool:
@@ -68,7 +69,7 @@ def by_name(key: str, name: str) -> str:
     found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
     packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
     if len(found) > 1:
-        needed = f"one plug-in of that name, not {' and '.join(sorted(found))}"
+        needed = f"one plugin of that name, not {' and '.join(sorted(found))}"
         raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
     for value in found:
         if not re.match(_PATTERN, value):
@@ -79,7 +80,7 @@ def by_name(key: str, name: str) -> str:
 
 
 def check_there(key: str, value: str) -> None:
-    """Raise BadInput if a plugin's module cannot be found. Nothing is imported."""
+    """Raise BadInput if the top-level package of the plugin `value` (module:name) cannot be found. Nothing is imported."""
     top = value.partition(":")[0].partition(".")[0]
     with suppress(ImportError, ValueError):
         if top in sys.modules or _in_folder(top) or find_spec(top) is not None:
@@ -88,8 +89,8 @@ def check_there(key: str, value: str) -> None:
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """Import and return the plugin `value` (module:name) of a key. arguments: number of arguments with which it is called; None: any.
-    Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
+    """Import and return the plugin `value` (module:name) of a key. arguments: number of arguments with which it is called; None: not
+    checked. Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
     module, _, name = value.partition(":")
     found = _imported(key, value, module)
     if not hasattr(found, name):

@@ -31,7 +31,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     logits: Literal["linear", "affine"] = key("linear", "W x, or W x + b with a learned b", alters="shape")
     logit_cap: float | None = key(None, "c in c tanh(l / c), applied to each router logit l to bound it; null: no bound", ge=1e-3)
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin = key("softmax", "function from a logit to a score")
-    softmax_over: Literal["all", "chosen"] = key("all", "softmax over all experts, or after selection over the chosen ones (Mixtral)")
+    softmax_over: Literal["all", "chosen"] = key("all", "softmax over all experts, or, after selection, over the chosen ones (Mixtral)")
     jitter: float = key(
         0.0, "in training, the router's input is multiplied by uniform(1 - jitter, 1 + jitter)", ge=0, lt=1, alters="training"
     )
@@ -63,7 +63,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
         None, "step size of the selection bias, which balances loads without a loss (DeepSeek-V3); null: no bias; 0: fixed", ge=0, le=10
     )
     gates: Literal["as_is", "before_drop", "after_drop"] = key(
-        "as_is", "whether a token's gates are normalised to sum 1, before or after choices are dropped; as_is: not"
+        "as_is", "whether a token's gates are normalised to sum 1, before or after choices are dropped; as_is: not normalised"
     )
     gate_scale: float = key(1.0, "factor on all gates", ge=1e-6, le=1e6)
     expert_scale: Literal["none", "learned"] = key(
@@ -93,11 +93,11 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     )
     balance_scope: Literal["sequence", "micro_batch", "global_batch"] = key(
         "sequence",
-        "tokens over which experts should have equal loads: a capacity group, a rank's micro-batch (depends on the layout), or a step",
+        "tokens over which experts should have equal loads: a capacity `group`, a rank's micro-batch (depends on the layout), or a step",
         alters="training",
     )
     importance_weight: float = key(0.0, "weight of the loss CV^2(sums of gates), Shazeer et al. 2017", ge=0, le=1e9, alters="training")
-    load_weight: float = key(0.0, "weight of the loss CV^2(expected loads), with noisy_top_k", ge=0, le=1e9, alters="training")
+    load_weight: float = key(0.0, "for noisy_top_k: weight of the loss CV^2(expected loads)", ge=0, le=1e9, alters="training")
     z_weight: float = key(0.0, "weight of the z loss, the mean of logsumexp(logits)^2; ST-MoE: 0.001", ge=0, le=1e9, alters="training")
 
     @property

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 GATED = ("geglu", "swiglu")  # feed-forward networks with a third matrix, the gate (GLU variants, arXiv 2002.05202)
 T5_BUCKETS = 32  # number of buckets into which a relative position bias sorts distances
 START = 0  # first token that a decoder reads (T5: the id of padding)
-SEPARATOR = 0  # the token before each document, in every tokenizer
+SEPARATOR = 0  # id of the token before each document, in the tokenizers bytes and bpe
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square or variance in a norm, unless a recipe sets another value
-PADDING = -100  # replaces a token id; torch's default ignore_index, the target that a loss ignores
+PADDING = -100  # stands in place of a token id: torch's default ignore_index, a target that a loss ignores
 _BEGIN = 2**32  # larger than any id; subtracted from the mark of a chat's first token, which distinguishes it from marks of later tokens
 MXFP4_BLOCK = 32  # number of elements that share a scale
-FP8_BLOCK = 128  # rows and columns that share a factor in published files
+FP8_BLOCK = 128  # in published fp8 checkpoints, each square of 128 x 128 elements of a matrix shares a scale
 BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # bytes of an element, with its share of a block's scale
 
 
 class Decoding(NamedTuple):
-    """Cost of decoding a frozen matrix (moe/nn/blocks.py). temporary: peak bytes an element of temporary tensors. kernels: number of GPU
-    kernels. moved: bytes an element that these kernels read and write."""
+    """Cost of decoding a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. kernels: number of GPU
+    kernels. moved: bytes that these kernels read and write per element."""
 
     temporary: float
     moved: float
@@ -41,6 +41,7 @@ class Decoding(NamedTuple):
         return self._replace(moved=self.moved + 4, kernels=self.kernels + 1)
 
 
+# format of a frozen matrix -> cost of decoding it
 DECODING = {"mxfp4": Decoding(12, 31.5, 9), "fp8": Decoding(6, 19, 4)}
 DENSITY, SPAN = 0.15, 3.0  # share of the text's tokens that are hidden, and mean number of tokens in a hidden span
 

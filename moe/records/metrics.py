@@ -87,7 +87,7 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not self._is_there():  # ends the run: the line is lost, and the next checkpoint would be saved in a new folder
+            if not self._is_there():  # the line is lost, and checkpoints would go to a new folder: end the run
                 raise FileNotFoundError(errno.ENOENT, f"{METRICS} or its folder was removed or renamed during the run")
         except OSError as error:
             raise _unwritable(self._path, error) from None

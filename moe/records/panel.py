@@ -27,9 +27,9 @@ from moe.records import heat
 from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 from parallel.errors import counted
 
-LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
+LABEL = "dim"  # style of labels; not bright black, because some terminal themes have it as the background
 LABEL_WIDTH = 14
-NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key, format
+NUMBERS = (("loss", "loss", ".4f"), ("tokens/s", "tokens_per_second", ",.0f"), ("lr", "lr", ".2e"))  # label, key in metrics.jsonl, format
 MAX_POINTS = 1024  # largest number of points of the loss curve in memory
 
 
@@ -249,7 +249,7 @@ def plain_evaluation(state: State) -> str:
 
 
 def unicode_ramp(encoding: str | None) -> str:
-    """Return BLOCKS if the stream's encoding has these characters, else ASCII (moe/records/heat.py)."""
+    """Return the characters that draw heights: heat.BLOCKS if the stream's encoding has them, else heat.ASCII."""
     try:
         heat.BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

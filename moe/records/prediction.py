@@ -59,8 +59,8 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
         more = f", and {size(host)} in the memory of its host" if host else ""
         return Words(f"{change.fix}: then {size(then.tightest.least)}{more}", change.fix)
     many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
-    disk = "states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
-    return Words(f"take {disk}ranks {many} memory together (moe plan chooses a layout)")
+    disk = "optimizer states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
+    return Words(f"use {disk}more or larger devices, {many} memory together (moe plan chooses a layout)")
 
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:

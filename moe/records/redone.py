@@ -46,8 +46,8 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def continues(self, out: Path) -> bool:
-        """Return whether the restarted run is the run in folder `out`. It is not if the first record there was written before `since`: then
-        an earlier run wrote it. In a folder without records it is: its previous attempt ended before it wrote any."""
+        """Return whether the restarted run is the run in folder `out`: True if the first record there was written at `since` or later, or
+        if there is none, because the previous attempt ended before its first record. An older record is from another run."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 

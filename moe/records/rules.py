@@ -85,12 +85,13 @@ class Rule:
 
 
 def slower(run: Run) -> Fix:
-    """Return the fix that sets optimizer.lr to a tenth of its value or, if it is far above the initial weights' size, to this size."""
+    """Return the fix that lowers optimizer.lr: to the std of the router's initial weights if lr is far above it, otherwise to a tenth."""
     return Set("optimizer.lr", float(f"{first_size(run) if is_beyond(run) else run.optimizer.lr / 10:.2g}"))
 
 
 def steadier(run: Run) -> Fix:
-    """Return the fix for a loss that spikes: a second moment that follows the gradients faster (arXiv 2304.13013), or a lower rate."""
+    """Return the fix for a loss that spikes: a second moment that follows the gradients faster (arXiv 2304.13013), or a lower
+    learning rate."""
     follows = Set("optimizer.beta2", 0.95)
     return follows | slower(run) if enough_warmup(run) and run.optimizer.beta2 > 0.95 else slower(run)
 
@@ -124,6 +125,7 @@ def _causal(run: Run) -> Fix:
     return Set("router.select", "top_k") & Set("router.queue", "tokens_first") & Set("router.balance_weight", 0.01) & causal
 
 
+# rules about the router, which findings about the text, bf16 weights, warm-up or learning rate hide
 _LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates", "router's entropy")
 
 RULES = (

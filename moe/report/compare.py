@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from moe.report.history import Array
 
-Lines = Sequence[Mapping[str, Any]]
+Lines = Sequence[Mapping[str, Any]]  # lines of a run's metrics.jsonl
 Row = tuple[str, str, str]  # label, value in the first run, value in the second
 
 
@@ -34,7 +34,7 @@ def compare(runs: Mapping[str, Sequence[Lines]], out_png: str | Path, *, baselin
     curves = {label: evaluations(label, seeds) for label, seeds in runs.items()}
     if not curves or (baseline is not None and baseline not in curves):
         needed = f"one of the runs: {', '.join(curves) or 'none were given'}"
-        raise BadInput("baseline", got=baseline, needed=needed, fix="name one of them, or None")
+        raise BadInput("baseline", got=baseline, needed=needed, fix="set baseline to one of these labels, or to None")
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     nats = all(History.of(lines).in_nats for seeds in runs.values() for lines in seeds)

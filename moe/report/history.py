@@ -101,8 +101,8 @@ def smoothed(values_S: Array) -> Array:
 
 
 def windows(values_SE: Array, steps_S: Array, most: int) -> tuple[Array, Array]:
-    """Average `values_SE` over W <= `most` windows of equally many of the steps `steps_S`. NaN is ignored. Return (means [W, E], edges of
-    the windows in steps [W + 1])."""
+    """Average `values_SE` over W <= `most` consecutive windows of equally many training steps (fewer in the last). NaN is ignored. Return
+    (means [W, E], edges of the windows [W + 1], in steps). steps_S: number of each training step."""
     size = max(1, -(-len(steps_S) // most))
     starts = range(0, len(steps_S), size)
     parts = [values_SE[start : start + size] for start in starts]

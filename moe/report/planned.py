@@ -22,8 +22,8 @@ def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
 
 
 def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
-    """Format GiB of each part on each pipeline rank, and their sum. context: add a line that includes the allocator's blocks and CUDA's
-    context."""
+    """Format a table: GiB of each part on each pipeline rank, and their sum. context: add a line that includes the allocator's blocks and
+    CUDA's context."""
     head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
     lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
     lines.append(("allocated", [rank.allocated for rank in ranks]))
@@ -54,7 +54,7 @@ def bars(ranks: Sequence[Memory], *, capacity: float | None = None, context: boo
     if capacity is not None and max(bottoms) < capacity / GIB / 20:  # a line at the capacity would shrink the bars: write it in the title
         title += f", of the device's {capacity / GIB:.4g} GiB"
     elif capacity is not None:
-        ax.axhline(capacity / GIB, color=TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
+        ax.axhline(capacity / GIB, color=TEXT, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's memory")
     ax.set_title(title)
     ax.set_ylabel("GiB")
     ax.set_xlabel("pipeline rank")

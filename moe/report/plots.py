@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_WINDOWS = 300  # columns of a panel of expert load: more would be narrower than one or two pixels
+MOST_WINDOWS = 300  # largest number of columns in a panel of expert load: more would be narrower than one or two pixels
 REACH = 2  # the colour scale goes from mean load / 2^REACH to mean load * 2^REACH, as in the terminal (moe/records/heat.py)
 HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions (0 to 1) of the 7 colours HEAT on that scale; a fair share is at 0.5
 
@@ -255,6 +255,6 @@ PLOTS = (
         router_losses,
         "Balance loss: 1 for each layer if load is even (dashed). z loss: grows with the size of the router's logits.",
     ),
-    Plot("speed_and_memory", "Speed and memory", speed_and_memory, "All processes together; memory is the largest peak of any process."),
-    Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale where the precision needs one."),
+    Plot("speed_and_memory", "Speed and memory", speed_and_memory, "Tokens per second of all processes; largest peak memory of a process."),
+    Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale if the precision needs one."),
 )

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def scaling(runs: Mapping[int, Sequence[Lines]], out_png: Path) -> Path:
     """Draw two panels over the number of experts: the last validation loss (mean and range over seeds), and the speedup in steps,
-    S / s. S: steps after which the runs with the fewest experts have their last loss. s: steps after which the runs with a number of
-    experts reach that loss. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
+    S / s. S: step of the last evaluation of the runs with the fewest experts. s: step at which the runs with another number of experts
+    reach the loss of that evaluation. runs: number of experts -> the lines of metrics.jsonl of each seed. Return `out_png`."""
     from moe.report import style
 
     curves = {experts: evaluations(str(experts), seeds) for experts, seeds in sorted(runs.items())}
@@ -38,8 +38,8 @@ def step_of_loss(steps_S: Array, losses_S: Array, loss: float) -> float | None:
 
 
 def reached(curves: Mapping[str, Sequence[Lines]], label: str, baseline: str) -> float | None:
-    """Return the step at which the mean curve of `label` reaches the last mean loss of `baseline`, or None. curves: label -> the lines of
-    metrics.jsonl of each seed."""
+    """Return the step at which the mean curve of `label` reaches the last mean loss of `baseline`; None if it never does.
+    curves: label -> the lines of metrics.jsonl of each seed."""
     (steps, losses), (_, base) = (evaluations(name, curves[name]) for name in (label, baseline))
     return step_of_loss(steps, losses.mean(0), float(base[:, -1].mean()))
 

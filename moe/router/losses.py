@@ -38,6 +38,7 @@ def balance_loss(
     summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
     """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
+    `num_groups`: groups of consecutive tokens; the loss is the mean of the groups' losses, weighted by their numbers of valid tokens.
 
     `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
     result is then this rank's part: the loss is the mean of the parts, weighted by the ranks' numbers of valid tokens.
@@ -55,7 +56,7 @@ def balance_loss(
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Mask = None, step: StepMeans | None = None) -> Tensor:
-    """Return the importance loss, scalar fp32, of gates [T, E] (`spread_gates`).
+    """Return the importance loss, scalar fp32, of gates [T, E] (`spread_gates`). num_groups: as in `balance_loss`.
     With `step`, the value is the whole step's, and the gradient is this rank's and micro-batch's share of it.
     """
     if step is None:

@@ -106,9 +106,9 @@ class Router(nn.Module):
         return gate_TK if self.expert_scale is None else gate_TK * self.expert_scale.float()[expert_TK]
 
     def _fuses(self, logits_TE: Tensor, context: Context, shards: Shards | None, sequence_tokens: int | None) -> bool:
-        """Return whether a kernel computes gates, losses and report: on a GPU with Triton, for the common routers. Torch operations compute
-        all other cases, such as a balance loss over the whole step's tokens, or over groups of which ranks have unequal numbers of tokens.
-        `shards`, `sequence_tokens`: as in `forward`.
+        """Return whether a kernel computes gates, losses and the layer's report: on a GPU with Triton, for the common routers. Torch
+        operations compute all other cases, such as a balance loss over the whole step's tokens, or over groups whose tokens are spread
+        unevenly over ranks. `shards`, `sequence_tokens`: as in `forward`.
         """
         s = self.spec
         return (
@@ -119,9 +119,10 @@ class Router(nn.Module):
         )
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
-        """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if the kernel cannot assign the slots: with
-        a capacity, if router.drop is not position, or if ranks share groups and router.queue is not choices_first. A recomputation reuses
-        the experts of the first pass. Collective if ranks share groups of tokens (`shards`). `sequence_tokens`: tokens of a sequence."""
+        """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if experts have a capacity and the kernel
+        cannot assign the slots: router.drop is not position, or K > 1, ranks share groups, and router.queue is not choices_first. A
+        recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`). `sequence_tokens`: tokens
+        of a sequence."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -266,7 +267,8 @@ class Router(nn.Module):
         priority_TK: Tensor | None = None,
     ) -> Tensor:
         """Return the active choices that get a slot: bool [T, K]. `active_TK`: choices that need one; None: all. `shards`: the ranks that
-        hold other tokens of the groups, or None. `slots`: of an expert in a group; None: no limit. `priority_TK`: see `kept_choices`."""
+        hold other tokens of the groups, or None. `slots`: number of an expert's slots in a group; None: no limit. `priority_TK`: see
+        `kept_choices`."""
         if shards is not None and slots is not None:
             whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
             expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]

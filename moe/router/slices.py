@@ -1,7 +1,8 @@
-"""Groups with tokens on several ranks of sp and tp. The ranks exchange what a decision or loss needs to know about the whole group:
+"""Token groups, for routing and its losses, that lie on several ranks of sp and tp. The ranks exchange what a decision or loss needs to
+know about the whole group:
 
     balance loss               sum of each expert's choices    the rest is a mean over each rank's own tokens
-    slots                      all-gather of chosen experts    each rank computes all queues, and keeps its tokens' slots
+    slots                      all-gather of chosen experts    each rank assigns slots to all tokens, and keeps its own tokens' slots
     expert choice, sinkhorn    all-gather of logits            each rank decides for all tokens, and keeps its tokens' decisions
 
 Each rank of sp has some positions of every sequence. Ranks of tp divide the tokens of a rank of sp: into contiguous chunks of all tokens
@@ -55,7 +56,7 @@ class Shards:
 
     @property
     def own_rows(self) -> range:
-        """The rows of this rank's tokens in the result of `gathered`."""
+        """Rows of this rank's tokens in the result of `gathered`."""
         first = self.axis.index * self._longest
         return range(first, first + len(self.held[self.axis.index]))
 

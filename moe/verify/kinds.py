@@ -1,4 +1,4 @@
-"""Lists the cases (a model in a layout) of `moe verify`: of the kinds of parallelism in `--kinds`, or of a user's recipe (`--recipe`)."""
+"""Lists the cases of `moe verify`, each a model in a layout: for the kinds of parallelism in `--kinds`, or for the recipe in `--recipe`."""
 
 from __future__ import annotations
 

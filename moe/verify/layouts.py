@@ -1,5 +1,5 @@
-"""Runs ten steps of a case (a tiny model in one layout) with the trainer's own code on forked ranks. Gathers the unsharded tensors, under
-their names in checkpoints."""
+"""Runs ten steps of a case (a tiny model in one layout) with the trainer's own code on forked ranks. Gathers weights and gradients
+as unsharded tensors, under their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ LIMIT_S = 120.0  # time limit for one case on up to 4 ranks. Ten tiny steps take
 
 
 class Watcher(Protocol):
-    """The interface of moe/verify/types/watch.py, which a rank calls during a run. All methods are collective."""
+    """Observer of a rank's steps (moe/verify/types/watch.py). A rank calls `built` first, `summed` when gradients are summed over
+    ranks, and `updated` after an optimizer step. All methods are collective."""
 
     def built(self, engine: Engine, mesh: Mesh) -> None: ...
 
@@ -222,7 +223,7 @@ def _streamed(
 
 
 def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
-    """Add hooks to the optimizer that append a Step (gradients, moments, weights) to `updates` at each of its first TAPED updates."""
+    """Add hooks to the optimizer that append a Step (gradients, exp_avg, weights) to `updates` at each of its first TAPED updates."""
     optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
     begun = [0]  # number of updates so far, which is equal on all ranks
 
@@ -254,7 +255,7 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
     found: dict[str, Tensor] = {}
     for name, layout in engine.layouts.items():
         if what != "weight" and not engine.module.get_parameter(name).requires_grad:
-            continue  # frozen parameters have neither gradients nor moments
+            continue  # frozen parameters have neither gradients nor optimizer states
         held = {"gradient": engine.gradient(name)} if what == "gradient" else engine.state(name)
         tensor = held.get(what, held.get(MOMENTUM))  # Muon's momentum instead of exp_avg; Adafactor has neither
         if tensor is not None and layout.is_owner(mesh):

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from moe.verify.yours.recorder import record
 
-VOCABULARY = 264
+VOCABULARY = 264  # number of token ids
 
 
 @dataclass(frozen=True)
 class Pair:
     """A comparison to run: a model in a layout. one: records a step on one process into a folder. many: records the same step on each of
-    `world` ranks. `many` may read the recording of `one`, which is in the folder `one` next to its own."""
+    `world` ranks. `many` may read the recording of `one`, which is in the folder `one` next to the folder of `many`."""
 
     model: str
     layout: str
@@ -50,7 +50,7 @@ def batch() -> Tensor:
 
 
 def write_weights(model: nn.Module, folder: Path) -> None:
-    """Add random numbers to the weights, since initial values of 0 or 1 would hide faults, and write them and buffers to weights.pt."""
+    """Add random numbers to the weights, since initial values of 0 or 1 would hide faults. Write weights and buffers to weights.pt."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -75,5 +75,5 @@ def train(folder: Path, model: nn.Module, logits: Callable[[Tensor], Tensor], to
 
 
 def adamw(model: nn.Module) -> Any:
-    """Return the AdamW that all programs use. Its eps is large, so that a tiny gradient does not cause an update as large as lr."""
+    """Return the AdamW with which all adapters train. Its eps is large, so that a tiny gradient does not cause an update as large as lr."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-6, foreach=False)

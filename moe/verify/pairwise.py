@@ -3,9 +3,9 @@
     factors   a: 1 2    b: x y    c: p q r            there are 12 combinations; these 6 rows contain every pair:
               (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
 
-Most faults that only combinations show need only two of the values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in AETG (Cohen,
-Dalal, Fredman, Patton 1997): a row begins with a pair that no earlier row has; then, one factor after another, it gets the allowed value
-that adds the most new pairs.
+Most faults that appear only in combinations need just two particular values (Kuhn, Wallace, Gallo 2004). Rows are chosen greedily as in
+AETG (Cohen, Dalal, Fredman, Patton 1997): a row begins with a pair that no earlier row has. Then values are added one by one: among the
+allowed values of all remaining factors, always the one that adds the most new pairs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def cover(
 ) -> Covering:
     """Choose rows that contain every pair that is not refused. complete(values): returns the simplest row with these values. refuse(row):
     returns the error with which the row is refused, or None. A pair is refused if the simplest row with it is refused. If several values
-    add equally many new pairs, a row gets the value that the fewest rows have. For factors in `first_of`, it gets the first value instead.
+    add equally many new pairs, a row gets the value that the fewest rows have. For factors in `first_of`, it gets the first value listed.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 
@@ -81,7 +81,7 @@ def cover(
         return [pair for pair in pairs_of(row | dict([option]), factors) if option in pair]
 
     def extended(row: Choice) -> Choice:
-        """The row with one more value: among all allowed values, the one that adds the most new pairs."""
+        """Return the row with one more value: among all allowed values, the one that adds the most new pairs."""
         options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
         gains = {option: sum(pair in left for pair in brought(row, option)) for option in options}
         options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))

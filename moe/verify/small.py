@@ -26,7 +26,7 @@ _RANK = 3  # rank of a small version's LoRA adapters
 # optimizer settings for models with parameters that begin at 0. Adam's first step makes them -lr g / (|g| + eps). With a small eps, a
 # rounding error of a tiny gradient g would flip their sign
 LINEAR = {"eps": 0.1}
-_OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
+_OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")  # keys that are taken from the recipe
 
 
 def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:

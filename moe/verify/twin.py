@@ -41,13 +41,13 @@ from parallel.store.checkpoint import pieces
 
 STEPS = 10
 _EXPERT = ("w1", "w2", "w3")  # matrices of an expert
-_SIGMA_OF_B = 0.1
+_SIGMA_OF_B = 0.1  # std of the initial values of LoRA's B (see `spread`)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a run that are compared: the losses of all steps; of step 0 the balance loss, gradient norm, gradients, and weights after
-    the update."""
+    """Results of a run, for comparison: losses of all steps; for step 0, balance loss, gradient norm, gradients, and weights after the
+    update."""
 
     losses: list[float]
     balance: float
@@ -89,8 +89,8 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 
 def updated(case: Case, gradients: Weights) -> Weights:
-    """Return the parameters (float64) of a new model after its first update, made with these gradients. K-FAC's factors are the twin's
-    own."""
+    """Return the parameters (float64) of a new model after its first update, which uses the given gradients. K-FAC's factors come from the
+    twin's own forward and backward pass."""
     run = case.run()
     parameters, biases = ({n: t.double() for n, t in tensors.items()} for tensors in first_values(run))
     moments: Moments = {}
@@ -122,8 +122,8 @@ def spread(name: str, shape: tuple[int, ...], model: Model) -> float | None:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Results of a batch's forward and backward pass. loss: mean over targets. layers: name of an MoE layer -> its results. moments: for
-    K-FAC, otherwise {}."""
+    """Results of a batch's forward and backward pass. loss: mean over targets. layers: name of an MoE layer -> its results. moments:
+    second moments of inputs and output gradients, for K-FAC; otherwise {}."""
 
     loss: float
     gradients: Weights
@@ -160,7 +160,7 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
 
 
 def _frozen(name: str, parts: Sequence[str]) -> bool:
-    """Return whether a part in train.freeze contains this parameter."""
+    """Return whether train.freeze contains this parameter. parts: entries of train.freeze, such as `attention` or `layers.0-3`."""
     words = name.split(".")
     of_part = {
         "embedding": name == "embedding",
@@ -199,7 +199,7 @@ def _with_adapters(weights: Weights, lora: Lora) -> Weights:
 
 
 def _report(layer: Layer) -> Tensor:
-    """Numbers of an MoE layer, float64 [5 + E]: balance, importance, load and z loss, choices with a slot, choices of each expert."""
+    """Return float64 [5 + E] of an MoE layer: balance, importance, load and z loss, number of choices with a slot, choices per expert."""
     means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 

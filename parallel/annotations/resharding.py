@@ -50,13 +50,13 @@ class Sharding:
 
     def __str__(self) -> str:
         cut = ", ".join("+".join(axes) or "_" for axes in self.dims)
-        return f"[{cut}]" + (f" shares over {'+'.join(self.partial)}" if self.partial else "")
+        return f"[{cut}]" + (f" partial sums over {'+'.join(self.partial)}" if self.partial else "")
 
 
 @dataclass(frozen=True)
 class Step:
     """One collective or slice over one mesh axis. sent: bytes that a rank sends.
-    source: dim that the step makes whole, or None. target: dim that the step shards over the axis, or None."""
+    source: dim that the axis shards before the step, not after it; None if there is none. target: dim that it shards only after it."""
 
     kind: Kind
     axis: str
@@ -75,7 +75,8 @@ def num_parts(axes: Axes, mesh: Sizes) -> int:
 
 
 def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
-    """Raise BadInput, which names `what`, if the mesh lacks one of the axes, or if a size in the mesh is not a positive integer."""
+    """Raise BadInput if the mesh lacks one of the axes, or if a size in the mesh is not a positive integer. what: name of the input that
+    has the axes, for the message."""
     for axis, size in mesh.items():
         if not isinstance(size, int) or size < 1:
             raise BadInput(f"mesh axis {axis}", got=size, needed="a whole number of ranks from 1", fix=f"set {axis} to 1, or leave it out")
@@ -83,7 +84,7 @@ def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
         if axis not in mesh:
             near = did_you_mean(axis, mesh) or next(iter(mesh), None)
             there = f"an axis of the mesh: {', '.join(mesh)}" if mesh else "no axis: the mesh has none"
-            fix = f"use {near}" if near else f"leave {axis} out, or give the mesh one"
+            fix = f"use {near}" if near else f"leave {axis} out, or add it to the mesh"
             raise BadInput(what, got=f"axis {axis!r}", needed=there, fix=fix)
 
 

@@ -19,8 +19,8 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(OfStages):
-    """Base class of DDP and FSDP, whose subclasses define `reduce`. rule: the optimizer's settings. parameters: parameter name -> the
-    tensor that the optimizer updates."""
+    """Base class of DDP and FSDP. Subclasses define `reduce`. rule: the optimizer's settings. parameters: parameter name -> the tensor that
+    the optimizer updates."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer
@@ -42,7 +42,7 @@ class Stepped(OfStages):
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return `tensor` with the axes along which ranks hold copies of it. name: its parameter. kind: such as "weight" or "gradient"."""
+        """Return `tensor` with the axes along which ranks hold copies of it. name: the parameter. kind: such as "weight" or "gradient"."""
         return copies_of(name, kind, tensor, self.layouts[name])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:

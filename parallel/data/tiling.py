@@ -4,7 +4,7 @@
 
 A tile is a separate module, so engines that gather, free, offload or shard the weights of one module at a time (FSDP, ZeRO-3) do so tile by
 tile. Tiles run one after another, last tile first in the backward pass. Checkpoints and initial values do not depend on tiles:
-`layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout says.
+`layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`; its Layout (parallel/mesh/layout.py) says which chunk.
 docs/parallel/tiling.md has the costs. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
@@ -22,7 +22,7 @@ from parallel.numerics.precision import sum_dtype
 
 Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer: tensor parallelism puts collectives there
 Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # (x, modules) -> x W^T of each module
-# x, weights W, narrow matrices A -> x W^T of each W, then x A^T of each A
+# x, weights W, LoRA matrices A -> x W^T of each W, then x A^T of each A
 Multiply = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
@@ -42,7 +42,7 @@ def by(multiply: Multiply, x: Tensor, modules: Sequence[Any]) -> Sequence[Tensor
     """Return module(x) for modules whose products `multiply` computes together, so that ranks send x once. Weights are read here, in the
     layer's forward pass, so that engines can gather them layer by layer.
 
-    A module with an addition of low rank, y = x W^T + s (x A^T) B^T, has A as `lora_a`; its method `widened` adds s (x A^T) B^T."""
+    A module with LoRA, y = x W^T + s (x A^T) B^T, has A as `lora_a`; its method `widened` adds s (x A^T) B^T."""
     narrow = [getattr(module, "lora_a", None) for module in modules]
     found = list(multiply(x, [module.weight for module in modules], [a for a in narrow if a is not None]))
     rest = iter(found[len(modules) :])

@@ -1,7 +1,7 @@
 """ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
-    stage 1   every rank keeps all weights, and optimizer states for 1/N of them. With fp32 master weights, each gradient is summed only on
-              its owner, the rank that updates it, in this project's buckets (parallel/data/buckets.py)
+    stage 1   every rank keeps all weights, and optimizer states for 1/N of them. With fp32 master weights and no offload, each gradient is
+              summed only on its owner, the rank that updates it, in this project's buckets (parallel/data/buckets.py)
     stage 2   also shards gradients: each is summed as soon as the backward pass has computed it, and only its owner keeps the sum
     stage 3   also shards weights (parallel/data/zero3.py)
 
@@ -35,7 +35,7 @@ from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 from parallel.watch.audit import Held, copies_of
 
-BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
+BUCKET_ELEMENTS = 8 * 2**20  # elements of gradients that are summed by one collective: 32 MiB in fp32
 
 
 class DeepSpeed(OfStages):
@@ -74,8 +74,8 @@ class DeepSpeed(OfStages):
 
 
 class _OnOwners(Buckets):
-    """Sums each gradient on the ranks that update its elements: half the bytes of an all-reduce. owned: parameter name -> (index of a rank
-    on the axis, elements of the flattened gradient) of each shard."""
+    """Sums each gradient on the ranks that update its elements: half the bytes of an all-reduce. owned: parameter name -> its shards,
+    each as (index of its owner on the axis, its elements of the flattened gradient)."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: Layouts, mesh: Mesh, owned: dict[str, list[tuple[int, slice]]]
@@ -121,7 +121,7 @@ class Zero(SummedEarly, DeepSpeed):
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
-        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused: clip.py computes the norm. It would cost a collective
+        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, but would cost a collective: clip.py computes the norm
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
@@ -317,9 +317,9 @@ def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: Layouts, optimizer: AdamW, *, working: Working | None, mesh: Mesh, marked: bool
 ) -> list[Group]:
     """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, axis of summation, and `owned`.
-    `marked`: whether parameters with gradients that are not summed over DeepSpeed's data-parallel group get DeepSpeed's marks: `allreduce`
-    False, and as `group_name` the axis's name. `working`: parameter name -> dtype in which the model reads it; None: its own dtype. Shapes
-    are read from layouts, because a sharded parameter has lost its shape."""
+    `marked`: whether parameters whose gradients are summed over another group than DeepSpeed's data-parallel group get DeepSpeed's marks:
+    `allreduce` False, and the axis's name as `group_name`. `working`: parameter name -> dtype in which the model reads it; None: its own
+    dtype. Shapes are read from layouts, because a sharded parameter has lost its shape."""
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     default = dense_axis(mesh)
     for name, parameter in parameters.items():

@@ -2,7 +2,7 @@
 
     y = W a, g = dL/dy of a row      A = mean over rows of a a^T      G = mean over rows of g g^T       I inputs, O outputs
     Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]        (x): Kronecker product
-    direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
+    direction                =  (G + s I)^-1 M (A + t I)^-1         M: gradient of W, or the gradient's mean over steps
 
 Damping is relative: t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O, which is Martens and Grosse's choice (arXiv 1503.05671,
 section 6.3) for lambda = damping (tr A / I) (tr G / O). tr: trace. With this choice the scale of a factor does not matter, so each factor
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parallel.numerics.supposed import supposed
 
-# R rows, W width, E matrices of a stack (1 for a single linear layer), I input width, O output width
+# R rows, W width of a factor (I or O), E matrices of a stack (1 for a single linear layer), I input width, O output width
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:

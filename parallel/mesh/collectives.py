@@ -77,8 +77,8 @@ def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> 
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Sum all ranks' contiguous `parts`, and write this rank's shard of the sum, along dim 0, into `out`. With `wait=False`, return the
-    unfinished Work."""
+    """Sum all ranks' contiguous tensors `parts`, cut the sum along dim 0, and write this rank's shard into `out`. With `wait=False`, return
+    the unfinished Work."""
     axis.count("reduce_scatter", parts)
     with region(f"reduce_scatter over {axis.name}"):
         work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
@@ -87,7 +87,7 @@ def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = Tru
 
 class Started:
     """A started collective. `wait` returns its result. Before `wait`, change neither the result nor `given`, the input of the
-    collective. what: its name in a profile."""
+    collective. what: the collective's name in a profile."""
 
     def __init__(self, result: Tensor, work: dist.Work | None = None, given: Tensor | None = None, *, what: str = "") -> None:
         self.result, self._work, self._given, self._what = result, work, given, what  # `given` only keeps the input in memory
@@ -321,8 +321,8 @@ def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
 
 class StartedRows:
     """A started all_to_all of rows or, in the backward pass, of their gradients. send, receive: numbers of rows to and from each rank of
-    the axis in the forward pass. NCCL sends on a CUDA stream of its own, so until `wait` no kernel may read or write `buffer`, which is
-    being received, or write the tensor that is being sent. `work` keeps both in memory."""
+    the axis in the forward pass. buffer: the tensor that is being received. NCCL uses a CUDA stream of its own: until `wait`, no kernel may
+    read or write `buffer`, or write the tensor that is being sent. `work` keeps both tensors in memory."""
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
         self.axis, self.send, self.receive = axis, send, receive

@@ -42,7 +42,7 @@ _WAITS = (f"torch{os.sep}distributed{os.sep}", f"deepspeed{os.sep}comm{os.sep}")
     os.sep + name for name in (f"pipeline{os.sep}links.py", "collectives.py", "exchange.py", "gradients.py")
 )
 
-Splits = list[int] | None  # number of rows to, or from, each rank of a group; None: equal numbers
+Splits = list[int] | None  # number of rows (indices of dim 0) to, or from, each rank of a group; None: equal numbers
 
 
 class Lane:
@@ -75,13 +75,13 @@ class Record:
         self.rank = rank
         self.phase, self.step, self.at, self.patience = "starting", 0, time.monotonic(), 1.0
         self.lanes: dict[tuple[str, tuple[int, ...]], Lane] = {}
-        self._lane_of: dict[tuple[str, int], Lane] = {}  # by the id of the tuple of ranks, because hashing a thousand ranks is slow
+        self._lane_of: dict[tuple[str, int], Lane] = {}  # key: axis, id of the tuple of ranks (hashing a thousand ranks is slow)
         self._alive: list[tuple[int, ...]] = []
         self.latest: Lane | None = None
         self.messages: dict[tuple[int, int], tuple[int, str]] = {}
         self.awaited: tuple[int, int] | None = None
         self.failed: str | None = None
-        self._words: dict[Any, int] = {}
+        self._words: dict[Any, int] = {}  # name, label or dtype of a collective -> its hash
 
     def enter(self, phase: str, *, step: int | None = None, patience: float | None = None) -> None:
         """Record that the rank enters a phase. step: number from 1. patience: factor of the watchdog's time limit. None: unchanged."""

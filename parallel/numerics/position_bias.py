@@ -2,7 +2,7 @@
 
     distance   key 3  key 4  key 5
     query 4       1      0     -1        The 2 x 3 pairs have 4 distances: the table is read once for each, and pairs of a diagonal share
-    query 5       2      1      0        the value. Backward: gradients are summed over each diagonal, then into the table's rows.
+    query 5       2      1      0        the value. Backward: gradients are summed over each diagonal, then added to table rows.
 
 If the table were read once for each pair, the backward pass would add L x S gradients to a few rows, which a GPU does one after another.
 """

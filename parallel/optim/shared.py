@@ -25,7 +25,7 @@ from parallel.mesh.mesh import Axis
 
 # K matrices of one parameter, R rows, C columns
 
-_ROUND_ELEMENTS = 32 * 2**20  # elements of a round, all ranks together: 128 MiB of fp32
+_ROUND_ELEMENTS = 32 * 2**20  # minimum number of elements in a round, over all ranks: 128 MiB of fp32
 Work = Callable[[int, Tensor], Tensor]  # (number of a Stack, whole matrices [K, R, C]) -> results [K, R, C]
 Cost = Callable[[tuple[int, int]], float]  # shape of a matrix -> cost of the work on it, in any unit
 # The steps of a round: each ends when a collective has started. Returns this rank's shard of the results, one tensor for each stack.
@@ -34,8 +34,8 @@ Steps = Generator[None, None, list[Tensor]]
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's part of each matrix (of all of it, if it is not
-    sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
+    """A parameter as a stack of `count` (K) matrices. shape: [R, C] of this rank's shard of each matrix (of the whole matrix, if it is
+    not sharded). number: identifies the parameter for the caller. dtype: of the results. whole: which ranks hold copies or other shards."""
 
     number: int
     count: int

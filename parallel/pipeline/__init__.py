@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as values (one file each, listed in schedules/catalog.py), simulated and drawn without processes."""
+"""Pipeline parallelism. Each schedule is data (a file each, listed in schedules/catalog.py), to simulate and draw without processes."""

@@ -4,6 +4,8 @@ for each action:  receive its inputs from other ranks (ActionGraph.received)  ->
 
 runtime = Runtime(schedule, axis, Links(up, down))
 runtime.run(work)               # one batch; collective over the ranks of `axis`
+
+Ops: F forward, B backward, I input gradient only, W weight gradient only, S all-reduce over replicas of a stage, U optimizer update.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class _Run:
         self.runtime, self.work, self.plan, self.watchers, self.train = runtime, work, plan, watchers, train
         self.last = plan.schedule.num_stages - 1
         self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch) -> result, until the next stage reads it
-        # (stage, micro-batch) -> (input of F, edge of output; None if the first stage has no trained weight)
+        # (stage, micro-batch) -> (input of F, None on the first stage; autograd edge of F's output, None if nothing up to it is trained)
         self.saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.pending: dict[tuple[int, int], PendingGradients] = {}  # (stage, micro-batch) -> weight gradients that W will compute
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py says which actions an action needs.
+"""A pipeline schedule as a value: the actions of each rank, in order. ActionGraph in check.py says which actions an action waits for.
 
 rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
 rank 1   1F0 1B0 1F1 1B1 1U@1
@@ -156,8 +156,8 @@ def updates(order: Sequence[Action]) -> list[Action]:
 
 
 def stage_complete_at(order: Sequence[Action]) -> dict[int, int]:
-    """Return a dict: index in a rank's order of a stage's last action with weight gradients (B or W) -> the stage. When this action ends,
-    the gradients of the stage are complete."""
+    """Return a dict: index of an action in a rank's order -> stage. The action is the stage's last B or W; when it ends, the stage's weight
+    gradients are complete."""
     last = {action.stage: at for at, action in enumerate(order) if action.op in (Op.B, Op.W)}
     return {at: stage for stage, at in last.items()}
 

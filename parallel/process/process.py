@@ -36,7 +36,7 @@ _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 a
 _OF_NCCL = "NCCL_SOCKET_IFNAME"
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
 
-_NAMES = {
+_NAMES = {  # value of World -> environment variables that can hold it; the first that is set counts
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
     "local": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -47,7 +47,7 @@ _NAMES = {
 @dataclass(frozen=True)
 class World:
     """This process among the `size` processes of a run, of which `local_size` are on this machine. `place`: "cpu" or "cuda"; None: cuda if
-    there is a GPU (`gpus`)."""
+    there is a GPU (`gpus`), else cpu."""
 
     rank: int = 0
     size: int = 1
@@ -82,7 +82,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     if "RANK" not in environment and not by_other:
         if (size := environment.get("WORLD_SIZE") or "1") != "1":
             got, fix = (
-                f"{size}, but RANK is not set, so this process would be on rank 0",
+                f"{size}, but RANK is not set, so this process would be rank 0",
                 "start with moe train --nproc N, or unset WORLD_SIZE",
             )
             raise BadInput("WORLD_SIZE", got=got, needed="both WORLD_SIZE and RANK, or neither", fix=fix)
@@ -102,12 +102,12 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
-    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory.
+    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also let the C library keep freed memory for reuse.
     A single process joins no group.
 
     `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S); until the first step is done, watchdog.FIRST times as long.
-    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect, and BadInput if
-    ranks share a GPU."""
+    `end`: called with the watchdog's message before the watchdog ends this process. Raise NotMet if ranks are missing or do not connect,
+    and BadInput if ranks share a GPU."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -144,10 +144,11 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """Return the exception for ranks that reached the store but cannot connect to each other. Its message is the same on all ranks."""
+    """Return the exception for ranks that reached the rendezvous store but cannot connect to each other: the watchdog's verdict if it has
+    one, which is the same on all ranks; otherwise this rank's own error."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
-        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # gloo's first line, without its place in the source
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # gloo's first line, without file and line number
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface that connects the ranks)"
     said = cut("; ".join(lines)) or type(error).__name__  # with NCCL the last lines have the reason
@@ -177,8 +178,8 @@ def wrong_interface(environment: Mapping[str, str], backend: str = "gloo") -> st
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface through which this process reaches a host; None if the system does not say. Without it, gloo would take
-    the address of this machine's name, which on many machines is a loopback address."""
+    """Return the network interface through which this process reaches a host; None if the system does not say. If no interface is set, gloo
+    takes the address of this machine's name, which on many machines is a loopback address."""
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -197,7 +198,7 @@ def interface_to(host: str) -> str | None:
 
 
 def _with_address(address: ipaddress.IPv6Address) -> str | None:
-    """Return the interface with this address. A row of Linux's table has the address in hexadecimal, four numbers, and the name."""
+    """Return the interface with this address, or None. A row of /proc/net/if_inet6: address in hexadecimal, four numbers, name."""
     table = Path("/proc/net/if_inet6")
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)

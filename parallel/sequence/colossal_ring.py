@@ -1,6 +1,6 @@
 """Ring self-attention of Colossal-AI's paper: first all scores of a rank's queries, then all values.
 
-    ring QK    keys go around the ring; each rank fills its rows of scores, [L / N, L]
+    ring QK    keys go around the ring; each rank fills its queries' rows of scores, [L, N S]
     softmax    of whole rows, on each rank: nothing to merge
     ring AV    values go around the ring; each rank sums probabilities times values
 
@@ -24,7 +24,8 @@ from parallel.numerics.precision import sum_dtype
 from parallel.sequence.method import Known, Method, SavedTensors
 from parallel.sequence.softmax import Gradients, repeated, scores, summed, table_gradient
 
-# N ranks; weight_NBHLS: probabilities of the S = L / N keys of each rank
+# N ranks, B batch, H heads (K of keys and values), L queries of this rank, S = L keys of each rank, C channels of a head
+# weight: attention probabilities
 
 
 class ColossalRing(Method):

@@ -17,15 +17,15 @@ from parallel.sequence.softmax import Gradients, Tokens
 
 # B batch, L tokens on this rank, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
 
-SavedTensors = tuple[Tensor, ...]
-Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+SavedTensors = tuple[Tensor, ...]  # the result of `Method.forward`: the output, then what its backward pass needs
+Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]  # calls its argument, or returns the result of an earlier call
 
 
 @dataclass(frozen=True)
 class Known:
     """Inputs of attention other than queries, keys and values.
     document_BS: document number of each token of the sequences, not only of this rank's tokens, int64; None: one document a sequence.
-    source_document_BS: document numbers of the keys in cross attention; these keys have contiguous positions.
+    source_document_BS: document numbers of the keys in cross attention; each rank holds a contiguous chunk of these keys.
     window: see Method.
     sink_H: the logit of each head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider."""
 
@@ -53,8 +53,8 @@ class Known:
 class Method(ABC):
     """Attention over the ranks of `axis`, which hold the positions of `order`. If order is not causal and there are no position bias
     and window, the keys may be of other sequences than the queries (cross attention).
-    `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks outside the window are
-    sent but not computed."""
+    `window`: number of positions that a query sees, the query's own included; None: all earlier positions. Blocks of keys outside the
+    window are sent but not computed."""
 
     axis: Axis
     order: Order
@@ -66,7 +66,7 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        """Return this rank's gradients of q, k, v, in any dtype, and of the bias table, not summed over ranks. kept: `forward`'s result."""
+        """Return gradients of this rank's q, k, v, in any dtype. The bias table's is not summed over ranks. kept: `forward`'s result."""
 
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result; this default expects (out, log-sum-exp)."""

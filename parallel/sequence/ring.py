@@ -4,9 +4,9 @@
     step 1             q0 x kv2             q1 x kv0             q2 x kv1
     step 2             q0 x kv1             q1 x kv2             q2 x kv0          results merge (softmax.py); N - 1 hops
 
-    backward   the same ring; the gradients of each kv follow it, and one more hop brings them back to its rank
+    backward   the same ring; each kv's gradients follow that kv from rank to rank, and a last hop brings them to its own rank
 
-The order of positions (order.py) decides how equal the work of causal attention is.
+The order in which ranks hold the positions (order.py) decides how evenly the work of causal attention is spread over the ranks.
 Costs: docs/parallel/sequence_ring.md. Source: Liu, Zaharia and Abbeel, arXiv 2310.01889.
 """
 
@@ -45,10 +45,10 @@ class Ring(Method):
                 found = attend_backward(*block, whole, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=bias)
                 total.add(found, queries=rows, keys=columns)
             of_keys = [total.k_BKSC, total.v_BKSC]
-            if coming is not None:  # gradients of the same keys, summed over the ranks before this one
+            if coming is not None:  # gradients of these keys and values, summed over the ranks that had them earlier
                 for here, before in zip(of_keys, coming.wait(), strict=True):
                     here += before
             coming = start_shift(of_keys, self.axis)
         assert coming is not None
-        dk, dv = coming.wait()  # the last hop brings gradients to their rank
+        dk, dv = coming.wait()  # the last hop brings the gradients to the rank that owns the keys
         return total._replace(k_BKSC=dk, v_BKSC=dv)

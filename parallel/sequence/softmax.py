@@ -4,8 +4,8 @@
     all keys            lse = log(exp lse_A + exp lse_B)
                         out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B      in any order and any division of the keys
 
-A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
-final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
+A block (some queries and some keys) without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass
+needs no merge: given the final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
 A fused kernel (parallel/numerics/fused_attention.py) computes blocks that have one document, no bias and all pairs in the window. All other
 blocks are computed by plain operations, QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs. Sources:
@@ -136,9 +136,9 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys; then there are as many keys
-    as queries. queries, keys: positions and documents of the block's tokens; pairs outside the window or of different documents are
-    masked."""
+    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys, of as many keys as there are
+    queries; False: all keys. queries, keys: positions and documents of the block's tokens; pairs outside the window or of different
+    documents are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:
@@ -227,7 +227,7 @@ def table_gradient(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: To
 
 def _by_runs(queries: Tokens, keys: Tokens) -> Iterator[tuple[slice, slice, range, range]]:
     """Yield (slice of the queries, slice of the keys, positions of these queries, positions of these keys) for each run of queries with
-    each run of keys. A run: tokens with consecutive positions."""
+    each run of keys. A run: tokens whose positions form one range, which may have a step (striped order)."""
     return ((rows, columns, query, key) for rows, query in queries.by_run() for columns, key in keys.by_run())
 
 

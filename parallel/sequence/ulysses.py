@@ -5,8 +5,8 @@
     after      as before
 
 `inside` is the attention that a rank runs on its heads. It may be a ring over other ranks: sequence parallelism in two dimensions (USP,
-arXiv 2405.07719). If the number of key-value heads is not a multiple of the ranks, heads are repeated, so that each rank gets the heads
-that its query heads need; the gradients of the repetitions are summed.
+arXiv 2405.07719). If the number of key-value heads is not a multiple of the number of ranks, heads are repeated, so that each rank
+gets those that its query heads need; the gradients of the repetitions are summed.
 Costs: docs/parallel/sequence_ulysses.md. Source: Jacobs et al., arXiv 2309.14509.
 """
 

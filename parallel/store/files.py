@@ -16,13 +16,15 @@ from pathlib import Path
 from parallel.errors import BadInput, harmless
 
 UTF_8 = "utf-8"
+# errors which mean that a file's contents are lost
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
 _MOST_STEPS = 2**53  # all steps are below this number, because ranks exchange steps as float64, which holds them exactly
 MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read; real ones have a few megabytes at most
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """Return the path with `~` replaced by the home folder. Raise BadInput for control characters, or if the lookup fails."""
+    """Return the path with `~` replaced by the home folder. Raise BadInput for control characters, or if the path cannot
+    be looked up. A missing file is no error."""
     if not harmless(str(text)):
         raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:
@@ -51,8 +53,8 @@ def reason(error: Exception) -> str:
 
 
 def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError if it has more than `most_bytes` bytes, and for other files, such as a pipe,
-    which may block, or a device without end. newline: as in Python's `open`."""
+    """Return the UTF-8 text of a regular file. Raise OSError if it has more than `most_bytes` bytes, or is not a regular file: a pipe may
+    block, and a device may have no end. newline: as in Python's `open`."""
     with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

@@ -4,8 +4,8 @@
     <folder>/.lock      names the process that holds the lock; locked too, because NFS and Lustre pass locks of files to other machines,
                         but not locks of folders
 
-A launcher holds the lock for its ranks, and tells them the folder in the environment variable HELD. Without such a launcher, a single
-process or rank 0 holds the lock itself. If the disk has no locks, nothing is locked.
+A launcher holds the lock for its ranks, and names the folder in the environment variable MOE_LOCKED_FOLDER. Without such a
+launcher, a single process or rank 0 holds the lock itself. If the disk has no locks, nothing is locked.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Held:
             os.close(self.file)  # before the folder is removed: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            # if the run's folder was renamed, remove the empty folder that ranks may have made at the old path, to report their end
+            # if the run's folder was renamed, ranks may have made a folder at the old path to report their end: remove it if it is empty
             for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers split over ranks, with their layouts and their products."""
+"""Tensor parallelism: linear layers, embedding and head split over ranks, with the layouts of their parameters."""

@@ -1,4 +1,5 @@
 """1D tensor parallelism by torch's DTensor: the layouts of linear_1d.py, but torch derives the communication from placements.
+`sliced`: with sequence parallelism between layers.
 
     x  Replicate, or sliced: Shard(1) --> Replicate                                                 layer.enter
     W1 Shard(0)                       x W1   Shard(-1), then local for attention and activation     module.product
@@ -6,8 +7,8 @@
     y                                 Partial --> Replicate, or sliced: Shard(1)                    layer.leave
 
 Parameters stay plain local tensors, as engines and checkpoints need them, and become DTensors at each use. (torch's
-`parallelize_module` makes parameters DTensors.) The project's counters do not see these collectives; torch's CommDebugMode does.
-Embedding, head and loss are in vocabulary.py, norms in sliced.py. Costs: docs/parallel/tensor_dtensor.md.
+`parallelize_module` makes parameters DTensors.) The project's counters of communication do not see these collectives; torch's CommDebugMode
+does. Embedding, head and loss are in vocabulary.py, norms in sliced.py. Costs: docs/parallel/tensor_dtensor.md.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def row_products(h: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Te
 
 
 def leave(y_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
-    """Return the sum over ranks of the layer's output, as a plain tensor; if `sliced`, this rank's shard. Backward: gather the gradient."""
+    """Return the sum over ranks of the layer's output, as a plain tensor; if `sliced`, this rank's shard of it. Backward: gather the
+    gradient if `sliced`; otherwise every rank has it."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     partial_sums = y_BLD if isinstance(y_BLD, DTensor) else ranks.placed(y_BLD, Partial())

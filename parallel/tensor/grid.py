@@ -1,6 +1,6 @@
 """Common parts of 2D, 2.5D and 3D tensor parallelism. Between layers, a rank has some sequences and a shard of their channels.
 
-x [B, L, D]         sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
+x [B, L, D]   sequences are split over tp_depth and tp_row (moe/data/token_shard.py), channels over tp_col
 
 norm          needs all channels: ranks along tp_col exchange two numbers a token
 MoE layer     needs all channels of a token: `Exchanged`
@@ -134,8 +134,8 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """All-to-alls over `axis`, whose ranks share the channels of their tokens. `cut`: from this rank's channels of all these tokens to all
-    channels of this rank's chunk of them. `join`: the reverse; total: number of all these tokens."""
+    """All-to-alls over `axis`, whose ranks hold different channels of the same A tokens. `cut`: this rank gives its channels of all A
+    tokens, and gets all channels of its chunk of T tokens. `join`: the reverse; total: A."""
 
     axis: Axis
 
@@ -177,7 +177,7 @@ def _turned_back(grad: Tensor, held: Axis, *, other: Axis) -> Tensor:
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
     """Send x from rank (row, column) to rank (column, row), and return the received tensor. Backward does the same with gradients.
-    grid: q x q ranks, row by row."""
+    grid: axis over q x q ranks, row by row."""
     return paired(x, grid, _across, _across)
 
 

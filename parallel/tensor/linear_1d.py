@@ -8,8 +8,8 @@
           \\                          /
             y = sum of partial sums         g: sum forward, identity backward                     layer.leave
 
-With fewer key-value heads than the t ranks of tp, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh
-whose tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
+With fewer key-value heads than the t ranks of tp, t / heads adjacent ranks hold copies of the same head (`Column("tp_row_heads")`, with
+a mesh whose tp_row_copies is t / heads). Each copy serves different query heads, so the gradients are summed over the copies.
 Costs: docs/parallel/tensor_1d.md. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
@@ -59,7 +59,8 @@ class Column(Style):
 @dataclass(frozen=True)
 class Row(Style):
     """Splits a product's inputs over tp: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer (a replaceable function,
-    style.py). With `chunks` above 1, fills `product` of the module instead, so that sums start before the product ends (overlapped.py).
+    style.py). With `chunks` above 1, fills `product` of the module instead, so that the first chunk is summed over ranks
+    while the next is computed (overlapped.py).
     sliced, chunks: as in Column."""
 
     sliced: bool = False
@@ -70,7 +71,7 @@ class Row(Style):
 
     def low_rank(self, half: str, shape: Shape) -> Layout:
         found = low_rank(self.layout("", shape), half, shape)
-        # in chunks, x A^T is summed over ranks before it is multiplied by B^T, so all ranks compute the same gradient of B
+        # in chunks, LoRA's x A^T is summed over ranks before it is multiplied by B^T, so all ranks compute the same gradient of B
         return replace(found, alike=("tp",)) if half == "b" and self.chunks > 1 and not self.sliced else found
 
     def fill(self, model: nn.Module, layouts: Layouts, mesh: Mesh) -> None:

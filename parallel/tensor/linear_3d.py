@@ -38,10 +38,10 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 @dataclass(frozen=True)
 class Cube(Style):
-    """A weight [out, in] of which each rank of the cube holds another block. place: "second" for the last product of a layer, else "first".
-    Replaces the function with which a module multiplies by its weight (attribute `product`), and, if place is "first", the function with
-    which a layer multiplies one x by several weights (attribute `products`). copied: there are fewer key-value heads than rows of the cube,
-    so neighbours along tp_row hold the same outputs."""
+    """Sharding of a weight [out, in]: each rank of the cube holds a different part. place: "second" for the last product of a layer, else
+    "first". Replaces the function with which a module multiplies by its weight (attribute `product`), and, if place is "first", the
+    function with which a layer multiplies one x by several weights (attribute `products`). copied: there are fewer key-value heads than
+    ranks of tp_row, so neighbours along tp_row hold the same outputs."""
 
     place: Literal["first", "second"]
     copied: bool = False
@@ -101,7 +101,7 @@ class _Products(torch.autograd.Function):
 
 
 def _matrix(ctx: Any, weights_OI: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return one matrix in `dtype`: first the rows of the wide weights, gathered over depth, then the rows of the narrow ones (LoRA's A),
-    which depth does not split."""
+    """Return one matrix in `dtype`: first the rows of each W, gathered over depth, then the rows of each A (LoRA), which is not split over
+    depth."""
     wide, narrow = weights_OI[: ctx.wide], weights_OI[ctx.wide :]
     return together([gathered(together(wide, dtype=dtype), ctx.axes[2], dim=ctx.deep), *narrow], dtype=dtype)

@@ -9,10 +9,10 @@
     columns             nothing to send                             sum of dy_i W1^T during dy_i+1 W1^T, then during the gradients of W1
     columns, sliced     x_i+1 is gathered during x_i W1             reduce-scatter instead of sum
 
-In the backward pass of columns one chunk is enough, because its sum overlaps with the products that give the weights' gradients. With
-sequence parallelism, a chunk has some positions of each rank's shard, so each rank gets its own positions of each chunk. Results equal
-linear_1d.py up to rounding. Costs: docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation
-(ASPLOS 2023).
+row: row-parallel product, columns: column-parallel products, sum: all-reduce, sliced: with sequence parallelism. In the backward pass of
+columns one chunk is enough, because its sum overlaps with the products that give the weights' gradients. If sliced, a chunk has some
+positions of each rank's shard, so each rank gets its own positions of each chunk. Results equal linear_1d.py up to rounding. Costs:
+docs/parallel/tensor_1d.md. Source: Wang et al., Overlap communication with dependent computation (ASPLOS 2023).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def column_products(
     sliced: bool = False,
     recast: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each A of `narrow_rI`, in x's dtype. Each rank holds all of A. x is [B,
-    L, I], equal on all ranks, or with `sliced` each rank's [B, l, I].
+    """Return x W^T [B, L, O] for each W, then x A^T [B, L, r] for each LoRA matrix A [r, I] of `narrow_rI`, in x's dtype. Each rank holds
+    all of A. x is [B, L, I], equal on all ranks, or if `sliced` each rank's [B, l, I].
 
     The gradient of x is summed over the axis. recast: save no cast weights for the backward pass, but cast them again (moe/nn/linear.py).
-    chunks: largest number of chunks."""
+    chunks: maximum number of chunks."""
     products = _SlicedColumns if sliced else _Columns
     found: tuple[Tensor, ...] = products.apply(x, axis, chunks, recast, len(weights_OI), *weights_OI, *narrow_rI)
     return found
@@ -177,8 +177,9 @@ def _share(grads_TO: Sequence[Tensor], matrices_OI: Sequence[Tensor], out: Tenso
 def _weight_gradients(
     weights_OI: tuple[Tensor, ...], grads: Sequence[Tensor], x: Tensor | None, *, wide: int | None = None
 ) -> Sequence[Tensor | None]:
-    """Return the weights' gradients; None for a frozen weight, and for a deferred gradient. grads: gradient of each product's output.
-    x: input of the products; None if all weights are frozen. wide: only the first `wide` weights' gradients may be deferred; None: all."""
+    """Return the weights' gradients; None for a frozen weight, and for a gradient deferred to a later W pass (weight_gradient.py). grads:
+    gradient of each product's output. x: input of the products; None if all weights are frozen. wide: only the first `wide` weights'
+    gradients may be deferred; None: all."""
     if x is None:
         return [None] * len(weights_OI)
     return gradients_of_trained(weights_OI, lambda which: [gradient_of(weights_OI[i], grads[i], x) for i in which], wide=wide)

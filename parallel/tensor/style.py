@@ -46,8 +46,8 @@ def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
     """Return the layout of A [r, in] or B [out, r] in y = x W^T + s (x A^T) B^T, given the layout `weight` of W.
 
     Dim `in` of A and dim `out` of B are cut as in W. So x A^T is computed from shards of x, each rank adds the term to its own outputs,
-    and the products with A and B send no more than the product with W. Layout.alike is W's, too: if it is empty, gradients of copies of A
-    or B differ and are summed. In 3D, W is also cut over depth; A and B are not."""
+    and the products with A and B send no more than the product with W. Layout.alike is copied from W, too. If it is empty, gradients of
+    copies of A or B differ and are summed. In 3D, W is also cut over depth; A and B are not."""
     dim = 0 if half == "b" else 1
     axes = weight.cut_by(dim)[:1]
     return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})
@@ -55,7 +55,8 @@ def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
 
 @dataclass(frozen=True)
 class Copied(Style):
-    """Every rank of a pipeline stage holds the whole parameter. alike: the axes along which ranks see the same tokens."""
+    """Every rank of a pipeline stage holds the whole parameter. family: a label by which gradient norms are grouped. alike: the axes along
+    which ranks see the same tokens."""
 
     family: str = "dense"
     alike: tuple[str, ...] = ("tp",)
@@ -129,7 +130,7 @@ class Plan:
 
 
 _REST = Copied()
-_LOW_RANK = re.compile(r"(.*)\.lora_([ab])")  # path of A or B in the module of their weight
+_LOW_RANK = re.compile(r"(.*)\.lora_([ab])")  # path of LoRA's A or B: .lora_a or .lora_b in the module of the weight
 
 
 def fits(pattern: str, name: str) -> bool:
@@ -143,7 +144,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) -> dict[str, Layout]:
-    """Return the layout of every parameter of a whole model, by path. `tiled_dim`: path -> the dim that tiles cut."""
+    """Return path -> layout of every parameter of a whole model. `tiled_dim`: path -> dim that memory-centric tiling (tiling.py) cuts."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))

@@ -43,7 +43,8 @@ class Held(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A tensor with wrong bits. places: indices on `axis` of the ranks with wrong bits. source: index of an intact rank; None: unknown."""
+    """A tensor with wrong bits. places: indices on `axis` of the ranks with wrong bits. source: index of an intact rank; None: no rank is
+    known to be intact, and `places` has all ranks."""
 
     held: Held
     axis: Axis

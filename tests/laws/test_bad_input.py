@@ -334,7 +334,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tiling.head 200",
-        "tiling.head: got 200, needed at most the vocabulary's 256 / degrees.tp=2",
+        "tiling.head: got 200, needed at most the vocabulary size 256 / degrees.tp=2",
         "set it to 1",
     ),
     (

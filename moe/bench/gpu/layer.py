@@ -1,8 +1,8 @@
-"""Measures one MoE layer: each Triton kernel compared with the machine's ceilings, and the whole layer compared with other packages.
+"""Measures one MoE layer: each Triton kernel compared with the device's measured rates, and the whole layer compared with other packages.
 
-A kernel's bound is the longer of two times: its FLOPs at the rate of a large product, and the least bytes that it reads and writes at
-the rate of a copy. `share` is this bound over the measured time. T tokens, K choices, R = T K rows, D model, F hidden, E experts, b bytes
-an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's output, and d marks a gradient:
+The least time of a kernel, its bound, is the longer of two: its FLOPs / the rate of a large matrix product, and the bytes that it must
+read and write / the rate of a copy. `share` is this bound / the measured time. T tokens, K choices, R = T K rows, D model, F hidden,
+E experts, b bytes an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's output, and d marks a gradient:
 
     kernel     computes                               FLOPs       bytes
     up         H, G, A from X[token]                  4 R D F     (T D + 2 E D F + 3 R F) b
@@ -30,7 +30,7 @@ from moe.bench.layers import dispatch, layers
 from moe.bench.layers.layers import LayerCase, Shape
 from moe.bench.timing import wait
 
-SHAPES = {
+SHAPES = {  # whether the device is a GPU -> name in the printed table -> sizes: tokens, width, hidden, experts, choices
     True: {
         "Mixtral 8x7B": Shape(8192, 4096, 14336, 8, 2),
         "Qwen3-30B-A3B": Shape(16384, 2048, 768, 128, 8),
@@ -77,8 +77,8 @@ def kernel_page(rows: Sequence[Row]) -> list[str]:
 
 
 def race_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
-    """Compare whole layers with the peers of `moe bench dispatch`. Without a GPU the only peer is our layer with other kernels, because
-    importing another package takes seconds."""
+    """Compare our whole layer with the other implementations in `moe bench dispatch`. Without a GPU, compare it only with itself on other
+    kernels, because importing another package takes seconds."""
     work = {}
     for name, shape in SHAPES[machine.gpu].items():
         for routing in ("balanced", "skewed") if machine.gpu else ("balanced",):
@@ -134,8 +134,8 @@ def _seconds_of_kernels(machine: Machine, shape: Shape, kernels: str) -> dict[st
 
 @contextmanager
 def _timed(machine: Machine, module: ModuleType, seconds: dict[str, float]) -> Iterator[None]:
-    """Within the context, each call of a function of `module` that is in KERNELS adds its time to `seconds` (value in KERNELS -> seconds),
-    and waits for the GPU before and after."""
+    """Within the context, time the functions of `module` that KERNELS names. Each call adds its time to `seconds` (name in the printed
+    table -> seconds), and waits for the GPU before and after."""
     plain = {name: getattr(module, name) for name in KERNELS}
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

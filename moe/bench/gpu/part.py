@@ -34,7 +34,7 @@ class Machine:
 @dataclass(frozen=True)
 class Part:
     """One measurement. `rows(machine, before)` runs it; before: name of an earlier part -> its rows. page: formats rows as lines of text.
-    minutes: longest expected time on an H100. packages: needed in addition to torch, triton, numpy and einops."""
+    minutes: longest expected time on an H100. packages: Python packages needed in addition to torch, triton, numpy and einops."""
 
     name: str
     minutes: float
@@ -44,8 +44,8 @@ class Part:
 
 
 def each(work: Mapping[str, Callable[[], list[Row]]]) -> list[Row]:
-    """Call each function in `work` and return all rows; `what` in a row is the function's name. A call that fails, for example if memory
-    runs out, gives a row with the error."""
+    """Call each function in `work`, name -> function, and return all rows; `what` in a row is the name. A call that fails, for example if
+    memory runs out, gives a row with the error."""
     found: list[Row] = []
     for name, one in work.items():
         try:

@@ -1,4 +1,4 @@
-"""Compares the Triton kernels with the plain reference in fp32. Routing must be equal; the experts' results may differ by LIMITS."""
+"""Compares the Triton kernels with the plain reference in fp32. Routing decisions must be equal; other results may differ by LIMITS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # whether the device is a GPU -> (T, E, D, F)
 SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((21, 3, 36, 28),)}
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
-LOADS = ("even", "drops", "one takes all", "empty experts")
+LOADS = ("even", "drops", "one takes all", "empty experts")  # how choices are spread over experts; drops: some are dropped
 _SANITIZED = "from moe.bench.gpu import right; right.once()"
 
 
@@ -72,8 +72,8 @@ def _routing(machine: Machine) -> list[Row]:
 
 
 def _routes(logits_TE: Tensor, expert_TK: Tensor) -> bool:
-    """Return whether the router's kernels give the results of torch operations: equal choices, and equal gates, loss and gradient of the
-    logits within 1e-5."""
+    """Return whether the router's kernels give the results of torch operations: equal choices; gates, loss and gradient of the logits
+    equal within 1e-5."""
     from moe.kernels.triton.router import Given
 
     k = expert_TK.shape[1]

@@ -45,9 +45,9 @@ MODELS: dict[bool, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
-STEPS = {True: 10, False: 2}
+STEPS = {True: 10, False: 2}  # whether the device is a GPU -> number of timed steps
 TOP = 30  # largest number of GPU kernels that are listed
-LOSSES = 10
+LOSSES = 10  # number of steps whose losses are compared
 
 
 def step_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
@@ -67,7 +67,7 @@ def step_page(rows: Sequence[Row]) -> list[str]:
 
 def loss_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:
     """Return a row for each dtype: ten losses of the tiny model on the device. The row passes if a second run gives the same bits, and if
-    the losses differ from the CPU's in fp32 by at most `limit`."""
+    the losses' relative difference from fp32 on the CPU is at most `limit`."""
     found = []
     sizes = MODELS[False]["sparse"]
     here = _losses(sizes, torch.device("cpu"), torch.float32)

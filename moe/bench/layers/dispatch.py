@@ -31,7 +31,7 @@ from parallel.errors import BadInput
 from parallel.process.libc import keep_freed_memory
 from parallel.process.process import World
 
-SHAPES = {
+SHAPES = {  # device -> Shape(tokens, model width, hidden units of an expert, experts, experts of each token)
     "cpu": (
         Shape(4096, 512, 2048, 8, 1),
         Shape(4096, 512, 2048, 8, 2),
@@ -45,12 +45,13 @@ SHAPES = {
         Shape(32768, 768, 3072, 128, 1),  # Switch-Base
     ),
 }
-GROWTH = {
+GROWTH = {  # name of a row -> (small, large) shape
     "tokens x4": (Shape(4096, 256, 512, 64, 1), Shape(16384, 256, 512, 64, 1)),
     "experts 8 to 256": (Shape(8192, 256, 256, 8, 1), Shape(8192, 256, 256, 256, 1)),
 }
 
 Make = Callable[[LayerCase], Pass]
+# in OURS and PEERS: activation -> implementation -> function that makes the pass to time
 OURS: dict[str, dict[str, Make]] = {
     "relu": {"ours": partial(layers.ours, ffn="relu"), "ours, fp32 weights": partial(layers.ours, ffn="relu", master=torch.float32)},
     "swiglu": {"ours swiglu": partial(layers.ours, ffn="swiglu")},

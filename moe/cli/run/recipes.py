@@ -1,4 +1,4 @@
-"""Functions of the verbs show, recipes and plan."""
+"""Functions that carry out the verbs show, recipes and plan of the command `moe`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from moe.convert.huggingface import PREFIX
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 
-_OF_PEER = ("model", "ep", "tp", "fsdp", "pin_routing")
+_OF_PEER = ("model", "ep", "tp", "fsdp", "pin_routing")  # flags of `moe verify` that only --peer reads
 
 
 def verify(flags: Verify, _: dict[str, str]) -> int:

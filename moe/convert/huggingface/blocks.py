@@ -143,7 +143,7 @@ def _decoded_fp8(tensors: Mapping[str, Plain], size: tuple[int, int]) -> dict[st
 def _scales(tensors: Mapping[str, Plain], key: str, name: str, shape: tuple[int, ...]) -> Plain:
     scales = tensors.get(name)
     if scales is None:
-        raise BadInput(f"tensor {key}", got=f"no {name}", needed="the scales of its blocks", fix="take all files of the model")
+        raise BadInput(f"tensor {key}", got=f"no {name}", needed="the scales of its blocks", fix="download all files of the model")
     if scales.shape != shape:
         raise _wrong(name, scales, f"shape {list(shape)}")
     return scales

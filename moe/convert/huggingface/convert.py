@@ -271,8 +271,8 @@ def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
 
 
 def adapters_of(source: Path, out: Path) -> list[str]:
-    """Write the adapters of the run `source`, without their base, to a folder `out` for PEFT. Return lines to print. Raises BadInput
-    before the folder exists."""
+    """Write the LoRA adapters of the run `source`, without the base model, to a folder `out` for PEFT. Return lines to print. Raises
+    BadInput before the folder exists."""
     path = find(source)
     reader = whole(path)
     if not isinstance(reader, Merged):
@@ -287,10 +287,10 @@ def adapters_of(source: Path, out: Path) -> list[str]:
 
 
 def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
-    """Return name -> dtype in which a tensor is written. With `asked`: this dtype for weights, the checkpoint's for biases. Without it: the
+    """Return name -> dtype in which a tensor is written. With `asked`: this dtype for weights, the checkpoint's for others. Without it: the
     dtype in the imported model's files, or the checkpoint's if these do not say. `own`: name -> dtype in the checkpoint. `kinds`:
-    name -> "weight", or EXTRA for biases. `came`: folder with the files kept from the imported model. `trained`: whether the run has
-    trained the model."""
+    name -> "weight", or EXTRA for a router's selection bias. `came`: folder with the files kept from the imported model.
+    `trained`: whether the run has trained the model."""
     if asked is not None:
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}

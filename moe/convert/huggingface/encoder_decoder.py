@@ -2,7 +2,7 @@
 
     encoder.block.{i}.layer.0.SelfAttention.q.weight       layers.{i}.attention.q.weight
     decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: layers of the encoder
-    ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           transposed
+    ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           transposed; l: i or n + i
 
 Switch's `expert_capacity` is a number of slots that does not depend on the sequence's length. In a recipe it is router.min_capacity, with a
 capacity_factor that gives less than one slot. If an expert has at least as many slots as a sequence has tokens, no token can be dropped, so

@@ -39,9 +39,9 @@ _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the expert, if
-    that tensor is a stack of experts. `row`: says whether the parameter is transposed in the file, and whether it is one half of the file's
-    tensor."""
+    """Location of a parameter in the files. `key`: key of the file's tensor that contains the parameter. `expert`: index of the
+    expert that has the parameter; None: no expert. `row`: says whether the parameter is transposed in the file, and whether it is one half
+    of the file's tensor."""
 
     row: Row
     key: str
@@ -75,8 +75,8 @@ class Location:
 
 
 def locations(name: str, family: Family, *, stacked: bool = True) -> Iterator[Location]:
-    """Yield the possible locations of the parameter `name` of this project in the family's transformers files. The first one is used for
-    writing. `stacked`: also yield the location in a tensor that stacks all experts."""
+    """Yield the possible locations of a parameter in the transformers files of a model family. The first one is used for writing. `name`:
+    the parameter's name in this project. `stacked`: also yield the location in a tensor that stacks all experts."""
     kinds = [] if family.experts is None else [family.experts, "shared", *["stacked"] * stacked]
     for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
@@ -184,7 +184,8 @@ class Source:
 
 
 def _of_the_model(folder: Path) -> list[Path]:
-    """Return the files that the index names. Without a valid index: all files except Mistral's second copy (consolidated*.safetensors)."""
+    """Return the safetensors files that model.safetensors.index.json names. Without a valid index: all files except Mistral's second
+    copy (consolidated*.safetensors)."""
     paths = sorted(folder.glob("*.safetensors"))
     try:
         named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())

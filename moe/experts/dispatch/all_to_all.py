@@ -1,4 +1,5 @@
-"""Uneven all-to-all: rank i of ep holds the i-th chunk of experts; one all-to-all sends the kept rows, another brings results back.
+"""Uneven all-to-all: rank i of ep holds the i-th chunk of experts. One all-to-all sends a row (copy of a token) for each kept
+choice to the rank of the chosen expert, another brings the results back.
 
 With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and one chunk's rows are sent while another computes:
 
@@ -36,7 +37,7 @@ class AllToAll(Dispatcher):
 
     def traffic(self, load: Load) -> Traffic:
         rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
-        first = min(1.0, 2 / self.chunks)  # share of the rows that are being sent when `meanwhile` is called: two chunks
+        first = min(1.0, 2 / self.chunks)  # share of the rows that are sent while other parts of the layer compute: two chunks
         return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=rows, meanwhile=first)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

@@ -1,12 +1,12 @@
-"""All-to-all of equal blocks: one block of slots for each rank and expert, so all messages have the same size.
+"""All-to-all of equal blocks: each rank sends one block of slots to each expert, so all messages have the same size.
 
     tokens --permute--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --permute--> rows of the held experts, by expert
                         |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-With a capacity (router.capacity_factor), the slots of a block are the expert's slots in each of the sending rank's groups of tokens. So no
-shape depends on the routing, and the host reads no value from a GPU: a CUDA graph can capture the layer. Without a capacity (dropless), a
-block has as many slots as the largest number of rows that any rank sends to one expert; the host waits for this number. Experts compute
-filled slots only. An empty slot has a copy of some token, which is never read. Source: GShard (arXiv 2006.16668, section 3.2).
+With a capacity (router.capacity_factor), a block has the expert's slots for each of the sending rank's groups of tokens. So no shape
+depends on the routing, and the host reads no value from a GPU: a CUDA graph can capture the layer. Without a capacity (dropless), a block
+has as many slots as the largest number of rows that any rank sends to one expert; the host waits for this number. Experts compute filled
+slots only. An empty slot has a copy of some token, which is never read. Source: GShard (arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Placement of experts on ranks. A layer has places 0, 1, ..., each for one expert; each rank has an equal chunk of consecutive places.
 
     load_E   9 8 1 1 1 1 1 2       experts in order:  ranks compute  | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
-                                   balanced:                         | 9 1 1 1 | 8 2 1 1 |
+                                   balanced:                         | 9 1 1 1 | 8 1 1 2 |
 
-Rows are sorted by the places of their experts. Source: expert placement by load as in FlexMoE (arXiv 2304.03946) and FasterMoE (PPoPP
-2022); here experts are moved, not copied.
+Rows (a token for one of its experts) are sorted by the experts' places. Source: expert placement by load as in FlexMoE (arXiv 2304.03946)
+and FasterMoE (PPoPP 2022); here experts are moved, not copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from parallel.errors import BadInput
 from parallel.mesh.mesh import divisors
 
-Placement = tuple[int, ...]
+Placement = tuple[int, ...]  # number of the expert at each place
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
@@ -44,8 +44,8 @@ def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) ->
 
 @lru_cache
 def place_of_expert(num_experts: int, placement: Placement | None, order: tuple[int, ...] | None) -> list[int]:
-    """Return the place of each expert: its position in `placement` (None: its index). `order`: a new numbering of the places, in which
-    place order[i] gets number i; None: the numbers stay."""
+    """Return the place of each expert: its position in `placement` (None: the expert's index). `order`: a new numbering of the places, in
+    which place order[i] gets number i; None: the numbers stay."""
     expert_at, ordered = placement or range(num_experts), order or range(num_experts)
     place_E = [0] * num_experts
     for number, place in enumerate(ordered):

@@ -1,4 +1,5 @@
-"""Sends rows to the ranks that hold their experts, and the results back: in one step, or in one step for each chunk of a rank's experts.
+"""Sends rows (a token's vector, once for each chosen expert) to the ranks that hold their experts, and the results back. All rows are sent
+in one step, or each rank's experts are cut into chunks, with a step for each chunk.
 
 x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of this rank's experts, by expert
 y_TD <--combine-- results in the same order          <--inverse, exchange---------- their results
@@ -24,13 +25,13 @@ from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# T tokens, D model, R rows, N chunks, P ranks of the ep axis, H experts held by a rank, E experts of a chunk
+# T tokens, K choices of a token, D model, R rows, N chunks, P ranks of the ep axis, H experts held by a rank, E experts of a chunk
 
 
 @dataclass(frozen=True)
 class Step:
     """The planned exchange over `axis` of one chunk's rows. `send`, `receive`: number of rows to and from each rank. `order_R`: indices
-    that sort received rows by expert. `arrived`: number of received rows of each expert.
+    that sort received rows by expert. `arrived`: number of rows that each etp rank received for each expert.
     """
 
     axis: Axis
@@ -60,8 +61,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps(Exchange):
-    """The exchange by all-to-alls, one for each of the `chunks` chunks into which each rank's experts are cut. While a chunk computes, the
-    next chunk's rows are sent."""
+    """The exchange by all-to-alls, one for each of the `chunks` chunks into which each rank's experts are cut. While one chunk's experts
+    compute, the next chunk's rows are sent."""
 
     chunks: int = 1
 
@@ -90,8 +91,8 @@ class Steps(Exchange):
         return y_TD
 
     def planned(self, routing: Routing) -> tuple[Plan, Callable[[], list[Step]]]:
-        """Return the plan of the rows, and a function that returns a Step for each chunk. The numbers of rows are copied to the host
-        asynchronously; the function waits for them. Collective.
+        """Return the plan, which has the choice of each row to send, and a function that returns a Step for each chunk. The numbers of rows
+        are copied to the host asynchronously; the function waits for them. Collective.
         """
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
         each, order = held // self.chunks, None

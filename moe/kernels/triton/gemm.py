@@ -16,11 +16,12 @@ import triton.language as tl
 from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 # M a tile's rows, N its columns, K the dim of the sum; R rows, D model, F hidden, E experts
+# EVEN: True if the blocks divide the matrices' dims, so that loads and stores need no mask for columns
 
 
 @triton.jit
 def dot(a_MK, b_KN, sum_MN):
-    """Add the product of two blocks to fp32 sums, exactly as fp32 would: no TF32."""
+    """Add the product of two blocks to fp32 sums, exactly as fp32 would, without TF32."""
     if INTERPRETED:  # the interpreter handles bf16 as raw bits only; products of two bf16 are exact in fp32
         a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
     return tl.dot(a_MK, b_KN, sum_MN, input_precision="ieee")
@@ -235,8 +236,9 @@ def back(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute the gradients of h and g, and gate * a, all [R, F], with a = activation(h) [* g] [* scale]. Also write `parts` [R, column
-    tiles] fp32: the dot product of a and its gradient in each column tile; their sum is the gate's gradient. `gate`, `parts`: None if rows
-    are not combined. `scale`: dropout's factors. `choice`: index t K + k of each row's choice; None: `grad` has rows instead of tokens.
+    tiles] fp32: the dot product of a and its gradient in each column tile; their sum is the gradient of `gate`, the router's gates [T, K].
+    `gate`, `parts`: None if rows are not combined. `scale`: dropout's factors. `choice`: index t K + k of each row's choice;
+    None: `grad` has rows instead of tokens.
     """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)

@@ -1,4 +1,5 @@
 """Kernels that count choices, sort them by expert and move rows. Each element has one writer: no atomics, no additions at an index.
+A choice is one of the K experts of a token.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
                          scan    number of the expert's choices in earlier blocks
@@ -71,7 +72,7 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
     """Return the flat choices t * K + k of a block, and a mask of the choices that exist. QUEUE: a group's choices are in the order of k,
     so all tokens' first choices come first, and a block has choices of one k; otherwise in the order of t."""
     if QUEUE:
-        blocks = (tokens + BLOCK - 1) // BLOCK  # of each k
+        blocks = (tokens + BLOCK - 1) // BLOCK  # number of blocks for each k
         place_N = block % blocks * BLOCK + tl.arange(0, BLOCK)
         return (group * tokens + place_N).to(tl.int64) * choices + block // blocks, place_N < tokens
     else:
@@ -110,8 +111,8 @@ def count(expert, active, row, out, zeros, tokens, choices, E, QUEUE: tl.constex
 
 @triton.jit(do_not_specialize=["blocks"])
 def scan(counts, totals, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Replace counts [groups, blocks + 1, E] in place by their sums over earlier blocks of the group. `totals` [E], if given (with one
-    group): write the sums over all blocks into it."""
+    """Replace counts [groups, blocks + 1, E] in place by their sums over earlier blocks of the group. If `totals` [E] is given,
+    there is one group: write the sums over all its blocks into `totals`."""
     expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     passed_E = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, blocks + 1, BLOCK_B):
@@ -275,7 +276,7 @@ def gate_gradient(parts, row, out, N, P, BLOCK_N: tl.constexpr, BLOCK_P: tl.cons
 
 @triton.jit
 def cast(first, second, out_first, out_second, N, BLOCK: tl.constexpr):
-    """Copy two tensors of N elements, rounded to the results' dtype. Grid: blocks of elements, then the tensors."""
+    """Copy two tensors of N elements, rounded to the results' dtype. Grid: (blocks of elements, 2 tensors)."""
     at_N = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
         put(out_first + at_N, tl.load(first + at_N, mask=at_N < N).to(tl.float32), at_N < N)

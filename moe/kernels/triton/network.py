@@ -1,5 +1,5 @@
-"""The experts' networks on rows sorted by expert, forward and backward. Of the activations, only X and the pre-activations H and G are
-saved (SonicMoE, arXiv 2512.14080).
+"""The experts' networks, forward and backward, on rows (a token for one of its experts) sorted by expert. Of the activations, only X and
+the pre-activations H and G are saved (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
     backward   dA = dO[token] W2^T       d gate = <dA, A> = <dO, Y>, with A computed again from H and G
@@ -33,7 +33,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
-InOrder = Callable[..., Tensor] | None  # function to call instead of `product` (below) for rows of 16 bits; None: call `product`
+InOrder = Callable[..., Tensor] | None  # function to call instead of `product` (below) for 16-bit dtypes; None: call `product`
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _constants(activation: Activation) -> dict[str, Any]:
 
 
 def up(x: Tensor, network: Network, scale_RF: Tensor | None, rows: Rows, *, keep: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return H, G and A, all [R, F]. G is None without a gate. scale_RF: dropout's factors on A. keep: False if no backward pass follows; H
-    and G are then None."""
+    """Return H, G and A, all [R, F]. G is None without w3. scale_RF: dropout's factors on A. keep: False if no backward pass follows; H and
+    G are then None."""
     w1, _, w3, b1, b3 = network.tensors
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
@@ -234,7 +234,7 @@ def _deferred_gradients(
 
 
 def _first_gradients(x_TD: Tensor, grads: Sequence[Tensor | None], like: Tensor, rows: Rows) -> list[Tensor | None]:
-    """Return the gradients of w1 and w3, in the dtype of `like` (w1), given `grads` = (dH, dG). Without a gate, dG and the gradient of w3
+    """Return the gradients of w1 and w3, in the dtype of `like` (w1), given `grads` = (dH, dG). Without w3, dG and the gradient of w3
     are None."""
     return [None if g is None else weight_gradient(x_TD, g, like, rows, gathered="left") for g in grads]
 
@@ -281,6 +281,6 @@ def routed_ffn(
     x_TD: Tensor, gate_TK: Tensor, plan: Plan, network: Network, *, dropped_RF: Tensor | None = None, in_order: InOrder = None
 ) -> Tensor:
     """Return combine(grouped_ffn(permute(x))), [T, D], computed by fused kernels. The host does not wait for the experts' numbers of rows.
-    dropped_RF: dropout's factors of the hidden units. in_order: a function that replaces `product` for rows of 16 bits, or None."""
+    dropped_RF: dropout's factors on the hidden units. in_order: a function that replaces `product` for 16-bit dtypes, or None."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan, in_order=in_order)
     return _apply(x_TD, gate_TK.contiguous(), dropped_RF, rows, network)

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm of 16-bit tokens, one kernel for each pass: statistics, gain and sums in fp32, without an fp32 copy of the tokens.
 
-    forward     blocks of tokens                              x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
-    backward    P programs, some blocks each                gradient of x; gradient of the gain, summed in each program, then over programs
+    forward     blocks of tokens                    x -> (x - mean) * scale * gain, rounded once; mean and scale of each token
+    backward    P programs that share the blocks    gradient of x; gradient of the gain, summed in each program, then over programs
 
 scale = 1 / sqrt(mean((x - mean)^2) + eps); RMSNorm (arXiv 1910.07467) uses 0 in place of the mean. No atomics, so results repeat bit by
 bit.
@@ -23,7 +23,7 @@ from moe.kernels.triton.moves import put
 # T tokens, D channels, P programs
 
 _ELEMENTS = 4096  # elements of a block: 32 for each thread
-_PROGRAMS = 4 if INTERPRETED else 264  # programs of the backward pass: two for each multiprocessor of an H100
+_PROGRAMS = 4 if INTERPRETED else 264  # number of programs of the backward pass: two for each of an H100's 132 multiprocessors
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -112,6 +112,6 @@ def _launch(width: int) -> dict[str, int]:
 
 
 def norm(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D] of 16 bits. Keep x's dtype."""
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D] in a 16-bit dtype. Keep x's dtype."""
     out: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), gain_D.contiguous(), centred, eps)
     return out.view(x.shape)

@@ -126,7 +126,7 @@ def _log_score(logit_TE, SIGMOID: tl.constexpr):
 @triton.jit
 def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr):
     """Return a mask of the experts in the OPEN best of GROUPS groups of experts. A group's score is the sum of its BEST (1 or 2) highest
-    scores. real_TE: False for columns beyond E."""
+    scores in prefer_TE. real_TE: False for columns beyond E."""
     group_E, group_G = expert_E // (E // GROUPS), tl.arange(0, BLOCK_G)
     zero_TG = tl.zeros((prefer_TE.shape[0], BLOCK_G), tl.float32)
     sum_TG, left_TG, open_TE = zero_TG, (group_G < GROUPS)[None, :] & (zero_TG == 0), real_TE & (group_E < 0)[None, :]

@@ -11,7 +11,7 @@ from moe.kernels.triton import moves
 from moe.kernels.triton.device import on
 from parallel.mesh.regions import in_region
 
-# T tokens, K choices, R rows, E experts, G groups, B blocks of a group
+# T tokens, K choices, R rows, E experts, G groups, B blocks of a group (`by_bin`: bins), P tokens of several ranks (`by_bin`: ranks)
 
 _BLOCK = 128  # number of choices that one program of the kernels `count` and `rank` (moves.py) handles
 
@@ -91,7 +91,7 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 def by_bin(counts_PB: Tensor, *, total: int) -> Tensor:
     """Return indices, int64 [total], that bring rows received from P ranks into the order of B bins. counts_PB[p, b]: number of rows from
-    rank p for bin b. One kernel with the result of `by_bin` in parallel/mesh/exchange.py."""
+    rank p for bin b. Same result as `by_bin` of parallel/mesh/exchange.py, by one kernel."""
     counts_PB, out_R = counts_PB.contiguous(), counts_PB.new_empty(total)
     with on(counts_PB):
         moves.by_bin[(triton.cdiv(total, 64),)](counts_PB, out_R, total, *counts_PB.shape, BLOCK_R=64, BLOCK_N=64)

@@ -1,4 +1,7 @@
-"""The operations `Moves` of moe/kernels/rows.py as Triton kernels: every byte is read and written once, sums are fp32."""
+"""Copies tokens to rows sorted by expert, and sums rows into tokens, as Triton kernels: each byte is read and written once, sums are fp32.
+
+Each function computes the same as the one with its name in moe/kernels/rows.py.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,14 @@ _ELEMENTS = 4096  # elements that one program moves, 32 for each thread: enough 
 
 
 def _blocks(width: int) -> tuple[int, int]:
+    """Return (rows, columns) that one program handles. width: number of columns of the tensor."""
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     return _ELEMENTS // columns, columns
 
 
 def gather(source: Tensor, index_R: Tensor, choices: int = 1, *, scatter: bool = False) -> Tensor:
-    """Return source[index // choices]. With `scatter`: out[index] = source; index is then a permutation."""
+    """Return source[index // choices]; if the index holds flat choices t * K + k, `choices` is K. With `scatter`, return `out` with
+    out[index] = source; index is then a permutation."""
     source, index_R, width = source.contiguous(), index_R.contiguous(), source.shape[1]
     out = source.new_empty(len(index_R), width)
     block_r, block_d = _blocks(width)

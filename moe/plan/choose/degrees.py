@@ -1,13 +1,13 @@
 """Finds the sets of degrees (pp, tp, sp, dp, ep) that can have the fastest plan: round 1 of planned.py.
 
 A set of degrees is judged by the lower bound of its fastest plan. Only a few values of the other settings (FIRST) are tried, each plan with
-its fastest schedule. Memory is that of 1F1B; all other schedules need at least as much. The sets are found in the order of their bounds,
-until these exceed the exact seconds of a plan that was found.
+its fastest schedule. Memory is that of 1F1B; the other schedules of `Space` need at least as much. The sets are found in the order of their
+bounds. Once enough are found, the search ends at the first bound above the exact seconds of the fastest plan so far.
 
     ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> a set is found
 
-Like the ranking (choose.py), the search is a best-first branch and bound. But a plan's memory is computed only when the plan is next in the
-order, and no more plans of a set are looked at once it is found.
+Like the ranking (choose.py), the search is a best-first branch and bound: the plan with the smallest bound takes its next step. Once a set
+is found, its other plans are skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe.plan.job.cut import layer_lists
 from moe.plan.job.network import Network, Plan, Recomputed
 from moe.plan.time.pipeline_time import How
 
-SMALL = 32  # for at most this number of devices, micro-batches above FIRST.largest_microbatch are tried as well
+SMALL = 32  # largest number of devices for which micro-batches above FIRST.largest_microbatch are tried as well
 FIRST = Space(
     engines=("zero1", "fsdp"),
     tensors=("sliced", "1d", "2d", "3d"),
@@ -60,9 +60,9 @@ def fastest_degrees(
     """Return the sets of degrees that can have the fastest plan. Returns at least `count` sets, or all that have a plan that fits, if these
     are fewer. Sets that have only plans that are not recommended come last.
 
-    plans: with 1F1B. ideal: returns a lower bound of a step's seconds with any schedule. seconds: `How` -> function that returns a step's
-    exact seconds or one of the lower bounds. schedules: (name, stages on each rank). recompute: kinds in order of preference; the last
-    needs the least memory. held: computes the memory of plans.
+    plans: with schedule 1F1B. ideal: returns a lower bound of a step's seconds with any schedule. seconds: functions that return a step's
+    exact seconds (`simulated`) or a lower bound (`alone`, and the tighter `least`). schedules: (name, stages on each rank). recompute:
+    kinds in order of preference; the last needs the least memory. held: computes the memory of plans.
     """
 
     @cache
@@ -81,7 +81,7 @@ def fastest_degrees(
             legal.append(plan.but(recompute=recompute[0]))
         else:
             refused.add(Refused(reason, 1, plan))
-    # (not recommended, lower bound, number of steps done, index of the plan)
+    # (not recommended, lower bound of a training step's seconds, steps of the search done, index in `legal`)
     waiting = [(_against(plan, devices_per_node), ideal(plan), 0, number) for number, plan in enumerate(legal)]
     heapify(waiting)
     found: dict[Degrees, None] = {}

@@ -1,1 +1,1 @@
-"""The network that is trained, the plan that trains it, their parameters, FLOPs and pipeline stages."""
+"""Describes a network and the plan that trains it, counts parameters and FLOPs, and cuts layers into pipeline stages."""

@@ -1,7 +1,7 @@
 """Counts the parameters of a Network that a rank holds under a Plan, before data parallelism shards them.
 
     attention, dense network, vocabulary                    1 / t on each of t tp ranks; q x q grids 1 / q^2, a cube (3d) 1 / q^3
-    router, shared experts, latents' down-projections       whole on every tp rank
+    router, shared experts, latent attention's down-proj.   whole on every tp rank
     norms                                                   whole on every tp rank; grids 1 / q
     experts                                                 1 / (ep etp): ep ranks divide the experts, etp ranks each expert's matrices
 
@@ -40,7 +40,8 @@ class Elements(Summed):
 
     @property
     def parameters(self) -> float:
-        """Number of parameters that are not in blocks. Engines do not see blocks, so blocks are not cast, stashed or offloaded."""
+        """Number of parameters that are not stored in MXFP4 or FP8 blocks. Data-parallel engines do not see those that are, so they are not
+        cast, stashed or offloaded."""
         return self.dense + self.expert
 
     @property
@@ -70,7 +71,7 @@ def _layer(network: Network, plan: Plan, sparse: bool) -> Elements:
 
 
 def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
-    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its part of each matrix. tp divides the dim of A
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its shard of each matrix. tp divides the dim of A
     or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp.
     sparse: whether the layer has experts."""
     n, a = network, network.adapters
@@ -80,7 +81,7 @@ def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
     outside = units if plan.tensor in GRIDS else 1  # number of shards of a dim of size `width`
     if n.trains("attention"):
         *first, last = attention_shapes(n.width, n.heads, max(n.groups, units), n.channels, n.latent)
-        # outputs of the latents' down-projections, which are whole on every tp rank
+        # outputs of latent attention's down-projections, which are whole on every tp rank
         of_tokens = n.latent.query_rank + n.latent.key_rank + n.latent.rotary_size if n.latent else 0
         outputs, inputs = sum(rows for rows, _ in first) - of_tokens, sum(columns for _, columns in first)
         of_attention = outputs / units + of_tokens + inputs / outside + last[0] / outside + last[1] / units

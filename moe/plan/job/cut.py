@@ -94,7 +94,7 @@ def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple
 
 def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tuple[tuple[int, ...], ...]:
     """Return at most `most` cuts into stages for the planner to try. A cut is a tuple of numbers of layers, one for each stage. The first
-    cut has equal work in the stages, the second equal parameters."""
+    cut balances the stages' work, the second their parameters."""
     if stages > network.depth or most < 1:
         return ()
     if most == 1:
@@ -108,7 +108,8 @@ def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: 
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
     kinds = [(index < network.before, index in network.with_experts) for index in range(network.depth)]
-    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))  # (in encoder, with experts) -> one such layer
+    # (in encoder, with experts) -> one layer of this kind, as (stack, index in the stack)
+    of_kind = dict(zip(kinds, map(network.at, range(network.depth)), strict=True))
     total = {kind: counts.layer(run, plan, number).total for kind, (run, number) in of_kind.items()}
     held = [total[kind] for kind in kinds]
     sizes = cut([first, *held, last], stages)
@@ -120,6 +121,7 @@ def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: 
 
 @lru_cache(maxsize=1_000)
 def _by_work(network: Network, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage in the cut by work. In it, the head counts as one more layer of the last stage."""
     head = network.width * network.vocab
     end = head + network.ahead * (operations(replace(network, experts=None), 0) + 2 * network.width**2 + head)
     layers = (network.at(index) for index in range(network.depth))

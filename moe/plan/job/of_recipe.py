@@ -2,10 +2,10 @@
 
 Optimizer states are fp32, and take these bytes for each parameter. `optimizer_bytes` returns the means over parameters.
 
-    adamw, kfac   8     two moments; assumed for a user's own optimizer too. K-FAC's factors do not count (docs/parallel/kfac.md)
+    adamw, kfac   8     first and second moment, also for a user's own optimizer. K-FAC's factors do not count (docs/parallel/kfac.md)
     sgd           4     a momentum
-    muon          4     of matrices, 8 of embedding, head, gates and norms
-    adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
+    muon          4     in matrices; 8 in embedding, head, gates, and vectors such as norms
+    adafactor     4 (n + m) / (n m)     in an n x m matrix; 4 in a vector
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ def _experts(run: Run) -> Experts | None:
 
 
 def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str, Any]:
-    """Return the bytes that ranks exchange in moe/router/slices.py to route together, as arguments of Router.
+    """Return the bytes that ranks exchange if they route a group of tokens together (moe/router/slices.py), as arguments of Router.
 
     decides: bytes per token. If the routing method needs whole groups of tokens: fp32 logits, position and token id. Otherwise, with a
-    capacity, for each choice: expert, priority, and whether a random second choice is used. counts: bytes per group of the number of
-    choices of each expert. balances: bytes per token of gates (importance loss) and of probabilities of being chosen (load loss).
+    capacity, for each choice: expert, priority, and whether a random second choice is used. counts: bytes per group for the balance
+    loss (each expert's number of choices). balances: bytes per token for the importance loss (gates) and the load loss (probabilities).
     gathered_counts: whether GPU kernels sort the queues (`Router._fused`) and count the gathered choices, so that no counts are sent."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
@@ -190,7 +190,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def stage_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage in the trainer's own cut by FLOPs; None without stages or with more stages than layers."""
+    """Return the number of layers of each stage if the trainer cuts the model by FLOPs; None if pp is 1 or stages outnumber layers."""
     stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
     if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
         return None
@@ -203,7 +203,7 @@ def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
 
 
 def _chunks(run: Run) -> int:
-    """Return the number of stages on each rank. If the schedule is a file, the length of pipeline.layers is the number of all stages."""
+    """Return the number of stages on each rank. For a schedule from a file: pipeline.chunks, or else the length of pipeline.layers / pp."""
     p, pp = run.pipeline, run.degrees.pp
     if pp == 1:
         return p.chunks or 1
@@ -215,7 +215,7 @@ def _chunks(run: Run) -> int:
 def storage_of(run: Run) -> Storage:
     """Return the bytes of a parameter, its gradient and the states of the recipe's optimizer."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
-    in_blocks = BLOCK_BYTES[run.lora.in_blocks] if run.lora.in_blocks else 0.0
+    in_blocks = BLOCK_BYTES[run.lora.in_blocks] if run.lora.in_blocks else 0.0  # bytes of a frozen parameter that is quantized in blocks
     if run.optimizer.kind in ("adamw", "kfac"):
         return replace(storage, blocks=in_blocks)
     master = storage.optimizer - (4 if storage is BF16 else 8)  # bytes without AdamW's two moments
@@ -268,7 +268,7 @@ def optimizer_bytes(run: Run) -> tuple[float, float]:
 
 
 def _matrices(run: Run) -> Iterator[Matrices]:
-    """Yield all matrices of the model. Matrices of the same shape and kind come together."""
+    """Yield all matrices of the model. Matrices of the same kind and shape may share an entry."""
     m, x, width = run.model, run.experts, run.model.d_model
     yield Matrices("outer", 1 if m.tied_embeddings else 2, run.vocab_size, width)
     cross_attentions = 0 if m.kind == "decoder" else m.num_layers - m.decoder_begins

@@ -53,7 +53,7 @@ def _rated(peaks: dict[str, float]) -> dict[str, float]:
     return peaks
 
 
-# Types of the values in a cluster file. Formulas divide by a Positive; smaller values, or values above MOST, would make them overflow.
+# Types of the values in a cluster file. Formulas divide by a Positive; values below 1 / MOST or above MOST would make them overflow.
 MOST = 1e15
 Number = BeforeValidator(_no_bool)
 Positive = Annotated[float, Number, _in_range(1 / MOST)]
@@ -78,9 +78,9 @@ class Device:
     units: number of processors (SMs). peak_tflops: dtype of a product -> TFLOP/s of the data sheet. sustained: fraction of the peak that
     large products reach in a long run. attention: fraction of the peak that fused attention reaches (forward, backward).
     memory_share: fraction of the memory bandwidth that pointwise kernels reach. launch_us: shortest time from one kernel to the next.
-    rates: dtype -> FLOPs of a product -> measured TFLOP/s; a dtype in `rates` is not predicted by tiles.
+    rates: dtype -> FLOPs of a product -> measured TFLOP/s, which replaces the prediction by tiles for this dtype.
     attention_times: dtype -> measured picoseconds of fused attention: forward per FLOP and per (query, key) pair, backward per FLOP and
-    per pair. (On a CPU core, the softmax of a pair takes considerable time.)
+    per pair. (On a CPU core, the softmax of a pair takes considerable time.) watts: power while computing; idle_watts: otherwise.
     """
 
     __pydantic_config__ = FILE

@@ -20,6 +20,7 @@ from moe.plan.memory.stack import Stack
 from moe.plan.memory.temporary import NOTHING, LayerBytes, layer_bytes, outside_of
 from parallel.pipeline.simulator.held import InFlight, RankPeaks
 
+# settings of a plan on which the size of a layer depends, in addition to the layer's recompute
 _OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "sequence", "microbatch", "compute_bytes", "offload_activations")
 
 
@@ -52,7 +53,7 @@ class StageBytes(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Candidate for the fullest moment of a rank, when a backward action begins. once: whether no B or W of the step has ended yet.
+    """Moment at which a backward action begins and a rank's memory may have its peak. once: whether no B or W of the step has ended yet.
     total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
@@ -111,8 +112,8 @@ def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[Stage
 
 
 def differs_by_moment(plan: Plan, stack: Stack) -> bool:
-    """Return whether the gathered weights and unreduced gradients of ZeRO stage 3 differ between the moments of a step, as in this
-    project's trainer without pipeline stages."""
+    """Return whether gathered weights and unreduced gradients (ZeRO stage 3) are counted separately for each moment of a step. This is so
+    for this project's trainer without pipeline stages."""
     return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
@@ -164,7 +165,7 @@ class Stages:
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:
-        """Return pipeline rank `number`. peaks: its entry in the result of `in_flight`. moments: result of `moments_of` for it."""
+        """Return the sizes of pipeline rank `number`. peaks, moments: of this rank, from `in_flight` and `moments_of` (in_flight.py)."""
         stages = tuple(map(self.stage, peaks.stages))
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 

@@ -1,8 +1,8 @@
 """Predicts the bytes of tensors that exist for a short time: at the loss, in a layer's backward pass, and with ZeRO stage 3.
 
 ZeRO stage 3 adds gathered weights and unreduced gradients to a rank's shards. Each engine in the catalog (parallel/data/kinds/) has a
-formula for their bytes at each kind of moment (At). For other software than this project's trainer, only the maximum over all moments is
-computed.
+formula for their bytes at each point of a step (`At`: in the forward pass, at the loss, ...). For other software than this project's
+trainer, only the maximum over all points is computed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
         narrow = plan.compute_bytes if plan.compute_bytes < FP32_BYTES else 0
-        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # on a grid, the backward pass recomputes the loss of a chunk
+        one = stack.logits if plan.tensor in GRIDS else FP32_BYTES + narrow  # 2D to 3D grids: the backward pass recomputes a chunk's loss
         of_table = 0.0 if network.freezes(network.head) else FP32_BYTES * counts.embedding(network, plan)
         return logits(network, plan) * one / plan.loss_chunks + of_table
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
@@ -61,7 +61,7 @@ def at_layer(network: Network, plan: Plan, stack: Stack, index: int, *, matrix_g
         rows = most_rows(network, plan) + padding(network, plan, stack)
         wide = c * rows * ((2 if e.gated else 1) * e.hidden / plan.etp + (0 if _apart(network) else network.width))
         wide += matrix_gradient
-        if form := network.blocks("experts"):  # w2 is decoded before the activation has gradients
+        if form := network.blocks("experts"):  # quantized w2 is decoded before the activation's gradient exists
             decoding = DECODING[form].temporary * network.width * e.hidden
             wide = max(wide, decoding + c * rows * (e.hidden + network.width))
     else:
@@ -90,8 +90,8 @@ def _apart(network: Network) -> bool:
 
 
 def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes of the gradient of T5's bias, minus the tensors that the layer's feed-forward network or experts had kept, because their
-    backward pass has already freed these. The gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two
+    """Bytes of the gradient of T5's position bias, minus the bytes that the layer's feed-forward network or experts had kept: their
+    backward pass is over and has freed them. The gradient needs the larger of two sizes: one tensor for each sequence and their sum, or two
     fp32 tensors, the sum before and after masking."""
     parts = layer_parts(network, plan, stack, index)
     gone = parts["network"] + parts["activation"] + parts["experts"]
@@ -133,7 +133,8 @@ def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
 
 
 def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Temporary bytes of `sliced` tensor parallelism: a product's gathered input, if it is not kept, and this input's gradient."""
+    """Temporary bytes of `sliced` tensor parallelism (Megatron-LM's, with sequence parallelism): a product's gathered input, if it is not
+    kept, and this input's gradient."""
     return (2 if stack.reads_again else 1) * _whole_input(network, plan) if plan.tensor == "sliced" else 0.0
 
 
@@ -195,9 +196,9 @@ class Outside:
 
     elements: (rank has the first stage, rank has the last stage) -> its parameters outside of layers. keeps: the same pair -> bytes that a
     micro-batch keeps. crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head:
-    their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of its weights' kept copies in the compute
-    dtype. head_pending: bytes that a micro-batch keeps outside of layers between its gradients of inputs and of weights, if a schedule
-    computes these separately.
+    their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of their copies in the compute dtype,
+    kept for the backward pass. head_pending: bytes that a micro-batch keeps outside of layers between its gradients of inputs and of
+    weights, if a schedule computes these separately.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -214,7 +215,7 @@ class Outside:
 
 @lru_cache(maxsize=20_000)
 def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
-    """Return the sizes of embedding, head, loss and multi-token prediction, for a plan without stages."""
+    """Return the sizes of embedding, head, loss and multi-token prediction. plan: without pipeline stages (pp is 1)."""
     ends = [(first, last) for first in (False, True) for last in (False, True)]
     return Outside(
         {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
@@ -234,7 +235,7 @@ def outside_of(network: Network, plan: Plan, stack: Stack) -> Outside:
 
 
 class Unit(NamedTuple):
-    """Layer that is in its backward pass. at_once: its parameters that ZeRO stage 3 gathers at the same time. matrix: number of elements of
+    """A layer in its backward pass. at_once: its parameters that ZeRO stage 3 gathers at the same time. matrix: number of elements of
     its largest matrix. next: parameters of the layer after it, whose backward pass has just ended."""
 
     at_once: Elements = NOTHING
@@ -245,7 +246,7 @@ class Unit(NamedTuple):
 def gathered(
     plan: Plan, stack: Stack, unit: Unit, *, held: Elements, table: Elements, to_come: Elements = NOTHING
 ) -> Callable[[At], float]:
-    """Return a function: kind of moment -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
+    """Return a function: point of a step -> bytes of this project's gathered weights and unreduced gradients. held: the rank's parameters.
     table: parameters of the embedding or head. to_come: trained parameters without a gradient yet."""
     form = plan.carrier.gathered
     if form is None:

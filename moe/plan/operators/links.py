@@ -30,7 +30,7 @@ class Link:
 @dataclass(frozen=True)
 class Mesh:
     """Equal devices in a grid. sizes, links: number of ranks and link of each axis; neighbours along the last axis are closest. flops:
-    operations a second of a device. moved: bandwidth of its memory, in bytes a second. memory_bytes: size of its memory."""
+    FLOPs a second of one device. moved: memory bandwidth of one device, bytes a second. memory_bytes: memory of one device."""
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
@@ -64,7 +64,7 @@ class Mesh:
 @dataclass(frozen=True)
 class Machine:
     """`nodes` nodes of `node_size` devices each. inside: link within a node. between: one device's share of its node's network.
-    flops: operations a second of a device. moved: bytes a second of its memory. memory_bytes: size of its memory."""
+    flops: FLOPs a second of one device. moved: memory bandwidth of one device, bytes a second. memory_bytes: memory of one device."""
 
     nodes: int
     node_size: int
@@ -101,7 +101,7 @@ class Machine:
         return Mesh(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
 
     def submeshes(self) -> tuple[int, ...]:
-        """Return the numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""
+        """Return the numbers of devices that a pipeline stage may have, as in Alpa: 1, 2, 4, ... devices of a node, or whole nodes."""
         parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
         return tuple(sorted({*parts, *(k * self.node_size for k in range(1, self.nodes + 1))}))
 

@@ -1,1 +1,1 @@
-"""Automatic searches: Alpa, FlexFlow."""
+"""Searches for parallel plans with the methods of Alpa and FlexFlow."""

@@ -3,7 +3,7 @@
     each operator cut into parts on devices  ->  tasks: compute forward, backward; fetch data from other devices; sum gradients
 
 A part of an operator reads a region of each input. If other devices have the region, one task fetches it through the network port of the
-part's device. If the input is the sum of t partial sums, 2/t of the bytes of each is fetched, as in a ring all-reduce. If several devices
+part's device. If the input is the sum of t partial sums, 2/t of the bytes of each are fetched, as in a ring all-reduce. If several devices
 have copies of a region, it comes from the part's own device if possible, otherwise equally from all. A device and its port each handle one
 task at a time, in the order in which the tasks become ready. Of tasks that become ready together, the one with the smallest key is first.
 
@@ -29,7 +29,7 @@ from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); for a JOIN, arbitrary numbers
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
-FINE_S_PER_BYTE = 1e-9  # penalty for a byte above a device's memory: 1 ms a MB, as in FlexFlow
+FINE_S_PER_BYTE = 1e-9  # penalty: seconds added to the simulated time for each byte above a device's memory, as in FlexFlow
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Simulator:
         self.weight = {op.name: (weight or {}).get(op.layer, 1.0) for op in graph.operators}
         self.number = {op.name: i for i, op in enumerate(graph.operators)}
         self._blocks: dict[Any, dict[Key, Task]] = {}  # cache: placed operator or edge -> its tasks
-        self._seen: dict[Any, _Regions] = {}
+        self._seen: dict[Any, _Regions] = {}  # cache: arguments of `_regions` -> its result
 
     def tasks(self, placement: Placement) -> dict[Key, Task]:
         """Return a dict: key -> task for all tasks of one forward and backward pass."""

@@ -40,7 +40,7 @@ class Walk:
 
 
 def data_parallel(graph: Graph, devices: int) -> dict[str, Placed]:
-    """Return a placement that cuts every operator by samples. Operators without samples are copied to the same devices."""
+    """Return a placement that cuts every operator along the batch. Operators without a batch dim are copied to the same devices."""
     ways = max(n for n in divisors(devices) if graph.dims["b"].size % n == 0)
     return {op.name: Placed((("b" if "b" in op.factors else "", ways),)) for op in graph.operators}
 

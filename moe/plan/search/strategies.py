@@ -4,7 +4,7 @@
                    along the axis do the same work
     State          sharding of a tensor: for each axis the index of the cut dim, WHOLE, or LATER (whole, but its gradient is a partial sum)
 
-    w2 "blf,fd->bld" cut by (b, f): reads x with the sharding (0, 2) and its matrix with (WHOLE, 0), and gives partial sums over the
+    w2 "blf,fd->bld" cut by (b, f): reads x with the sharding (0, 2) and its matrix with (LATER, 0), and gives partial sums over the
     second axis. An all-reduce gives the sharding (0, WHOLE). A reduce-scatter over l gives (0, 1), as in Megatron-LM's sequence parallelism
 
 Costs are for one micro-batch, forward and backward. If an axis cuts a dim that an input does not have, each rank has a partial sum of this

@@ -24,15 +24,15 @@ from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-ADAM_BYTES = 26  # AdamW reads and writes 12 bytes per parameter (two moments, master copy), and writes 2 (the parameter in 16 bits)
+ADAM_BYTES = 26  # read and written per parameter by AdamW: 12 in both directions (two moments, fp32 copy), 2 written (16-bit parameter)
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds that the slowest stage spends in a step, by purpose. All but `hidden` add up to `step`.
 
-    launch: seconds that kernel launches and the engine's work on the host add to the device's time. transfer: messages between stages.
-    cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that
+    tensor, sequence, experts: collectives over tp, sp and ep that no computation hides. launch: seconds that kernel launches and the
+    engine's work on the host add to the device's time. transfer: messages between pipeline stages. bubble: idle time of the rank. cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that
     no computation hides. parameters: all-gathers of parameters that no computation hides. hidden: seconds of gradient reductions and
     parameter gathers that computation hides.
     """
@@ -215,8 +215,8 @@ class Spare:
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
     """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, the
-    earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight gradients: this time
-    is `others`. It is 0 if two ranks hold each stage."""
+    earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight gradients. `others` is
+    this time minus that of this rank's own remaining weight gradients. It is 0 if two ranks hold each stage."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

@@ -26,8 +26,8 @@ from parallel.pipeline.simulator.simulate import costs, makespan
 MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight gradients may take, so that input gradients take some time
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
-Rounded = tuple[float, ...]
-How = Literal["simulated", "least", "alone"]  # see step_time; all but `simulated` are lower bounds
+Rounded = tuple[float, ...]  # times of the stages in rounding units (`unit` in pipeline_time)
+How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: lower bounds (step_time says what `alone` leaves out)
 
 
 def crossings(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Top-k: each token takes the experts with its K highest scores (arXiv 1701.06538). Equal scores: the lowest expert."""
+"""Top-k: each token takes the experts with its K highest scores (arXiv 1701.06538). Ties go to the lower index."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ def train(
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
     Raises BadInput for wrong arguments before anything is written, and during the run for gradients that are repeatedly not finite; Stopped
-    after a signal has ended the run and a checkpoint is saved; Ended if a callback raised an exception or an audit found no intact copy."""
+    after a signal has ended the run and a checkpoint is saved; Ended if a callback raised an exception or an audit found damage that it
+    cannot repair."""
     world = world or process.read_environment()
     check_allowed(allow_changes)
     run = (own := Own(callbacks, data, optimizer)).named_in(run)

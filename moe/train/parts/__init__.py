@@ -1,1 +1,1 @@
-"""Tools of the training loop."""
+"""Parts of the training loop: forward and backward passes, a step's numbers, learning rate, rebalancing, profiles, callbacks."""

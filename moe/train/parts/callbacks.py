@@ -33,9 +33,9 @@ EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_e
 
 @dataclass
 class Now:
-    """State of a run that a callback can read. step: number of steps made, out of `steps`. record: values of the event; `Callback` names
-    them for each method. out: the run's folder. model: this rank's shard or copy of the model (a change of parameters must be made on every
-    rank that has a copy). asked: reasons given to `stop`."""
+    """State of a run that a callback can read. step: number of completed steps, out of `steps`. record: values of the event; `Callback`
+    names them for each method. out: the run's folder. model: this rank's shard or copy of the model (a change of parameters must be made on
+    every rank that has a copy). asked: reasons given to `stop`."""
 
     run: Run
     step: int
@@ -88,7 +88,7 @@ class Callbacks:
         names = float(zlib.crc32(" ".join(f"{type(one).__qualname__} {_overridden(one)}" for one in self.each).encode()))
         if largest(names, world) != -largest(-names, world):
             needed = "the same callbacks on every rank: ranks wait for one another after each"
-            raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 in a callback")
+            raise BadInput("callbacks", got="different ones on different ranks", needed=needed, fix="test now.rank == 0 inside a callback")
 
     def call(self, event: str, now: Now) -> None:
         """Call the method `event` of each callback that overrides it. Raises Ended on every rank if the method raised an exception on any
@@ -104,7 +104,7 @@ class Callbacks:
                 now.model.train(training)
             if isinstance(failure, Failure):
                 raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
-                line = f"{raised} at step {now.step}; the run continues from its newest checkpoint when it is mended"
+                line = f"{raised} at step {now.step}; mend the callback and start again: the run continues from its newest checkpoint"
                 raise Ended(line, prints=failure.rank == self.world.index) from failure.error
             if largest(float(bool(now.asked)), self.world):
                 reason = "; ".join(filter(None, now.asked))

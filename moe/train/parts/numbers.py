@@ -14,8 +14,8 @@ from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-ALONE = Axis("tp")
-_MEANS = 7  # number of a layer's packed numbers before the choices of each expert: kept, dropped, and means of four losses and the entropy
+ALONE = Axis("tp")  # an axis of one rank
+_MEANS = 7  # number of a layer's packed numbers before each expert's choices: kept, dropped, four mean losses, mean entropy
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Numbers:
     """Results of one step over all ranks. On a GPU they are copied to the host asynchronously; reading the first of them waits for the
     copy.
 
-    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: number of tokens that the global batch
-    reads, without padding."""
+    packed: from `Sums.packed`, summed over ranks. expert_counts: layer -> number of experts. tokens: number of tokens in the global batch,
+    without padding."""
 
     def __init__(self, packed: Tensor, expert_counts: dict[int, int], tokens: int) -> None:
         self._read, self._expert_counts, self.tokens = read_later(packed), expert_counts, tokens

@@ -1,11 +1,11 @@
 """Turns an out-of-memory error into one line that says what did not fit and which key to set.
 
-    with during("the optimizer's step"): ...      adds this name to an exception that the block raises
+    with during("the optimizer's step"): ...      adds this name to an exception that the `with` block raises
     did_not_fit(error, run, ...)                  returns the line, or None if the error is not about memory
 
 The line advises the first measure that the recipe does not use yet, in the order of ZeRO-Infinity (arXiv 2104.07857, section 3): less
 memory for activations (recompute, smaller micro-batches, sequence parallelism), then for model states (shard, offload to host memory, then
-to a disk), then tiles of the largest layer.
+to a disk), then tiling of the largest layer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moe.records.summary import count, size
 from parallel.errors import BadInput
 from parallel.fixes import Fix, Nproc, typed
 
+# what needed the memory: names for `during`
 WEIGHTS, STATES = "the model's weights", "the engine's copies of the weights"
 PASSES, STEP = "a forward or backward pass", "the optimizer's step"
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
@@ -54,8 +55,8 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 
 
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
-    """Return the keys to set: the first measure, in the order of the module's docstring, that the recipe does not use yet. where: a name
-    given to `during`."""
+    """Return the keys to set: the first measure, in the order of the module's docstring, that the recipe does not use yet. where: what
+    needed the memory, a name given to `during`."""
     s, microbatches = run.sharding, run.pipeline.microbatches
     if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
         return typed({"train.eval_sequences": run.train.global_batch})

@@ -56,14 +56,14 @@ class Own:
             default = type(getattr(run, section)).model_fields[name].default
             if said not in (GIVEN, default):
                 got = f"{said}, and train(run, {argument}=...) as well"
-                raise BadInput(key, got=got, needed="one of the two", fix=Remove(key) | f"{argument}=")
+                raise BadInput(key, got=got, needed="one of the two", fix=Remove(key) | f"leave out {argument}=")
             run = run.model_copy(update={section: getattr(run, section).model_copy(update={name: GIVEN})})
         return run
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names, and test a learning-rate schedule by calling it for three updates. Return a dict:
-        recipe key -> SHA-256 of the plug-in's file. Raises BadInput."""
+        """Import the plug-ins that the recipe names. Test one that is a learning-rate schedule by calling it for three updates. Return a
+        dict: recipe key -> SHA-256 of the plug-in's file. Raises BadInput if a plug-in cannot be imported or fails the test."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps
@@ -72,8 +72,8 @@ class Own:
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
-        """Return the user's optimizer, tested on small parameters that have the model's names; None if the recipe uses no own optimizer.
-        Raises BadInput on all ranks."""
+        """Return the user's optimizer, tested on small parameters that have the model's names; None if the recipe names an optimizer of
+        this project. Raises BadInput on all ranks."""
         if not run.optimizer.is_own:
             return None
         rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)

@@ -1,8 +1,9 @@
 """Values other than tensors that a run takes from the checkpoint that it resumes or starts from, and a check that the model is the same.
 
 recipe                                    compared with this run's: changes are refused, or allowed and recorded (moe/recipe/changes.py)
-tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids
-table of experts by token id              used; if the recipe's file has a different one, it is refused (moe/recipe/hash_table.py)
+tokenizer                                 used, even if the text has changed: a new tokenizer would give words other ids. Only a resumed
+                                          run in which a change of data.tokenizer or data.vocab_size is allowed makes a new one
+table of experts by token id              used; a different one in the recipe's file is refused, unless allowed (moe/recipe/hash_table.py)
 files of an imported transformers model   copied from the RUN/huggingface/ of --init_from; moe convert exports them again
 """
 
@@ -31,7 +32,7 @@ class Resumed:
     """Values that a run takes from a checkpoint, and the changes of its recipe since then."""
 
     tokenizer: dict[str, Any] | None = None  # description of the tokenizer; None: one is made from the text
-    before: Run | None = None  # the recipe of the run's own checkpoint
+    before: Run | None = None  # the recipe of the run's own checkpoint; None: the run is new
     function: tuple[Change, ...] = ()  # the changes that alter what the model computes
     world: int | None = None  # number of ranks that made the earlier steps; None without earlier steps or if it is not known
     table: Table | None = None  # token id -> experts, for hash routers

@@ -113,7 +113,8 @@ def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
 
 
 def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
-    """Return the fastest `Reads` that supports the model, for texts of `length` tokens that get `num_tokens` more."""
+    """Return the fastest `Reads`, a function for the next token's logits, that supports the model, for texts of `length` tokens that get
+    `num_tokens` more."""
     if model.config.kind == "encoder_decoder":
         return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)

@@ -1,6 +1,6 @@
 """Opens a trained run in Python, as a model and its tokenizer: `moe.open("runs/NAME")`.
 
-run = moe.open("runs/NAME")                          the newest checkpoint, with adapters merged, in evaluation mode
+run = moe.open("runs/NAME")                          the newest checkpoint, with LoRA adapters merged, in evaluation mode
 tokens_BL = torch.tensor([run.tokenizer.beginning("def main(")])
 kept = run.model(tokens_BL, keep=("hidden", "routing")).kept
 run.model(tokens_BL[:, :-1], None, tokens_BL[:, 1:]).loss.backward()

@@ -40,7 +40,7 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model whose axis is in `degrees`."""
+    """Yield one comparison for each model whose axis (ep with experts, fsdp with ZeRO) is in `degrees`."""
     for model in models:
         axis = "ep" if model in ("moe", "autoep") else "fsdp"
         if axis in degrees:
@@ -49,7 +49,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 class Layer(nn.Module):
-    """A feed-forward network, or DeepSpeed's MoE layer with top-2 routing, in which each expert has capacity for all tokens."""
+    """A feed-forward network (ep 0), or DeepSpeed's MoE layer with top-2 routing, in which each expert has capacity for all tokens."""
 
     def __init__(self, ep: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Adapter of torchtitan: tiny random models of its families, built and parallelized by its own functions with FSDP2, tensor and expert
 parallelism.
 
-The last word of a layout's name is torchtitan's backend. partial_dtensor: weights are DTensors inside layers that are sharded.
-full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, cannot run: torch 2.13's FSDP2 refuses its
-types, and the row shows this error.
+The last word of a layout's name ("tp2 fsdp2 full_dtensor") is torchtitan's SPMD backend. partial_dtensor: weights are DTensors inside
+layers that are sharded. full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, cannot run: torch
+2.13's FSDP2 refuses its types. `moe verify` prints this error in the layout's row.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward pass
 there. Gradients are divided before their sum, because gloo has no sum with a factor.
@@ -57,8 +57,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model, each subset of the axes in `degrees` and each backend. torchtitan spreads experts over the ranks of tp
-    and fsdp, so ep without another axis has no pair."""
+    """Yield a comparison for each model, each subset of the axes in `degrees` and each backend. Subsets with ep alone are left out, because
+    torchtitan spreads experts over the ranks of tp and fsdp."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):

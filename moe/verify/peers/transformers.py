@@ -1,8 +1,9 @@
-"""Adapter of transformers: a tiny random model of a family, on one process and with transformers' own tensor, expert and FSDP2 parallelism.
+"""`moe verify --peer transformers`: a tiny random model of a family, on one process and with transformers' tensor, expert and FSDP2
+parallelism.
 
 ep alone: ranks compute the same batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens are sent to
 the ranks that hold their experts. Releases of transformers differ in their arguments: see `_asked`. `python -m tests.peers.releases`
-compares them.
+verifies several releases.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's con
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
     "sliding_window": 4, "tie_word_embeddings": False, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-_OF_FAMILY: dict[str, dict[str, Any]] = {  # family -> settings that its model of two layers with experts needs instead of `_SIZES`
+_OF_FAMILY: dict[str, dict[str, Any]] = {  # family -> settings of its tiny model that replace or extend `_SIZES`
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -70,9 +71,9 @@ def others() -> tuple[str, ...]:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model and each non-empty subset of the axes in `degrees`. Newer releases have no ep without another axis, so
-    this subset is left out there, unless `degrees` has no other axis. Ep alone (in newer releases: ep with one other axis) also has a pair
-    for each implementation of the experts' matrix products, if the model is one of MODELS."""
+    """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases have
+    no ep without another axis: there, ep alone is left out unless it is the only axis in `degrees`. For MODELS, ep alone (in
+    newer releases: ep with one other axis) also has a pair for each implementation of the experts' matrix products."""
     alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:
@@ -103,7 +104,7 @@ def config_of(model: str, heads: int = 2) -> Any:
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except RuntimeError:  # layers have different values
+    except RuntimeError:  # transformers' answer if the layers have different values
         return True
 
 
@@ -114,9 +115,9 @@ def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
     with torch.device("meta"):
         shapes = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters())
     if (count := sum(p.numel() for p in shapes.values())) > _MOST:
-        raise ValueError(f"{model} has {count:,} parameters with the tiny sizes, needed {_MOST:,} at most")
+        raise ValueError(f"{model} has {count:,} parameters with the tiny sizes, needed at most {_MOST:,}: add its sizes to _SIZES")
     if not any(".experts." in name for name in shapes):
-        raise ValueError(f"{model} has no experts with the tiny sizes")
+        raise ValueError(f"{model} has no experts with the tiny sizes: set its layers in _OF_FAMILY")
     torch.manual_seed(0)
     net = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

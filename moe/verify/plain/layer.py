@@ -52,8 +52,8 @@ class Layer:
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, num_experts: int, cast: Cast) -> Layer:
-    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. num_experts includes skip experts, which return their
-    input, and zero experts, which return 0."""
+    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. tokens: padding and random draws of x's tokens.
+    num_experts includes skip experts, which return their input, and zero experts, which return 0."""
     spec, seen = run.router, wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
@@ -126,7 +126,7 @@ def _experts(x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, 
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # (rows [R, I], a matrix [I, O]) -> [R, O]
-PRODUCTS: dict[str, Multiply] = {"plain": torch.matmul}
+PRODUCTS: dict[str, Multiply] = {"plain": torch.matmul}  # experts.products -> function that multiplies
 _PLAIN_GATING = Swiglu()
 
 
@@ -185,8 +185,8 @@ def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: Rout
 
 
 def _balance(probs: Tensor, counted: list[list[int]], rows: list[int], num_experts: int) -> Tensor:
-    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability). counted: as
-    from `_counted`."""
+    """Balance loss over the tokens with indices `rows`: E * sum over experts of (fraction of choices) * (mean probability). counted:
+    result of `_counted`."""
     total = sum(len(counted[t]) for t in rows)
     mean = probs[rows].mean(0)
     terms = [sum(expert in counted[t] for t in rows) / max(1, total) * mean[expert] for expert in range(num_experts)]

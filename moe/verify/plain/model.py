@@ -1,6 +1,6 @@
-"""Computes the Transformer of the plain twin (the second implementation, twin.py) around its MoE layers: embedding, norms, attention,
-feed-forward networks, shared experts, loss. All are plain functions of unsharded tensors. Weights have their names in checkpoints. Nothing
-of moe/nn is used.
+"""Computes a Transformer for `moe verify`'s plain twin (a second implementation of training, twin.py), except routing and routed experts:
+embedding, norms, attention, feed-forward networks, shared experts, loss. All are plain functions of unsharded tensors. `weights` maps a
+weight's name in checkpoints to its tensor. Nothing of moe/nn is used.
 
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
@@ -69,7 +69,7 @@ class _Disturb(torch.autograd.Function):
 @dataclass(frozen=True)
 class Passed:
     """Results of a forward pass. loss: summed over tokens. layers: name of an MoE layer -> its results. ahead: loss of multi-token
-    prediction, summed over tokens; None if the model has none."""
+    prediction, summed over tokens and averaged over depths; None if the model has none."""
 
     loss: Tensor
     layers: dict[str, Layer]
@@ -116,7 +116,8 @@ def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
     """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) joins the hidden state of position i with the embedding of token
-    i+1+k, and predicts token i+2+k. x: output of the last block. table: matrix of the head."""
+    i+1+k, and predicts token i+2+k. The hidden state is that of depth k-1; for k = 0 it is x, the last block's output. table: the head's
+    matrix."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())
     for k in range(model.ahead):
@@ -151,7 +152,8 @@ def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
 def dense_or_experts(
     seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
 ) -> Tensor:
-    """Return the output [T, D] of block `number`'s dense network, or of its MoE layer, whose results are then added to `layers`."""
+    """Return the output [T, D] of block `number`'s MoE layer, or of its dense network if it has no experts. Put an MoE layer's results
+    into `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
     if number not in model.layers_with_experts():
         out = network(seen, weights, f"{name}.ffn", ffn=model.ffn, swiglu=model.swiglu, cast=cast)
@@ -269,7 +271,7 @@ def _rotated(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     half = x.shape[-1] // 2
     rate = torch.tensor([_rate(rope, pair, half, x.shape[-2]) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
-    length = 1.0
+    length = 1.0  # absolute value of the complex number by which a pair is multiplied
     if rope.scaling == "yarn":
         length = (0.1 * rope.mscale * math.log(rope.factor) + 1) / (0.1 * rope.mscale_all * math.log(rope.factor) + 1)
     cos, sin = cast(length * angle.cos()), cast(length * angle.sin())
@@ -321,7 +323,8 @@ def buckets(queries: int, keys: int, *, both_ways: bool) -> Tensor:
 
 
 def _with_shared(x: Tensor, y: Tensor, weights: Weights, name: str, run: Run, cast: Rounding) -> Tensor:
-    """Return the experts' output y plus the output of the shared experts or of the residual network (PR-MoE), which process every token."""
+    """Return y, the routed experts' output, plus the shared experts' output. In PR-MoE: the sum of y and the residual network's output,
+    weighted by a softmax per token. Shared experts and residual network process every token."""
     how: dict[str, Any] = {"ffn": run.experts.ffn or run.model.ffn, "swiglu": run.model.swiglu, "cast": cast}
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))

@@ -1,4 +1,4 @@
-"""Computes the routing of the plain twin (the second implementation, twin.py): scores, chosen experts, slots and gates, as plain loops.
+"""Computes routing for `moe verify`'s second implementation, the plain twin: scores, chosen experts, slots and gates, as plain loops.
 
 Arguments of several functions: name: the MoE layer, such as layers.3. spec: the recipe's section `router`. scores, logits: [T, E]. liked:
 scores or logits [T, E] by which experts are chosen, with noise and selection bias.
@@ -38,7 +38,8 @@ class Tokens:
     step: int
 
     def draw(self, name: str, width: int) -> Tensor:
-        """Random numbers [T, width], uniform in [0, 1]. They depend on seed, step, name and the token's index, but not on the layout."""
+        """Random numbers [T, width], uniform in [0, 1]. They depend on seed, step, name and the token's index, but not on which rank has
+        the token."""
         return uniform(key_of(self.seed, self.step, name), self.places, width)
 
 
@@ -63,7 +64,7 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def route(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[Lists, Lists, Tensor]:
-    """Choose experts. Return (chosen experts of each token, of these the experts that have a slot for the token, gates [T, E])."""
+    """Choose experts. Return (each token's chosen experts, those of them that have a slot for the token, gates [T, E])."""
     fixed, fixed_logits = scores.detach(), logits.detach()
     mixed = _sparsemixer(logits, name, tokens, spec) if spec.select == "sparsemixer" else None
     chosen = _choose(fixed, fixed_logits, bias, name, tokens, spec) if mixed is None else mixed[0]
@@ -183,8 +184,8 @@ def best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """A token's scores, with -inf for experts outside the best groups. Groups are compared by their best score, or by the sum of their two
-    best."""
+    """A token's scores, with -inf for experts outside the best groups. A group is as good as its best score, or as the sum of its two best
+    scores if spec.group_score is "two_best"."""
     size = len(row) // spec.expert_groups
     groups = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
     counted = 2 if spec.group_score == "two_best" else 1
@@ -205,8 +206,8 @@ def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
 
 
 def _ask(chosen: Lists, scores: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[bool]]:
-    """Return [token][choice]: whether the choice asks for a slot. Padding asks for none. GShard's second choice asks with probability 2
-    g_2, g_2 being its gate."""
+    """Return [token][choice]: whether the choice asks for a slot. Padding asks for none. With GShard's rule (second: random), a second
+    choice asks with probability 2 g_2, where g_2 is its score divided by the sum of the token's two scores."""
     asks = [[tokens.valid[t]] * len(experts) for t, experts in enumerate(chosen)]
     if spec.second == "random":
         lots = tokens.draw(f"{name}.router.second", 1)[:, 0].tolist()

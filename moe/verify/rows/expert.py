@@ -1,4 +1,4 @@
-"""Lists the cases of expert parallelism."""
+"""Lists the cases of `moe verify` for expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parallel.mesh.mesh import divisors
 
 def expert_cases() -> list[Case]:
     """Return cases of every router with every dispatcher that ep allows, then of options of published models with one dispatcher each. To
-    save cases, each router has each kind of recompute with only one number of micro-batches: every second router has full with 1 and
-    selective with 3 micro-batches, the others the reverse.
+    save cases, full and selective recompute are each combined with only one number of micro-batches: full with 1 and selective with 3 for
+    every second router, the reverse for the others.
     """
     found = [
         Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)

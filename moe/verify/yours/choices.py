@@ -27,7 +27,9 @@ from parallel.errors import BadInput
 
 FILE = "choices.pt"
 _DIM = {"topk": (2, -1), "argmax": (1, None)}  # function -> (position, default) of its argument `dim`
-Given = dict[str, Tensor]  # "tokens": the single process's first input [B, L]; "MODULE NUMBER": choices of its tokens [B L, ...]
+# "tokens": token ids of the single process [B, L]; "MODULE NUMBER": the experts that this call of topk or argmax in the module returned,
+# for each of these tokens [B L, ...]
+Given = dict[str, Tensor]
 
 
 class Choices(TorchFunctionMode):
@@ -118,7 +120,7 @@ class Choices(TorchFunctionMode):
         theirs = self.given.get(key)
         if theirs is None or self.at is None or theirs.shape[1:] != own.shape[lead:]:
             got = f"a choice in {module} that the run on one process did not make"
-            raise BadInput("pin", got=got, needed="the same model", fix="record without pin")
+            raise BadInput("pin", got=got, needed="the model that one process ran", fix="record without pin")
         self.replayed.add(key)
         return theirs[self.at].reshape(own.shape).to(own.device)
 

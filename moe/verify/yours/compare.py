@@ -1,5 +1,5 @@
-"""`moe verify --compare ONE MANY`: names the first value of the forward pass and the first of the backward pass that differ between two
-recorded steps."""
+"""`moe verify --compare ONE MANY`: names the first value of the forward pass and the first of the backward pass that differ between
+records of the same step on one process (ONE) and on several (MANY)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from moe.verify.yours.values import Deviation, Recorded, Recording
 from parallel.errors import BadInput, counted
 
 Say = Callable[[str], None]
+# kind of a recorded value -> its name in the printed table; kind -> its class in the file of --json (all others: activation)
 _NAMES = {"weight": "weight before", "note": "noted value"}
 _CLASS = {"weight": "parameter", "weight after": "parameter", "gradient": "gradient", "output gradient": "gradient"}
 _SHOWN = 5  # largest number of names in a printed line; the file of --json has all
 
 
 def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
-    """Compare two folders of `record`. Return (comparison, reason why gradients could not be compared or "" if they were)."""
+    """Compare two folders that `record` wrote. Return (comparison, reason why gradients could not be compared or "" if they were)."""
     first, second = Recording.read(one, what="ONE"), Recording.read(many, what="MANY")
     if not first.rounded:
         got, needed = f"{one}, recorded in {counted(len(first.ranks), 'process')}", "a step of one process, with its rounding measured"
@@ -32,8 +33,8 @@ def judged(one: str | Path, many: str | Path) -> tuple[Comparison, str]:
 
 
 def main(one: str, many: str, *, json: str | None = None, say: Say = print) -> int:
-    """Compare two folders of `record` and print a table. Return 0 if gradients could be compared and all values are equal within their
-    bounds, else 1."""
+    """Compare two folders that `record` wrote, and print a table. Return 0 if gradients could be compared and all values are equal within
+    their bounds, else 1."""
     comparison, lacking = judged(one, many)
     deviations = [deviation for deviation, _ in comparison.found]
     wrong = [deviation for deviation in deviations if not deviation.passed]

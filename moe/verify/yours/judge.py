@@ -5,12 +5,12 @@ order in which `one` recorded them.
     bound       2 x the effect of rounding + the roundoff of the dtype. The effect of rounding is the largest deviation that other orders
                 of sums cause in the single process (Recording.rounded), in this value or an earlier one. Exceptions:
       weight before the step   only the roundoff counts
-      weight after the step    the effect is taken in this weight alone. The difference that the bound of its gradient allows is subtracted
+      weight after the step    only the effect in this weight counts. The difference that the bound of its gradient allows is subtracted
                                first, because Adam turns the sign of a tiny gradient into a full step
       gradient in parts        if ranks hold parts of it, the effect is also measured relative to each part's own largest element
 
-A rank's activation gradients may be a multiple of the single process's, because its loss is a mean over its own samples. This multiple is
-measured at the first gradient of the backward pass. Gradients of parameters, after their reduction, must be equal without it.
+A rank's activation gradients may be a multiple of the single process's, because a rank's loss is a mean over its own samples. This multiple
+is measured at the first gradient of the backward pass. Gradients of parameters, after their reduction, must be equal without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORWARD = ("weight", "input", "output", "note")
 # largest bound of a relative deviation, which is twice the effect of rounding. A larger one could hide that one of four terms is missing
 # from a sum
 LOOSE = 0.25
-TOO_LOOSE = "rounding alone moves it, or its gradient, by more than 12.5 %"
+TOO_LOOSE = "rounding alone changes this value, or its gradient, by more than 12.5 %"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Comparison:
     refused: dict[Key, str] = field(default_factory=dict)
     found: list[tuple[Deviation, list[Seen]]] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)  # parameter -> bound of its gradient
-    # (parameter, rank) -> parts of the single process's parameter that the rank's may be, each with the deviation (`tried`)
+    # (parameter, rank) -> parts of the single process's parameter that the rank may hold, each with the deviation (`tried`)
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
     # module -> index [rows of the single process] of the ranks' row with the same input; None: inputs deviate (rows.py)
@@ -131,8 +131,8 @@ class Comparison:
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
-        If only a sample of a weight is recorded, the last entry is the norm of all its elements: its explained difference is as large as
-        the sample's, relative to the norms."""
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements. Its explained difference, relative to this
+        norm, is the sample's explained difference relative to the sample's norm."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
@@ -148,7 +148,7 @@ class Comparison:
         return settled
 
     def _settled(self, name: str, one: list[Tensor], here: list[Tensor]) -> Tensor:
-        """Return the rank's weight after the step, less the part of its difference that follows from the allowed error of its gradient: an
+        """Return the rank's weight after the step, less the part of its difference that the allowed error of its gradient explains. An
         update changes at most in proportion to its gradient, and a gradient as small as that error may have either sign.
 
         one, here: (weight after the step, weight before it, gradient) of the single process and of the rank."""
@@ -284,9 +284,9 @@ class Comparison:
         return None
 
     def best(self, key: Key, rank: int, piece: Piece, bound: float, *, scale: bool = True) -> Seen | None:
-        """Compare a rank's value with the single process's, for each possible alignment (Part: which of its elements the rank has). Return
-        the comparison with the least deviation. If no deviation is within the bound, prefer alignments by the rank's samples. None: no
-        alignment fits. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
+        """Compare a rank's value with the single process's, for each possible Part (the elements of the whole value that the rank may
+        have). Return the comparison with the least deviation. If no deviation is within the bound, prefer alignments by the rank's samples.
+        None: no alignment fits. piece: the rank's value. scale: whether to divide activation gradients by the rank's factor (`scales`)."""
         whole, found = joined(self._whole(key)), []
         for part in () if whole is None else parts(whole.shape, piece.whole, self.samples[rank]):
             if whole is not None and (both := common(whole, piece, part.maps)) is not None:
@@ -328,7 +328,7 @@ class Comparison:
             elif (both := common(self._whole(key)[0], piece, part.maps)) is not None:
                 seen.append(Seen(rank, *both, part, self.deviation(key.kind, *both)))
         if not seen:
-            return self._refuse(key, "a sample and a part have no element in common")
+            return self._refuse(key, "the recorded sample has no element of the ranks' parts")
         return [*seen, *self._norm(key, {rank: piece for rank in holders if (piece := own[rank]) is not None})]
 
     def _norm(self, key: Key, own: dict[int, Piece]) -> list[Seen]:

@@ -1,4 +1,4 @@
-"""Aligns values of which the ranks hold terms of a sum.
+"""Aligns values of the single process with sums over ranks, if each rank holds a term of the sum.
 
 Arguments of several functions: of: the comparison. key: key of the value. own: each rank's value. bound: largest deviation with which
 values count as aligned.
@@ -18,8 +18,8 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align sums of the ranks' values over ranks with the same samples or, for gradients of tensors without samples, over all ranks. Return
-    None if these sums deviate."""
+    """Align sums of the ranks' values: over ranks with the same samples or, if such sums deviate, over all ranks (gradients of tensors
+    without samples). Return None if both deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
         apart = len(groups) > 1 and len(together) == 1  # such a sum is over all samples, so it must not align with a part of them

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from parallel.data.engine import Engine, Rule
     from parallel.numerics.first_values import Fill
 
-_WHY = "DeepSpeed's engine reads addresses of memory, which a rehearsal does not have"
+_WHY = "DeepSpeed's engine reads tensors' memory addresses, which the fake tensors of a rehearsal do not have"
 
 
 def load() -> None:
@@ -51,7 +51,7 @@ def _start(stage: int, model: nn.Module, setup: Setup, optimizer: Rule) -> Engin
 def gathered(at: At, w: GatheredSizes) -> float:
     """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3)."""
     bucket, sums = min(w.bucket, w.held), min(w.bucket, w.trained)
-    live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))
+    live = min(w.held, max(2 * w.bucket, w.matrix if at == "work" else w.table))  # elements that DeepSpeed keeps gathered at a time
     if at == "bucket":  # weights of the layers whose gradients are in the bucket are already freed
         return w.compute_bytes * min(live, w.held - bucket) + (2 + 1 / w.copies) * w.sum_bytes * sums
     return w.compute_bytes * (live + (bucket if at == "forward" or (at == "work" and live < w.held) else 0.0))
@@ -64,7 +64,7 @@ def _zero(stage: int, **facts: Any) -> EngineKind:
 
 
 def _instead(stage: int, sharded: str) -> StandIn:
-    why = f"{_WHY}: DDP is used instead of ZeRO-{stage}; a rank would hold only 1/N of {sharded}"
+    why = f"{_WHY}: DDP is used instead of ZeRO-{stage}; with ZeRO, a rank of N would hold only 1/N of the {sharded}"
     return StandIn({"kind": "ddp", "stage": 0}, why)
 
 

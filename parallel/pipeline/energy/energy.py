@@ -208,7 +208,7 @@ class Graph:
         self.before: list[list[int]] = []
         self.transfers: list[int] = []
         self.transfer_time = transfer_time
-        self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}  # (stage, version) -> its S so far -> vertices that S needs
+        self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}  # (stage, version) -> each S so far -> vertices it needs
         last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
         arrives: dict[int, int] = {}  # number of the sending action -> vertex of its message
         graph, nodes = action_graph(schedule), [node for node, _ in schedule.nodes()]

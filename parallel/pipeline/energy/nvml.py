@@ -1,4 +1,4 @@
-"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only by this file). This needs root on most machines.
+"""Sets the clocks of real GPUs as an energy plan says, through NVML (package nvidia-ml-py). This needs root on most machines.
 
     with connect(ranks) as gpus:          raises NoControl without a driver, GPUs or permission to lock their clocks
         gpus.lock(rank, 1080)             called before an action
@@ -36,7 +36,8 @@ class Gpus:
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Lock the GPU of `rank` to `mhz`. Return False, without a call to NVML, if it is already locked to `mhz`, or if `mhz` is 0."""
+        """Lock the GPU of `rank` to `mhz`. Return False, without a call to NVML, if it is already locked to `mhz`, or if `mhz` is 0
+        (no clock is planned)."""
         if mhz in (0, self.locked[rank]):
             return False
         self.locked[rank] = mhz  # recorded before the call, so that `release` unlocks the GPU even if the call raises an error
@@ -63,7 +64,8 @@ class Gpus:
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
     """Return a context with Gpus, which are unlocked at its end. which: number of GPUs, or the UUIDs of the GPUs. nvml: the module; None:
-    `pynvml`. Raises NoControl if GPUs do not exist, or if this process may not set their clocks: as a test, it sets the highest clock."""
+    `pynvml`. Raises NoControl if GPUs do not exist, or if this process may not set their clocks. To find out, it locks each
+    GPU to its highest clock and unlocks it."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")

@@ -120,7 +120,7 @@ def make_schedule(
             raise BadInput(what, got=given, needed="at least 1", fix=Set("it", 1))
     if kind.chunks is not None and chunks not in (None, kind.chunks):
         several = ", ".join(n for n, k in SCHEDULES.items() if k.chunks is None)
-        fix = Set("it", kind.chunks) | f"take a schedule with a choice: {several}"
+        fix = Set("it", kind.chunks) | f"take a schedule whose number of chunks can be set: {several}"
         raise BadInput("chunks", got=chunks, needed=f"{kind.chunks} for {name}", fix=fix)
     options = {option: value for option, value in own.items() if value is not None}
     size = Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **options)  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ group runs through all chunks before the next group starts. Sizes of groups diff
 
     p = 3, m = 7     groups of 4 and 3     chunk 0: 0 1 2 3, chunk 1: 0 1 2 3, chunk 0: 4 5 6, chunk 1: 4 5 6
 
-If the largest group has n micro-batches, rank r has min(m v, 2 (p - 1 - r) + (v - 1) n + 1) chunks in flight. If m < p, there is one
-group, and the bubble is (p - 1 + (v - 1) (p - m)) / (v m). If m // p divides m, torch.distributed.pipelining has the same order.
+If the largest group has n micro-batches, rank r keeps the activations of up to min(m v, 2 (p - 1 - r) + (v - 1) n + 1) forward passes,
+each of one micro-batch through one chunk. If m < p, there is one group, and the bubble is (p - 1 + (v - 1) (p - m)) / (v m). If m // p
+divides m, torch.distributed.pipelining has the same order.
 """
 
 from __future__ import annotations

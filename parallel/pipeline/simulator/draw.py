@@ -1,7 +1,7 @@
 """Shows a Timeline: as text, as a trace for chrome://tracing or ui.perfetto.dev, or as a picture by Matplotlib (imported when drawing).
 
 rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
-rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     F1 is the forward pass of micro-batch 1, B1 its backward pass
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _COLORS = {Op.F: ("#bcd4ea", "#5b8fc2"), Op.B: ("#b9d8c8", "#4f8a70"), Op.I: ("#d9ead9", "#8dbf9f"), Op.W: ("#f8d3ae", "#e39a50")}
 _COLORS |= {Op.U: ("#1f2933", "#1f2933"), Op.S: ("#bc6c8f", "#bc6c8f")}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.S: "sum over replicas", Op.U: "update"}
-_INK, _SOFT = "#1f2933", "#52606d"
+_INK, _SOFT = "#1f2933", "#52606d"  # colours of titles and bar labels, and of the time axis
 
 
 def label(schedule: Schedule, action: Action) -> str:
@@ -117,7 +117,7 @@ def draw(titled: Mapping[str, Timeline], path: str | Path, *, unit: str) -> None
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
-    """Write a PNG file with actions in the colours of their GPU clocks. clocks_mhz: for each rank, the clocks of its actions in order; an
+    """Write a PNG file in which each action's colour shows its GPU clock. clocks_mhz: for each rank, the clocks of its actions in order; an
     action of 0 MHz is not drawn. unit: name of the unit of time. Raises BadInput if the file cannot be written."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -138,7 +138,7 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
 
 def draw_on(axes: Axes, timeline: Timeline, *, title: str, unit: str | None = None, until: float | None = None) -> None:
     """Draw a timeline on `axes`, with a row for each rank. Later stages of a rank are darker. An all-reduce S is a thin line below the row.
-    unit: name of the unit; None: no label. until: end of the axis."""
+    unit: name of the unit of time; None: no label. until: end of the time axis; None: end of the timeline."""
     schedule = timeline.schedule
     until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):

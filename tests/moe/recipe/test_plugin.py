@@ -208,7 +208,7 @@ def test_names_that_no_package_registers_for_this_key_are_refused(packages: Any)
     packages("one", optimizers={"lion": "parts_xq:sgd", "broken": "parts_xq", "deep": "parts_xq:a.b"}, scores={"other": "parts_xq:sgd"})
     packages("two", optimizers={"lion": "elsewhere:lion", "broken": "parts_xq"}, scores={"other": "parts_xq:sgd"})
     for kind, said in (
-        ("lion", "optimizer.kind: got lion, registered by one and two, needed one plug-in of that name, not elsewhere:lion"),
+        ("lion", "optimizer.kind: got lion, registered by one and two, needed one plugin of that name, not elsewhere:lion"),
         ("broken", "optimizer.kind: got broken, registered by .* as parts_xq, needed module:name"),
         ("deep", "got deep, registered by one as parts_xq:a.b, needed module:name"),
         ("other", "optimizer.kind: got 'other', needed .*lion, .*adamw.* more .* or module:name of your own function or class"),

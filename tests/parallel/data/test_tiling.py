@@ -416,7 +416,7 @@ def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None
             {"tiling": {"ffn": 8}},
             r"tiling.ffn: got 8, needed a divisor of the experts' d_ff=12: .*; fix: set it to one of \[1, 2, 3, 4, 6, 12\]",
         ),
-        ({"tiling": {"head": 300}}, r"tiling.head: got 300, needed at most the vocabulary's 259"),
+        ({"tiling": {"head": 300}}, r"tiling.head: got 300, needed at most the vocabulary size 259"),
         ({"tiling": {"ffn": 0}}, r"tiling.ffn: got 0"),
     ],
 )
