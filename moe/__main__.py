@@ -1,4 +1,4 @@
-"""Entry of the command `moe` and of `python -m moe`: it is ready for signals before it imports the command, which takes a moment."""
+"""Entry point of the command `moe` and of `python -m moe`. It sets signal handlers first, because importing the command takes a moment."""
 
 import contextlib
 import signal

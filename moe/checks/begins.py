@@ -17,8 +17,8 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "train first: moe train switch_tiny") -> str:
-    """Return the fix for a folder `named`, which is not a run's folder: the run that it is in, or the runs in it, next to it or in runs/.
-    holds: what the folder of a run contains. otherwise: the fix if no run is found."""
+    """Return the fix for an error about `named`, which is not a run's folder. It suggests the run that contains `named`, or runs in it,
+    next to it or in runs/. holds: what the folder of a run contains. otherwise: the fix if no run is found."""
     near = next((str(parent) for parent in named.absolute().parents[:2] if (parent / holds).exists()), None)
     found: list[str] = []
     for folder in () if near else (named, named.parent, Path("runs")):
@@ -34,7 +34,7 @@ def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "tr
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
     """Check a new run in folder `out`. Raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set that checkpoint
-    aside. Without a source, raise it if the run trains adapters, or reads chats that need a template and has none."""
+    aside. Also raise it for LoRA without a source, and for chats that need a template, if neither recipe nor source has one."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
@@ -57,7 +57,7 @@ def _has_template(source: Path) -> bool:
 
 
 def check_chats(data: Data) -> None:
-    """For a model without a chat template: raise BadInput if the recipe's chats need one, and it names none."""
+    """For a model without a chat template: raise BadInput if the recipe's chats need one, and the recipe names none."""
     from moe.data.chat import ChatFiles, check_readable, messages_field
 
     given = [(each.path, each.text_key or data.text_key, each.encoding or data.encoding) for each in data.sources]

@@ -152,7 +152,7 @@ def _check_shards_of_halves(run: Run) -> None:
         keys = " and ".join(key for key, size in (("degrees.sp", sp), ("tensor.sequence_parallel", tp)) if size > 1)
         needed = f"a multiple of {read}, and of {written} for the decoder: {keys} cut both lengths"
         near = divisible_inputs(m.max_length, read=read, written=written)
-        fix: Fix | str = Set("it", *near) if near else f"use fewer ranks: no length that span corruption allows is divisible by {read} and {written}"
+        fix: Fix | str = Set("it", *near) if near else f"use fewer ranks: span corruption has no length divisible by {read} and {written}"
         raise BadInput("model.max_length", got=got, needed=needed, fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""Checks of degrees.sp: it must divide positions and heads, and some keys cannot be combined with it."""
+"""Checks of sequence parallelism: degrees.sp must divide positions and heads, and some keys cannot be combined with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.sequence.order import Order
 
 
 def check_sequence(run: Run) -> None:
-    """Raise BadInput unless positions and heads can be divided equally among the ranks of sp, and for keys without effect."""
+    """Raise BadInput if positions or heads cannot be divided equally among the sp ranks, or if a key has no effect."""
     sp, sequence = run.degrees.sp, run.sequence
     if sp == 1:
         return

@@ -207,8 +207,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples of token ids from a user's program or plug-in: raise BadInput for keys that need plain text. Also raise it
-    for samples with data.sources, and for samples from a program with data.path, which only a plug-in may read."""
+    """For chats, and for samples from a user's program or plug-in: raise BadInput for a data.tokenizer or data.objective that needs other
+    data. Samples also exclude data.sources; samples from a program exclude data.path, which only a plug-in may read."""
     if d.source == "chat" and d.tokenizer == "ids":
         raise BadInput("data.tokenizer", got="ids with data.source=chat", needed="a tokenizer of text", fix=Set("it", "bytes"))
     if d.tokenizer == "bpe" and d.source != "chat":
@@ -314,7 +314,7 @@ def _check_batch(run: Run) -> None:
         check_slots(run.router, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     unit, words = dp, f"degrees.dp={dp}"
     if sparse and run.router.eval_capacity_factor is not None and isinstance(group, int):
-        # no rank may evaluate a part of a capacity group, because capacity and loss would then depend on the layout
+        # no rank may evaluate a part of a group of router.group sequences: capacity and loss would then depend on degrees.dp
         unit, words = dp * group, f"degrees.dp * router.group = {dp} * {group}"
     if (sequences := run.train.eval_sequences) % unit:
         fix = Set("it", max(1, round(sequences / unit)) * unit)
@@ -322,13 +322,13 @@ def _check_batch(run: Run) -> None:
 
 
 def _check_audit(run: Run) -> None:
-    threads = "one order of sums: replicas' gradients are added as their threads end"
+    threads = "a fixed order of sums, but dp adds replicas' gradients as their threads end"
     if run.train.deterministic and run.sharding.named.threads:
         raise clash(run, "train.deterministic", "sharding.kind", False, "", Set("sharding.kind", "ddp"), needed=threads)
     offload = run.sharding.offload
     reasons = {
         "pipeline.schedule": (continuous(run), "all gradients of a step before its update, so that they can be computed twice"),
-        "sharding.kind": (run.sharding.named.threads, f"{threads} (sharding.kind ddp has one)"),
+        "sharding.kind": (run.sharding.named.threads, f"{threads} (ddp has a fixed order)"),
         "optimizer.kind": (run.optimizer.kind == "kfac", "passes that leave only gradients: K-FAC's factors would count a batch twice"),
         "states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
     }

@@ -60,7 +60,7 @@ def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
     active = "" if sizes.active == sizes.total else f", {count(sizes.active)} active for a token"
     if run.lora.rank:
         network = network_of(run)
-        active += f", {count(held(network, Plan(), (range(network.depth),), (0,)).trained.total)} of adapters are trained"
+        active += f", {count(held(network, Plan(), (range(network.depth),), (0,)).trained.total)} LoRA parameters are trained"
     yield f"{'parameters':<16}{count(sizes.total)}{active}"
     flops = sizes.training * tokens
     yield f"{'FLOPs a step':<16}{count(flops)} ({tokens:,} tokens), {count(flops / world)} a rank"
@@ -79,7 +79,7 @@ def _memory(found: Prediction) -> str:
     which = f"rank {found.fullest.rank} of the pipeline's {len(found.ranks)}: " if len(found.ranks) > 1 else ""
     if found.place.kind == "cpu":
         return f"{which}{size(found.rank_bytes)} of tensors{limit}"
-    more = f"{size(found.needed_bytes)} with the allocator's share and {size(CONTEXT_BYTES)} of context"
+    more = f"{size(found.needed_bytes)} with the allocator's share and {size(CONTEXT_BYTES)} of CUDA context"
     return f"{which}{size(found.rank_bytes)} of tensors, {more}{limit}"
 
 

@@ -52,7 +52,7 @@ def main(flags: Energy, overrides: dict[str, str]) -> int:
     schedule = from_file or _schedule(name, size, measured)
     if measured is not None and len(measured.stages) != schedule.num_stages:
         got = counted(len(measured.stages), "stage")
-        raise BadInput("--profile", got=got, needed=f"the {schedule.num_stages} stages of {name}", fix="--stages, or another profile")
+        raise BadInput("--profile", got=got, needed=f"the {schedule.num_stages} stages of {name}", fix="other --stages, or another profile")
     of_actions, idle_w, transfer = _profile(schedule, measured, costs)
     plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, flags.ahead)
     row = _row(plan, uniform, slowdown, "measured" if measured is not None else "power model")

@@ -1,4 +1,4 @@
-"""Help texts and shell completion of the command `moe`, which tyro makes from the verbs' dataclasses.
+"""Help texts and shell completion of the command `moe`, which tyro makes from the dataclasses of verbs (subcommands).
 
 tyro's completion script has a table of words, COMPLETION_SPEC = {...}. It is corrected here, so that a shell offers exactly the words that
 the command line accepts. tyro's own table lacks the words after a verb, such as recipes. It also has words that are not accepted: a switch
@@ -141,8 +141,8 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """Return the verb's dataclass in the form that tyro reads: help texts and names of words are annotations of its fields. complete: for
-    the completion script, add each section of a recipe as a field if the verb accepts recipe values."""
+    """Return the verb's dataclass in the form that tyro reads: help texts and names of positional words are annotations of its fields.
+    complete: for the completion script, add each section of a recipe as a field if the verb accepts recipe values."""
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)

@@ -2,7 +2,7 @@
 
     argv -> recipe values are taken out (take_overrides) -> the rest fills the verb's dataclass (flags.py, verbs.py) -> the verb's function
 
-Wrong input gives one line on stderr and exit code 2, before torch and other slow modules are imported. All exit codes: moe/launch/exit_codes.py.
+Wrong input gives one line on stderr and exit code 2, before anything heavy is imported. All exit codes: moe/launch/exit_codes.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-NOT_SIMULATED = ("tp", "sp", "etp")  # axes of degrees that `moe simulate` and `moe energy` do not count
+# keys of section `degrees` that `moe simulate` and `moe energy` ignore, because they treat each pipeline rank as one device
+NOT_SIMULATED = ("tp", "sp", "etp")
+# verbs whose command line may set recipe keys, as --section.key VALUE
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 
@@ -36,12 +38,16 @@ class Train:
     fresh: bool = _flag("set earlier checkpoints aside and start over", False)
     from_step: int | None = _flag("resume from the checkpoint of this step instead of the newest; later ones are set aside, not deleted")
     allow_change: tuple[str, ...] = _flag("recipe key that may differ from the checkpoint's, although this changes results; repeatable", ())
-    init_from: Path | None = _flag("begin a new run with the weights and the tokenizer of this run, checkpoint or hf:PATH")
+    init_from: Path | None = _flag(
+        "begin a new run with the weights and the tokenizer of this run folder, checkpoint or folder of transformers (hf:PATH)"
+    )
     hostfile: Path | None = _flag("file that lists the machines, one `host slots=N` a line")
     restarts: int | None = _flag(
         "if ranks die, restart from the newest checkpoint; give up after N restarts without a new checkpoint; default 0"
     )
-    elastic: int | None = _flag("if --restarts do not help, continue with fewer processes, at least N, and the same global batch")
+    elastic: int | None = _flag(
+        "if restarts (--restarts) do not help, continue with fewer processes, at least N, and with the same global batch"
+    )
     dry_run: bool = _flag("print the predicted memory, FLOPs and seconds a step; start nothing and write nothing", False)
     cluster: str | None = _flag("cluster for which memory and time are predicted, as in moe plan; --dry_run assumes all its devices")
     force: bool = _flag("start even if the prediction says that memory is too small", False)
@@ -59,8 +65,10 @@ class Verify:
     peer: str | None = _flag(
         "compare another project's step on several ranks with its step on one: transformers, deepspeed, torch, torchtitan, megatron_core"
     )
-    model: str | None = _flag("with --peer: comma-separated names of the project's models; others: further families of transformers")
-    ep: int | None = _flag("with --peer: ranks that share the experts; without --ep, --tp and --fsdp, each is 2")
+    model: str | None = _flag(
+        "with --peer: comma-separated names of the project's models; with --peer transformers, others: all further families"
+    )
+    ep: int | None = _flag("with --peer: ranks of expert parallelism; if none of --ep, --tp and --fsdp is given, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
     fsdp: int | None = _flag("with --peer: ranks of FSDP, each with its own samples")
     pin_routing: bool = _flag(
@@ -79,7 +87,7 @@ class Verify:
         "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
     )
     types: bool = _flag(
-        "check instead, without a reference run, which values in forward and backward pass are replicated, varying or partial over ranks",
+        "check instead, without a reference run, that values are replicated, varying or partial over ranks as the layout requires",
         False,
     )
     draws: int | None = _flag("test N random tiny recipes of up to --nproc processes instead")
@@ -187,7 +195,7 @@ class Simulate:
     placement: Literal["line", "loop", "v"] | None = _flag(
         "for search: one stage on each rank (line, the default), --chunks stages as in interleaved (loop), or two stages as in zb_v (v)"
     )
-    memory: float | None = _flag("for search: most activations that a rank stores, in micro-batches of all its layers; no limit by default")
+    memory: float | None = _flag("for search: limit of a rank's stored activations, in micro-batches of all its layers; none by default")
     tflops: float | None = _flag("with --recipe: TFLOP/s of a rank; 140 by default, an A100 in 16 bits")
     link_gb_s: float | None = _flag("with --recipe: GB/s between two ranks, each way; 25 by default (200 Gbit/s)")
     forward_time: str | None = _flag("forward time of a micro-batch on a rank, 1 by default; or one for each stage, comma-separated")

@@ -28,8 +28,8 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template. `tokens`: name -> text of special tokens that templates use, such as bos_token. `date`: current time that the
-    template gets; None: now. `tool_use`: another template, for chats with tools."""
+    """A Jinja template. `tokens`: pairs (name, text) of special tokens that templates use, such as bos_token. `date`: time that
+    the template's strftime_now formats; None: now. `tool_use`: another template, for chats with tools."""
 
     source: str
     tokens: tuple[tuple[str, str], ...] = ()
@@ -41,8 +41,8 @@ class ChatTemplate:
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False) -> str:
-        """Return the text of the messages. `tools`: descriptions of tools for the template, or None. With `prompt`, the beginning of an
-        assistant's message follows. Raises BadInput if the template refuses the messages or is not valid Jinja."""
+        """Return the text of the messages. `tools`: descriptions of tools for the template, or None. With `prompt`, the generation
+        prompt (beginning of an assistant's message) follows. Raises BadInput if the template refuses the messages or is not valid Jinja."""
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def marked(self, messages: Sequence[Message], *, tools: Any = None) -> tuple[str, list[Span]]:

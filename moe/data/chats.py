@@ -111,8 +111,8 @@ def open_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int, cache
 
 
 def sequences_of(chats: Chats, *, max_length: int, validation_share: float, packing: bool) -> tuple[ChatRows, ChatRows]:
-    """Return the sequences for training and for validation. The last chats, a fraction `validation_share` of all, are for validation. Raises
-    BadInput if there is only one chat, or one pair of a chosen and a rejected chat, and for pairs with `packing`."""
+    """Return the sequences for training and for validation. The last chats, a fraction `validation_share` of all, are for validation.
+    Raises BadInput if there is only one chat, or one pair of a chosen and a rejected chat, and for pairs with `packing`."""
     pairs = chats.encoded.pairs
     if pairs and packing:
         raise BadInput("data.packing", got="true with pairs of chats", needed="false: each pair is a sequence", fix=Set("it", False))

@@ -97,7 +97,7 @@ class Survey(NamedTuple):
 
 
 def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
-    """Return the corpus of a recipe's data section. text_key_set_by: name of the setting that has the text's key, for error messages.
+    """Return the corpus of a recipe's data section. text_key_set_by: the setting that gives the name of the text's key, for error messages.
     Raises BadInput for a path that is missing or has no usable file."""
     text_key = formats.TextKey(data.text_key, text_key_set_by)
     if data.path is None:
@@ -122,7 +122,7 @@ def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus
         names = names if data.source == "text" else formats.saved_files(path, names)
     lines = [name for name in names if formats.is_jsonl(name)]
     encoding = named_encoding(data.encoding)
-    # a folder may have separated values of any kind; these are read by rows if they have the column
+    # a folder may have *.csv and *.tsv files without texts; such a file is read by rows only if it has the column text_key
     tables = [
         name
         for name in names

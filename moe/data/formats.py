@@ -31,8 +31,8 @@ _ZST_READ_BYTES = 1024  # compressed bytes in a read: few, because 4 bytes can u
 _ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)
 _ROWS = 16  # rows of a Parquet file in a read: few, because a row can have any size
 _PARQUET_READ_BYTES = 1 << 16
-_ARROW_FILE = b"ARROW1"
-SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
+_ARROW_FILE = b"ARROW1"  # first bytes of Arrow's file format, but not of its stream format
+SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"  # files that `save_to_disk` of `datasets` writes into its folder
 
 
 class TextKey(NamedTuple):
@@ -115,7 +115,7 @@ def whole(path: Path) -> bytes:
             return file.read()
         content = file.read(LONGEST_BYTES + 1)
     if len(content) > LONGEST_BYTES:
-        raise too_long(path, "a text", "unpack the file, or write its documents as JSONL (*.jsonl.gz), a line each")
+        raise too_long(path, "a text", "unpack the file, or write its documents as JSONL (*.jsonl.gz), one per line")
     return content
 
 
@@ -130,8 +130,8 @@ def decoding(path: Path, encoding: str) -> Iterator[None]:
 
 
 def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
-    """Yield a file's lines, in UTF-8. Raises BadInput for a line of a compressed file that exceeds the limit of a document, and for a line
-    in another encoding than `encoding`, if that is not UTF-8."""
+    """Yield a file's lines as UTF-8 bytes. If `encoding` is UTF-8, raises BadInput for a line of a compressed file that exceeds the limit
+    of a document. If it is another encoding, raises BadInput for a line that cannot be decoded."""
     if encoding != UTF_8:
         with opened(path) as file, decoding(path, encoding):
             for text in io.TextIOWrapper(file, encoding=encoding, newline="\n"):
@@ -141,7 +141,7 @@ def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
     with opened(path) as file:
         while line := file.readline(limit):
             if len(line) == limit:
-                raise too_long(path, "a line", "write a document a line")
+                raise too_long(path, "a line", "write one document per line")
             yield line
 
 
@@ -212,7 +212,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _table(path: Path, what: str) -> Iterator[Any]:
-    """Import pyarrow. Convert its errors while the table is read to BadInput. what: the first words of a cell's error."""
+    """Import pyarrow. Convert its errors while the table is read to BadInput. what: beginning of the error message about a cell."""
     arrow = needed_package("pyarrow", path)
     try:
         yield arrow
@@ -226,7 +226,7 @@ def _table(path: Path, what: str) -> Iterator[Any]:
 
 
 def _batches(path: Path, column: TextKey | None) -> Iterator[Any]:
-    """Yield a table's batches of rows, of one column or (None) of all."""
+    """Yield a table's batches of rows. `column`: the column to read; None: all columns."""
     if path.suffix.lower() == ".parquet":
         parquet = needed_package("pyarrow", path, module="pyarrow.parquet")
         with parquet.ParquetFile(str(path), buffer_size=_PARQUET_READ_BYTES) as table:
@@ -254,5 +254,5 @@ def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[st
         raise BadInput(f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix(None))
     for cell in held:  # cell by cell, because a batch may have all rows of a table that `datasets` saved
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
-            raise too_long(path, "a cell", "write its documents a row each")
+            raise too_long(path, "a cell", "write one document per row")
         yield cell.as_py()

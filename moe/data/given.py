@@ -65,7 +65,7 @@ class Samples:
 
 @dataclass
 class Stream:
-    """Endless samples of an iterable, in the iterable's order. After the last sample, iteration starts again."""
+    """Endless samples of an iterable, in the iterable's order. After the last sample, iteration starts again. say: prints a line."""
 
     source: Any
     max_length: int

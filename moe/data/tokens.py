@@ -36,7 +36,7 @@ from parallel.errors import BadInput, counted
 from parallel.store.files import UTF_8, of_contents, replace_file, sync, write_synced
 
 FORMAT = 2  # version of the token files and of the code that reads a corpus; part of the cache key
-ENCODE_TOGETHER_CHARACTERS = 1 << 21
+ENCODE_TOGETHER_CHARACTERS = 1 << 21  # about this many characters are tokenized in one call
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
 # Hashes are cached only for files that have not changed for this time: a younger file might change again without a new time in its stamp.

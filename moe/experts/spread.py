@@ -1,4 +1,4 @@
-"""Divides a MoE layer's tokens among the ranks of tp, and joins the results, so that only one rank of tp routes a token.
+"""Divides a MoE layer's tokens among the tensor-parallel ranks (tp), and joins the results, so that only one rank of tp routes a token.
 
 A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. D is the model's
 width, t the number of tp ranks, q the grid's side. There are three ways to hold tokens outside of the layer:
@@ -11,7 +11,7 @@ width, t the number of tp ranks, q the grid's side. There are three ways to hold
                 grid, [B L, D / q]                  (parallel/tensor/grid.py)
 
 The experts' ranks (ep) can include the tp axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or
-a balance loss. If a group has tokens on several ranks, they exchange its choices (moe/router/slices.py).
+a balance loss. If a group has tokens on several ranks, these ranks exchange what routing needs to know about it (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 class Exchange(Protocol):
     """`cut` selects this rank's tokens from the activations outside of the layer; `join` restores the layout outside. `total`: number of
-    tokens of all ranks."""
+    tokens of all ranks of tp."""
 
     def cut(self, x_AD: Tensor) -> Tensor: ...
     def join(self, y_TD: Tensor, *, total: int) -> Tensor: ...

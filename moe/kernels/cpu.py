@@ -1,4 +1,5 @@
-"""Kernels in torch operations only, which run on any device. Time and memory are proportional to the number of routed rows."""
+"""Kernels in torch operations only, which run on any device. Time and memory are proportional to the number of routed rows. The docstrings
+of functions without one here are in moe/kernels/reference.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reord
 
 # T tokens, K choices, N = T * K, R rows, E experts, D model, P tokens gathered from ranks, G these tokens in the order of sequences
 
-_FEW_CHOICES = 32  # up to this number of choices, `plan` runs in Python
+_FEW_CHOICES = 32  # up to this number of choices (T * K), `plan` runs in Python
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -31,8 +32,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
-    """Return top_k for k > 2. Take torch.topk's k + 1 highest scores, and sort only the rows in which two of them are equal: sorting all
-    rows would take ten times as long."""
+    """Return top_k for k > 2. Take torch.topk's k + 1 highest scores. Sort only the rows in which two of them are equal, because torch.topk
+    breaks ties in any order. Sorting all rows would take ten times as long."""
     best, expert = scores_TE.topk(min(k + 1, scores_TE.shape[1]))
     expert_TK = expert[:, :k].contiguous()
     rows = (best[:, 1:] == best[:, :-1]).any(1).nonzero()[:, 0]

@@ -2,8 +2,8 @@
 
     h, g = rows w1 [+ b1], rows w3 [+ b3]        out = activation(h, g) [* dropout's factors] w2
 
-`ByProduct` does not fuse them: it calls a function for each matrix product. It serves the policies of moe/kernels/products.py that kernels
-cannot fuse, LoRA adapters, and K-FAC, which reads each product's input.
+`ByProduct` does not fuse them: it calls a function for each matrix product. It serves products that kernels cannot fuse
+(moe/kernels/products.py), LoRA adapters, and K-FAC, which reads each product's input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from moe.kernels.activation import Activation, activate
 from moe.kernels.rows import Plan
 
-# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
+# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's inputs and outputs
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
 Counts = list[int] | Tensor  # number of rows of each expert; a tensor, int64 [E] on the rows' device, if the host need not know it

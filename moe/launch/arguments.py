@@ -21,7 +21,7 @@ _VALUES = {
     "--allow-change": ("a key of the recipe", "--allow-change model.num_heads"),
     "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
-    "--elastic": ("the smallest number of processes", "--elastic 1"),
+    "--elastic": ("the smallest number of processes, at least 1", "--elastic 1"),
 }
 # flags without a value
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         else:
             recipe = word
     if recipe is None:
-        raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
+        raise BadInput("recipe", got="nothing", needed=USAGE, fix="name a recipe, such as switch_tiny")
     last = {name: values[-1] for name, values in given.items() if values}
     paths = {name: user_path(last[name], what=name) for name in ("--out", "--init-from") if name in last}
     return Arguments(

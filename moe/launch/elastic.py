@@ -127,10 +127,12 @@ def _same_size(run: Run) -> bool:
 
 
 def _held(run: Run) -> int:
+    """Return the number of sequences in a micro-batch."""
     return max(1, run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches))
 
 
 def _ranks_each(run: Run) -> int:
+    """Return the number of ranks in each dp replica."""
     return max(1, run.degrees.pp * run.degrees.tp * run.degrees.sp)
 
 

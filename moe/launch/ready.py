@@ -41,7 +41,7 @@ _LATER = ("torch._dynamo", "torch.utils.tensorboard")
 
 class Forked:
     """The leader process of an attempt, with the interface of `subprocess.Popen` (pid, returncode, poll, wait), and its ranks. pids:
-    process ids of the leader, then of the ranks. receive: `Ready._receive`."""
+    process ids of the leader, then of the ranks. receive: returns the next message of the warm process or leader (`Ready._receive`)."""
 
     def __init__(self, pids: Sequence[int], receive: Callable[[float], dict[str, Any] | None]) -> None:
         self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
@@ -100,8 +100,8 @@ class Ready:
         return None
 
     def end(self, leader: Forked, token: str) -> list[int]:
-        """Kill all processes of an attempt, except the warm process. Return the ids of processes that are still alive. token: the
-        attempt's."""
+        """Kill all processes of an attempt, except the warm process. Return the ids of processes that are still alive. token: value
+        of the variable TOKEN in the attempt's processes."""
         assert self._process is not None
         return kill_all(leader.pid, token, self._token, spared=self._process.pid)
 

@@ -6,8 +6,9 @@ further ones wait 1, 2, 4, ... seconds, at most a minute. A run is not restarted
 memory. It is not restarted either if no rank of the first attempt started, if a process cannot be killed, or if the same Python error
 recurs before a new checkpoint.
 
-With `--elastic MIN`, a run does not end after N restarts or a recurring error: it continues with fewer processes (moe/launch/elastic.py),
-and the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then left out.
+With `--elastic MIN`, a run does not end after N restarts or a recurring error: it continues with fewer processes, at least MIN
+(moe/launch/elastic.py), and the count restarts at 0. The GPU of the rank that died first in most attempts since the last checkpoint is then
+left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe.records.redone import Restart
 from parallel.errors import counted
 from parallel.store.files import step_of
 
-_LONGEST_S = 60.0
+_LONGEST_S = 60.0  # longest wait before a restart
 _POLL_S = 0.1
 
 
@@ -57,9 +58,9 @@ class Restarts:
         self._old = _inode(self._checkpoints) if fresh else None  # inode of the earlier checkpoints' folder, which --fresh renames
         self._fresh, self._from_step = fresh, from_step
         self._newest = self._first_newest = _newest(self._checkpoints)
-        self._count = self._in_a_row = 0
+        self._count = self._in_a_row = 0  # number of restarts; of those, since the last new checkpoint
         self._since = time.time()
-        self._said: tuple[str, ...] = ()
+        self._said: tuple[str, ...] = ()  # errors of the last attempt's ranks
         self._wait_s = 0.0
         self._why = ""
         self._smaller = list(smaller)
@@ -78,8 +79,8 @@ class Restarts:
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
-        """Return environment variables that give the next attempt's ranks the number, reason and start time of the restart; {} for the
-        first."""
+        """Return environment variables for the next attempt's ranks: the restart's number and reason, and the time at which this launcher
+        began. {} for the first attempt."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def saved(self) -> bool:

@@ -75,6 +75,7 @@ def delete(folder: Path, token: str) -> None:
 
 
 def _is_of(folder: Path, token: str) -> bool:
+    """Return whether the status folder belongs to the launch `token`. A folder without a token belongs to every launch."""
     try:
         return (folder / STARTED).read_text().strip() in ("", token)
     except (OSError, ValueError):

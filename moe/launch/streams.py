@@ -22,11 +22,11 @@ from parallel.errors import BadInput
 
 _BEGIN = "--- process "  # begins the line that each attempt (start of the rank's process) writes into the log first
 FOLDER = "logs"  # in the run's folder
-_END_BYTES, _END_LETTERS = 64 << 10, 300  # end of a log in which `last_line` looks, and most letters that it returns
+_END_BYTES, _END_LETTERS = 64 << 10, 300  # bytes that `last_line` reads at a log's end, and most letters that it returns
 
 
 class Lasting:
-    """Wraps a text stream so that writing never fails: after the first error, its file descriptor is redirected to the null device."""
+    """Wraps a text stream so that writing never fails: the first error redirects the stream's file descriptor to the null device."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

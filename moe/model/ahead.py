@@ -27,7 +27,7 @@ from moe.recipe import sections
 
 class PredictionDepth(nn.Module):
     """One depth: concatenates the previous depth's hidden states with the embeddings of the tokens that the previous depth predicts,
-    projects the result, and applies a block."""
+    projects the result to D channels, and applies a Transformer block."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ def multi_token_loss(
     summed_loss: Callable[[Tensor, Tensor], Tensor],
     whole_sequences: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the mean over depths of the loss, which is a mean over valid input tokens: fp32 []. `targets_BL`: the token after each input
-    token. `look_up`: returns embeddings. `summed_loss(hidden, targets)`: applies the head, and returns the loss, summed over tokens.
+    """Return the loss, averaged over valid input tokens and over depths: fp32 []. `targets_BL`: the token after each input token.
+    `look_up`: returns embeddings. `summed_loss(hidden, targets)`: applies the head, and returns the loss, summed over tokens.
     `whole_sequences`: gathers [B, L] over ranks to [B, S]."""
     place_L, next_BS = context.place_L, whole_sequences(targets_BL)
     total = hidden_BLD.new_zeros((), dtype=torch.float32)

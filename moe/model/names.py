@@ -13,7 +13,7 @@ from parallel.data.tiling import without_tiles
 
 _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
-AHEAD = "ahead."  # prefix of the names of parameters of multi-token prediction, which only training uses
+AHEAD = "ahead."  # name prefix of the parameters of multi-token prediction, which only training uses
 
 
 def global_name(name: str) -> str:
@@ -23,8 +23,8 @@ def global_name(name: str) -> str:
 
 
 def is_bias(name: str) -> bool:
-    """Return whether the parameter with this name is a bias. The name decides and not the number of dims: a stack of experts' biases has
-    two."""
+    """Return whether the parameter with this name is a bias. The number of dims cannot tell, because a stack of experts' biases
+    has two."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     return last in ("b1", "b3", "bias") or last.endswith("_bias")
 
@@ -36,7 +36,7 @@ def stack_of(name: str) -> str | None:
 
 
 def depth_ahead(name: str) -> int:
-    """Return the number, from 1, of the block of multi-token prediction that has this parameter; 0 for all other parameters."""
+    """Return the number (from 1) of the multi-token prediction module that has this parameter; 0 for all other parameters."""
     return int(name.split(".")[1]) + 1 if name.startswith(AHEAD) else 0
 
 

@@ -3,7 +3,7 @@
     x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
 Norms of q and k (arXiv 2302.05442) or a bound on each channel of q, k and v (OLMo, arXiv 2402.00838) can keep logits small. Only in `core`
-(moe/nn/core.py) does a token attend to others, so sequence parallelism replaces `core` by one that exchanges keys between ranks. Tensor
+(moe/nn/core.py) does a token attend to others, so sequence parallelism replaces `core` by one that communicates between ranks. Tensor
 parallelism gives each rank some heads. It replaces `leave` (applied to the output), and either `enter` (applied to the input) or
 `products`, in which communication overlaps with the products of q, k and v.
 """

@@ -4,7 +4,7 @@
 
 The product B A is never made, nor is a gradient of W: dB = s dy^T (x A^T), dA = s (dy B)^T x and the gradient of x are computed from
 narrow products, [tokens, r]. In stacks of experts, each expert has its own B and A, and rows are sorted by expert. W may be quantised
-Blocks (moe/nn/blocks.py), which are decoded for each product, in a stack of experts for one expert at a time.
+Blocks (moe/nn/blocks.py), which are dequantised for each product, one expert at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+# R rows, E experts, I and O a matrix's inputs and outputs, r rank of the adapters (A and B)
+
+# last part of an adapter's parameter name
 _ADAPTER = re.compile(r"lora_[ab]|w[123]_[ab]")
 # target -> pattern of module paths; these modules have a method adapt(rank, scale), which adds parameters for B and A
 TARGETS = {
@@ -67,8 +70,8 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B and A,
-    or in experts' stacks [E, in, out] A and B."""
+    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B
+    [out, r] and A [r, in]; in stacks of experts, whose W is [E, in, out], [E, in, r] and [E, r, out]."""
     wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
@@ -99,7 +102,7 @@ class _Product(torch.autograd.Function):
 
 
 def widened(y: Tensor, narrow: Tensor, left: Tensor, *, scale: float) -> Tensor:
-    """Return y + scale * narrow left^T in y's dtype, given y = x W^T and narrow = x right^T. left: B [out, r]. right: A [r, in]."""
+    """Return y + scale * narrow left^T in y's dtype, given y = x W^T and narrow = x A^T. left: B [out, r]."""
     out: Tensor = _Widened.apply(y, narrow, left, scale)
     return out
 
@@ -200,7 +203,7 @@ def _times(rows_RI: Tensor, matrices_EIO: Tensor | Blocks, counts: list[int], *,
     added in place, and which is returned; None: a new tensor."""
     out = rows_RI.new_empty(len(rows_RI), matrices_EIO.shape[2]) if onto is None else onto
     for expert, (rows, into) in enumerate(zip(rows_RI.split(counts), out.split(counts), strict=True)):
-        if len(rows):  # without rows, the expert's matrix would be decoded for nothing
+        if len(rows):  # without rows, the expert's matrix would be dequantised for nothing
             matrix = matrices_EIO[expert].to(rows.dtype)
             torch.addmm(into, rows, matrix, beta=0.0 if onto is None else 1.0, alpha=scale, out=into)
     return out
@@ -217,4 +220,4 @@ def pair_of(name: str) -> tuple[str, str]:
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"
-    return f"{name}_a", f"{name}_b"  # (left, right): an expert's matrix is [in, out], so `left` is A transposed, stored as w1_a
+    return f"{name}_a", f"{name}_b"  # an expert's matrix is [in, out], so `left` is A transposed, stored as w1_a

@@ -28,7 +28,7 @@ from parallel.tensor.sliced import SlicedNorm
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyBlock, VocabularyCube, VocabularyRows
 
-FAMILIES = ("dense", "router", "expert")
+FAMILIES = ("dense", "router", "expert")  # groups of parameters; the norm of each group's gradient is reported
 
 
 def _name_of(path: str) -> str:
@@ -37,8 +37,8 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that
-# divides the tokens)
+# how tp ranks hold tokens outside of MoE layers: all tokens (copies), a chunk of each sequence (slices), or some channels of all tokens
+# (channels) -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that divides them)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),

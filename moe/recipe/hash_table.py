@@ -2,7 +2,7 @@
 
     [3, 0, 5, ...]                       JSON: one expert for each id
     [[3, 1], [0, 4], ...]                router.num_choices experts for each id
-    {"1": [...], "3": [...]}             another table for each MoE layer, by the layer's number
+    {"1": [...], "3": [...]}             a separate table for each MoE layer, by the layer's number
 
 A new run reads the table from its file. Every checkpoint has a copy, from which a resumed run reads it.
 """
@@ -31,7 +31,8 @@ def wanted(run: Run) -> str | None:
 
 
 def read(run: Run, *, or_none: bool = False) -> Table | None:
-    """Return the table of the recipe's router.hash_table; None without that key, or (or_none) if its file is missing. Raises BadInput."""
+    """Return the table of the recipe's router.hash_table; None without that key, or, with `or_none`, if the table's file is
+    missing. Raises BadInput for a table that cannot be read or is wrong."""
     name = wanted(run)
     if name is None:
         return None
@@ -57,7 +58,7 @@ def check(table: Any, run: Run, *, where: str) -> None:
     layers = run.model.layers_with_experts()
     if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
         got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
-        needed = f"a list, or lists for layers {some(map(str, layers))}"
+        needed = f'one list, or {{"LAYER": list}} for layers {some(map(str, layers))}'
         raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=_FIX)
     for nth, layer in enumerate(layers if isinstance(table, dict) else layers[:1]):
         here = run.experts.of_layer(nth) if isinstance(table, dict) else min(run.experts.counts)
@@ -87,7 +88,8 @@ def _rows(table: Sequence[Any]) -> list[list[int]]:
 
 def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
     """Return the paper's balanced table, which gives all experts about equally many tokens. counts: occurrences of each token id.
-    Ids are assigned from the most frequent to the rarest, each to the experts with the fewest tokens so far (then: the fewest ids)."""
+    Ids are assigned from the most frequent to the rarest, each to the experts with the fewest tokens so far; among equals, with the fewest
+    ids."""
     heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # heap: (tokens so far, ids so far, expert)
     for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):
         emptiest = [heapq.heappop(heap) for _ in range(num_choices)]

@@ -313,7 +313,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         example = "[1,2]" if field is None or takes_number(field.annotation) else "[NAME]"
-        both = f"write {dotted}: {example} in a file, --{dotted} {example} here"
+        both = f"write {dotted}: {example} in a file, --{dotted} {example} on the command line"
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=both)
     names = choices(dotted) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

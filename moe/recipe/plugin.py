@@ -4,10 +4,9 @@
     optimizer.kind: lion                 ->  the same, if an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
 A registered name (an entry point) is looked up in the packages' metadata when the recipe is read, and replaced by module:name. Built-in
-names come first.
-Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model (training,
-evaluation, generation, verify, conversion) import the module and print a line about it; its code then has all the rights of the user. The
-working folder is searched last, so that no file there replaces an installed package.
+names come first. Reading a recipe imports nothing: `moe show`, `moe plan` and checks are safe with any recipe. Commands that use the model
+(training, evaluation, generation, verify, conversion) import the module and print a line about it; its code then has all the rights of the
+user. The working folder is searched last, so that no file there replaces an installed package.
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def check_there(key: str, value: str) -> None:
 
 
 def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
-    """Import and return the plugin `value` (module:name) of a key. arguments: number of arguments with which it is called; None: not
-    checked. Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
+    """Import and return the plugin `value` (module:name) of a key. arguments: number of arguments with which it is called; None: unchecked.
+    Raises BadInput if the module is missing, fails on import or lacks the name, or if the object cannot be called with these arguments."""
     module, _, name = value.partition(":")
     found = _imported(key, value, module)
     if not hasattr(found, name):

@@ -20,7 +20,7 @@ from moe.recipe.overrides import whole
 from moe.recipe.plugin import GROUPS, by_name, is_plugin
 from parallel.errors import harmless
 
-_LARGEST = 2**40
+_LARGEST = 2**40  # largest absolute value of an integer in a recipe
 _OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is refused, because YAML 1.1 and C read it as 8
 # reads a name, or names with commas between them, as a list
 OneOrMore = BeforeValidator(lambda value: tuple(name.strip() for name in value.split(",")) if isinstance(value, str) else value)
@@ -98,7 +98,7 @@ class Section(BaseModel):
     Muon."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-    all_keys: ClassVar[Key] = Key()
+    all_keys: ClassVar[Key] = Key()  # properties that apply to every key of the section
     gone: ClassVar[dict[str, Any]] = {}  # removed key of an earlier version -> the value that is always used now
 
     def __init_subclass__(
@@ -157,7 +157,7 @@ class Section(BaseModel):
     @classmethod
     def _in_32_bits(cls, value: Any) -> Any:
         if isinstance(value, float) and value and not 2.0**-126 <= abs(value) < 2.0**128:
-            raise ValueError("a number that 32 bits hold, as weights do")
+            raise ValueError("a number that 32 bits hold: 0, or 1.2e-38 to 3.4e38 in absolute value")
         return value
 
 

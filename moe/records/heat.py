@@ -15,7 +15,7 @@ BLOCKS = "·▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#@"  # the same nine heights for terminals and files without Unicode
 UNKNOWN = "?"
 FAIR = (150, 150, 150)
-LITTLE, MUCH = (60, 140, 230), (230, 120, 20)
+LITTLE, MUCH = (60, 140, 230), (230, 120, 20)  # RGB far below the mean load, and far above it; FAIR: at the mean
 
 
 def relative(load: Sequence[float | None]) -> list[float]:

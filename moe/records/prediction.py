@@ -27,12 +27,12 @@ def line(found: Prediction) -> str:
 
 
 def warning(found: Prediction) -> str | None:
-    """Return a warning if tensors alone fit into the device's memory, but not together with the allocator's unused blocks and the CUDA
-    context; else None."""
+    """Return a warning if tensors alone fit into the device's memory, but not together with the allocator's reserve (blocks that it keeps
+    unused) and the CUDA context; else None."""
     limit = found.place.limit_bytes
     if limit is None or found.over_bytes > 0 or found.needed_bytes <= limit:
         return None
-    return f"it may not fit: with unused blocks and the CUDA context, a device needs {size(found.needed_bytes)} of {size(limit)}"
+    return f"it may not fit: with the allocator's reserve and the CUDA context, a device needs {size(found.needed_bytes)} of {size(limit)}"
 
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
@@ -59,8 +59,8 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> Fix:
         more = f", and {size(host)} in the memory of its host" if host else ""
         return Words(f"{change.fix}: then {size(then.tightest.least)}{more}", change.fix)
     many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
-    disk = "optimizer states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
-    return Words(f"use {disk}more or larger devices, {many} memory together (moe plan chooses a layout)")
+    disk = "put model states on a disk (sharding.offload), or " if found.place.kind == "cpu" else ""
+    return Words(f"{disk}use ranks {many} memory together (moe plan chooses a layout)")
 
 
 def compared(found: Prediction, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None) -> dict[str, Any]:

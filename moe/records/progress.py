@@ -29,7 +29,7 @@ from moe.records.summary import printable, size, summary_rows
 FAILURES = (Exception, SystemExit)  # rich raises SystemExit when the pipe is closed
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_STEPS = 50
-PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})
+PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})  # for consoles that can only print ASCII
 Kind = Literal["auto", "live", "plain", "none"]
 P = ParamSpec("P")
 FILES = {
@@ -167,7 +167,7 @@ def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
     parts: list[RenderableType] = [table]
     parts += [Text(str(alarm), style="bold yellow") for alarm in summary.get("alarms") or ()]
     if summary.get("sample"):
-        shown, heading = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that it generates")
+        shown, heading = Text(printable(str(summary["sample"])).strip("\n")), Text("a sample of the text that the model generates")
         parts.append(Panel(shown, title=heading, title_align="left", box=box.ROUNDED, border_style=LABEL))
     if out is not None:
         parts.append(_folder(out))

@@ -2,9 +2,9 @@
 
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
-If a tracker fails, one line is printed, and training continues without it. When training resumes, the same run of the tracker is continued;
-its id is stored in the run's folder. The project's name is the variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME, or by
-default moe-parallel.
+If a tracker fails, one line is printed, and training continues without it. Resumed training continues the same run in the tracker, whose id
+is stored in the training's folder. The project's name is the environment variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME;
+if it is not set, moe-parallel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROJECT = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "mlflow": "M
 
 
 class Board(NamedTuple):
-    """An open tracker. log(values, step, time): gets the scalars (name -> value) of a line of metrics.jsonl, its step and its Unix time."""
+    """An open tracker. log(values, step, time): records the scalars (name -> value) of a metrics.jsonl line at its step and Unix time."""
 
     log: Callable[[Mapping[str, float], int, float], None]
     close: Callable[[], None]
@@ -44,8 +44,8 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open a run in the tracker `name`. out: the run's folder. recipe: the recipe's name, as the name of the tracker's run. config: recipe
-    key -> value. goes_on: continue the run that an earlier start opened there."""
+    """Open a run in the tracker `name`. out: the training's folder. recipe: the recipe's name, which becomes the run's name. config:
+    recipe key -> value. goes_on: continue the tracker's run whose id is stored in `out`, if there is one."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb
     id, board = opened(module, project=project, name=recipe, id=before, config=config, folder=out)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from moe.report.plots import Plot
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
-MOST_EVENTS = 200
+MOST_EVENTS = 200  # largest number of events that the page lists
 
 
 Pictures = dict["Plot", bytes]  # drawn plot -> its PNG file

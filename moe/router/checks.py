@@ -46,7 +46,7 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
 
 
 def unread(s: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
-    """Return field without effect -> (the other setting that causes it, the reason, a change that gives the field an effect)."""
+    """Return a dict: field without effect -> (the setting that causes this, the reason, a change that gives the field an effect)."""
     method = method_of(s)
     found: dict[str, tuple[str, str, Fix]] = {
         key: (f"select {s.select}", reason, Set("router.select", other.name))
@@ -133,7 +133,7 @@ def _check_losses(s: RouterSpec, num_experts: int) -> None:
 
 
 def drops(spec: RouterSpec) -> bool:
-    """Return whether a choice may get no slot, in training or in evaluation."""
+    """Return whether a token's choice of an expert may be dropped for lack of a slot, in training or in evaluation."""
     return method_of(spec).tokens_choose and (spec.capacity_factor is not None or spec.eval_capacity_factor is not None)
 
 
@@ -154,7 +154,8 @@ def looks_ahead(spec: RouterSpec) -> str | None:
 
 
 def only_second_choices_look_ahead(spec: RouterSpec) -> bool:
-    """Return whether only second choices depend on later tokens, through GShard's queue. Recipes may do this, as GShard and GLaM do."""
+    """Return whether only second choices depend on later tokens, because all first choices get slots before them. Recipes may do this,
+    as GShard and GLaM do."""
     return looks_ahead(spec) == _SECOND_CHOICES
 
 
@@ -178,7 +179,7 @@ def decides_together(spec: RouterSpec) -> bool:
 
 
 def fuses(spec: RouterSpec, *, training: bool) -> bool:
-    """Return whether one kernel on a GPU can compute gates, losses and report of this spec (moe/kernels/triton/router.py)."""
+    """Return whether the GPU kernels in moe/kernels/triton/router.py can compute this spec's gates, losses and routing statistics."""
     dropless = (spec.capacity_factor if training else spec.eval_capacity_factor) is None
     return (
         method_of(spec).fuses

@@ -38,10 +38,10 @@ def balance_loss(
     summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
     """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
-    `num_groups`: groups of consecutive tokens; the loss is the mean of the groups' losses, weighted by their numbers of valid tokens.
+    `num_groups`: number of groups of consecutive tokens. Result: mean of their losses, weighted by their numbers of valid tokens.
 
-    `group_T` int64: group of each token, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these ranks. The
-    result is then this rank's part: the loss is the mean of the parts, weighted by the ranks' numbers of valid tokens.
+    `group_T` int64: number of each token's group, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these
+    ranks. The result is then this rank's part: the loss is the mean of the parts, weighted by the ranks' numbers of valid tokens.
     """
     num_experts = probs_TE.shape[1]
     if step is not None:

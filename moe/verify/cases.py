@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# router settings with which results do not depend on the layout
+# capacity and balance counted within each sequence, so that results do not depend on the layout
 _BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch_mtf": {"router": {"preset": "switch_mtf", "min_capacity": 1}},
@@ -87,7 +87,7 @@ HALVES: dict[str, dict[str, Any]] = {
         "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 1, "balance_scope": "global_batch"},
         "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
         "data": {"objective": "span_corruption"},
-        "optimizer": LINEAR,  # logits of normed queries and keys are large here, so that some gradients of q are tiny
+        "optimizer": LINEAR,  # logits of normed queries and keys are large here: rounding could flip the sign of q's tiny gradients
     },
 }
 # models that combine options of published models
@@ -132,7 +132,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
 }  # fmt: skip
-AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens, with latent attention without a query latent
+AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more tokens; latent attention that does not compress queries
     "ahead": {
         "model": {
             "ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5},
@@ -141,7 +141,7 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more token
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
 }  # fmt: skip
-OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; frozen parts; documents of an encoder-decoder
+OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizers; frozen weights; LoRA; packed documents for T5
     "olmoe": {
         "optimizer": LINEAR,
         "model": {"qk_norm": "whole", "qkv_bias": True, "out_bias": True, "attention_sinks": True},
@@ -157,12 +157,12 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
-    "kfac": {  # factors from steps 0, 3 and 6, with inverses that are used from steps 1, 4 and 7 on
+    "kfac": {  # factors are computed in steps 0, 3 and 6; their inverses are used from steps 1, 4 and 7 on
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 3, "delay": 1}},
         "router": {"preset": "qwen3_moe", "num_choices": 2, "group": "sequence", "balance_scope": "sequence"},
         "experts": {"shared": 1, "shared_gate": True},
     },
-    "kfac_at_once": {  # the first step uses inverses
+    "kfac_at_once": {  # step 0 already uses the inverses of its own factors
         "optimizer": {"kind": "kfac"},
         "model": {"ahead": 1, "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}},
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
@@ -178,7 +178,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "router": {"preset": "glam", "min_capacity": 1},
         "model": {"tied_embeddings": False},
     },
-    "lora": {  # an adapter is B A. B does not begin at 0 here (moe/verify/twin.py, `spread`)
+    "lora": {  # LoRA adds the product B A to a weight. B does not begin at 0 here, so that A has a gradient in step 0
         "lora": {"rank": 3, "alpha": 6.0, "targets": ["attention", "experts", "dense"]},
         "router": {"preset": "glam", "min_capacity": 1},
         "experts": {"shared": 1},
@@ -190,7 +190,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
-    "ahead_windows": {  # layer 1 and the first depth of multi-token prediction have a window
+    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2)
         "model": {"ahead": 2, "sliding_window": 4, "sliding_layers": [1, 2]},
         "router": {"preset": "glam", "min_capacity": 1},
     },
@@ -200,15 +200,15 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "data": {"objective": "span_corruption"},
     },
 }
-FEW: dict[str, dict[str, Any]] = {  # other numbers of heads
+FEW: dict[str, dict[str, Any]] = {  # one head of keys and values; eight heads
     "one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}},
     "eight_heads": {"model": {"num_heads": 8, "d_model": 32, "d_ff": 24}, "router": {"preset": "glam", "min_capacity": 1}},
 }
 
 
 def attentions() -> dict[str, dict[str, Any]]:
-    """Return method of sequence parallelism (a value of Case.attention) -> the recipe's section `sequence`. `heads2` is the ring with
-    sequence.heads 2: Ulysses over each two ranks, a ring over these pairs."""
+    """Return a dict: method of sequence parallelism (a value of Case.attention) -> the recipe's section `sequence`. `heads2`: Ulysses
+    within each pair of ranks, and a ring over the pairs."""
     found = {form: {"kind": name, **keys} for name, kind in SEQUENCES.items() for form, keys in (kind.tried or {name: {}}).items()}
     return found | {"heads2": {"kind": "ring", "heads": 2}}
 
@@ -224,8 +224,8 @@ LINES = ("1d", "dtensor", *FORMS)  # values of Case.tensor that split each weigh
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the dispatcher. Fields marked
-    "reference:" are only for the reference run on one process. They make it sum partial results in the order of the layout's ranks.
+    """One model in one layout. kind: data-parallel engine and its offload (see `sharding_of`). rows: name of the token dispatcher. Fields
+    marked "reference:" are only for the reference run on one process, which then sums partial results in the order of the layout's ranks.
     """
 
     model: str
@@ -261,7 +261,7 @@ class Case:
     batch: int = BATCH  # sequences of a step
     kernels: str = "cpu"  # experts.kernels
     casts: str = "use"  # precision.casts
-    recipe: str | None = None  # path of a user's recipe, of which a small version is used (moe/verify/small.py)
+    recipe: str | None = None  # path of a user's recipe; the case trains a small version of its model (moe/verify/small.py)
     values: str | None = None  # JSON of a recipe that runs unchanged, with its own sizes and layout (`as_written`)
     steps: int = 0  # number of steps; 0 means ten
 

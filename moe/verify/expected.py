@@ -1,8 +1,8 @@
-"""Computes the expected result of a case, and how far its numbers may deviate from it.
+"""Computes the expected result of a case (one model in one parallel layout), and by how much the case may deviate from this result.
 
     fp32           the plain twin in float64: a second implementation of training (twin.py). Tolerance 1e-5 for each number. Adam divides a
-                   gradient near 0 by its own size, so it magnifies the rounding of gradients. If a case fails, its weights are therefore
-                   compared with an update from gradients that one process sums in the order of the case's ranks. The case's gradients
+                   gradient near 0 by its own size, so it magnifies the rounding of gradients. So if a case fails, its weights are compared
+                   again, with an update from gradients that one process sums in the order of the case's ranks. The case's gradients
                    are still compared with the float64 twin
     bf16, fp16     the trainer on one process in that precision. Tolerance: twice the largest deviation between such runs that add the terms
                    of sums in different orders (`reorderings`). If a case fails, it is compared with one process that sums in the order of
@@ -49,7 +49,8 @@ DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rou
 
 def twin_of(case: Case) -> Case:
     """Return the reference case, which one process computes. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks),
-    which only affect the tolerance. With PipeDream or 2BW it also has the pipeline, which determines the age of the weights."""
+    which only affect the tolerance; a case with `values` has none. With PipeDream or 2BW it also has the pipeline, which determines the age
+    of the weights."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
@@ -87,16 +88,16 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     split would widen the tolerance.
     """
     one = alone(twin)
-    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # set by `twin_of` only if CUTS lacks it
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # dp * micro-batches of the case, if CUTS lacks it
     yield one, "reference"
     yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
-        # the order of the parts does not change a sum of two: a + b = b + a
+        # a sum of two parts (two tp ranks) does not depend on their order: a + b = b + a
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))
     if twin.slices:
-        yield replace(one, slices=1, attention="colossal"), "cpu"  # like Colossal-AI, computes all scores of a query at once
+        yield replace(one, slices=1, attention="colossal"), "cpu"  # all scores of a query at once, as in Colossal-AI
         sizes = twin.run().model
         shared = math.gcd(sizes.source_length, sizes.read_length - sizes.source_length)  # encoder and decoder both need equal slices
         yield from ((replace(one, slices=slices, attention="contiguous"), "cpu") for slices in SLICES if shared % slices == 0)
@@ -116,8 +117,8 @@ def own_order(case: Case) -> Case:
 
 @dataclass
 class Expected:
-    """The expected `result` of all cases that have the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation.
-    bound: a second limit, for 16 bits; None in fp32."""
+    """The expected `result` of all cases that have the reference case `twin`. tolerance: name in NUMBERS -> largest allowed deviation;
+    infinite if only `bound` limits it. bound: limit from runs with random rounding; None: the tolerance alone limits deviations."""
 
     twin: Case
     result: Result
@@ -131,7 +132,7 @@ class Expected:
         return {name: largest.get(name, limit) if math.isinf(limit) else limit for name, limit in self.tolerance.items()}
 
     def by_rounding(self) -> Expected:
-        """Return a copy in which a measured Bound replaces the tolerance. It is for a recipe in fp32 that magnifies rounding, for example
+        """Return a copy in which a measured Bound replaces the tolerance. Needed for an fp32 recipe that magnifies rounding, for example
         by a norm over one channel."""
         free = NUMBERS if known(self.twin.run()) else ("loss", "gradient", "norm")
         tolerance = {number: math.inf if number in free else limit for number, limit in self.tolerance.items()}
@@ -160,9 +161,9 @@ class Expected:
 
 
 def _of_values(twin: Case) -> Expected:
-    """Return the Expected of a recipe that runs unchanged (`as_written`). In 16 bits only the Bound limits deviations. If the twin lacks
-    the recipe's optimizer, the update and later losses are compared with the trainer on one process. Their tolerance is then twice the
-    deviation between two runs that differ in the order of sums."""
+    """Return the Expected of a recipe that runs with its own sizes and layout. In 16 bits only the Bound limits deviations. If the twin
+    lacks the recipe's optimizer, the update and all losses but the first are compared with the trainer on one process. Their tolerance is
+    then twice the deviation between two such runs that differ in the order of sums."""
     result, exact = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
     if rounds(twin):
         return Expected(twin, result, dict.fromkeys(NUMBERS, math.inf), Bound(twin, result))

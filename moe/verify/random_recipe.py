@@ -69,7 +69,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Draw:
-    """An accepted recipe for `world` processes. refusals: of its earlier versions, in order."""
+    """An accepted recipe for `world` processes. refusals: the refusals of its earlier versions, in order."""
 
     values: Values
     world: int

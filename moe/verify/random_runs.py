@@ -120,7 +120,7 @@ def _smallest(drawn: Draw, row: dict[str, Any], limit_s: float | None) -> tuple[
 
 
 def _is_wrong(refusal: Refusal) -> bool:
-    """Whether the refusal's text is not one plain line with what, got, needed and fix."""
+    """Return whether the refusal's text is not one plain line with what, got, needed and fix."""
     line = str(refusal.bad)
     return not (line.isprintable() and all(word in line for word in (": got ", ", needed ", "; fix: ")))
 
@@ -139,5 +139,5 @@ def _summary(rows: list[dict[str, Any]], refusals: list[Refusal], seconds: float
     yield from (f"  {number} refused: {reason}" for reason, number in by_reason.most_common(_REASONS))
     yield f"  {sum(by_reason.values()) - sum(n for _, n in by_reason.most_common(_REASONS))} refused for other reasons"
     stuck = [refusal for refusal in refusals if not refusal.fix]
-    yield f"  {counted(len(stuck), 'refusal')} without a fix that can be applied: the key was taken back"
+    yield f"  {counted(len(stuck), 'refusal')} without a fix that can be applied: the refused keys were reset"
     yield from (f"  not a plain line: {refusal.bad}" for refusal in refusals if _is_wrong(refusal))

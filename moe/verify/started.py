@@ -1,9 +1,9 @@
 """Runs cases of `moe verify --device` on ranks that are started as `moe train` starts them, instead of forked: a fork cannot use a GPU.
 
-    moe verify -> a fork: moe/launch/start.py -> torchrun -> ranks: this file as a program      with one rank: no torchrun
+    moe verify -> forked process (moe/launch/start.py) -> torchrun, unless there is one rank -> ranks (this file as a program)
     FOLDER/cases.json                       the list of cases that the ranks run
-    FOLDER/<case>.<rank>.result             what a rank yields for a case     read as soon as all ranks have written it
-    FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; all output
+    FOLDER/<case>.<rank>.result             a rank's result of a case; read as soon as all ranks have written theirs
+    FOLDER/<rank>.error, FOLDER/log         a failed rank's traceback; output of all ranks
 
 Each rank imports torch once and runs the whole list of cases: on its GPU with NCCL, or with gloo on a machine without a GPU.
 """
@@ -40,8 +40,8 @@ _LEAVE_S, _POLL_S = 10.0, 0.05  # seconds that processes may take to end after t
 
 
 def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:
-    """Run cases of `world` ranks. Yield (case, its result, or the text of its ranks' errors) when a case has ended. taped: also record the
-    first steps. timeout_s: time limit for a case of up to four ranks; eight ranks have twice this time."""
+    """Run cases of `world` ranks. Yield (case, outcome) when a case has ended. The outcome is its result or, if ranks failed, the text
+    of their errors. taped: also record the first steps. timeout_s: time limit for a case of up to four ranks; eight get twice that."""
     left = list(chosen)
     while left:
         ready, done = few_meshes(left), 0

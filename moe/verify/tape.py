@@ -4,7 +4,7 @@ first tensor that differs.
     forward      outputs of the model's modules, with the index of each output's token in the step's batch
     again        the outputs that activation recomputation computes a second time
     reports      figures of each MoE layer: losses, number of choices with a slot, number of choices of each expert
-    gradients    of every parameter, summed over ranks, before clipping; their norms; moments and weights after the update
+    gradients    of every parameter, summed over ranks, before clipping; their norms; first moments (exp_avg) and weights after the update
 
 All tensors are unsharded and have their names in checkpoints, so that tapes of different layouts can be compared. The hooks that record
 them depend only on modules, not on the layout.
@@ -30,8 +30,8 @@ AGAIN = " again"  # appended to a module's name for outputs from recompute
 
 @dataclass
 class Step:
-    """Record of one step. reports: router -> losses and counts (`_report` of twin.py). norms: family of parameters (dense, router or
-    expert), or "total" for all -> norm of the gradients."""
+    """Record of one step. reports: router -> [5 + E]: balance, importance, load and z loss, number of choices with a slot, choices of each
+    expert. norms: family of parameters (dense, router or expert), or "total" for all -> norm of the gradients. moments: exp_avg."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)
@@ -43,7 +43,8 @@ class Step:
 
 @dataclass
 class Tape:
-    """Record of a run's first steps. forward: (step, name of a module) -> list of (indices of tokens, their outputs, first channel)."""
+    """Record of a run's first steps. forward: (step, name of a module) -> list of (token indices, outputs, index of the outputs'
+    first channel), see `note`."""
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -89,7 +90,7 @@ def plain(tape: Tape) -> dict[str, Any]:
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
     """Merge the tapes of all ranks (each as returned by `plain`) into one. Outputs are joined by token. Tensors of parameters, which are
-    zero outside a rank's part, are summed."""
+    zero outside the part that a rank owns, are summed."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values, first in part["forward"]:

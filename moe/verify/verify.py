@@ -59,8 +59,9 @@ def main(
 
     kinds: comma-separated names of moe/verify/kinds.py. only: run only rows whose layout, kind or precision contains this text. json: file
     of the table. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time. go_on: keep the
-    file's rows that passed. recipe: a user's recipe, of which a small version is tested instead of the project's models. device: "cuda" or
-    "cpu": ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints a line.
+    rows of `json` that passed, run the others. recipe: a user's recipe, of which a small version is tested instead of the project's models.
+    device: "cuda" or "cpu": ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints
+    a line.
     """
     nproc = _nproc_on(device, nproc)
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool

@@ -56,7 +56,7 @@ class Sharding:
 @dataclass(frozen=True)
 class Step:
     """One collective or slice over one mesh axis. sent: bytes that a rank sends.
-    source: dim that the axis shards before the step, not after it; None if there is none. target: dim that it shards only after it."""
+    source: dim that is sharded over the axis only before the step, or None. target: dim that is sharded over it only after, or None."""
 
     kind: Kind
     axis: str

@@ -24,9 +24,9 @@ from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or name of an optimizer state, box of the tensor) -> values in the box
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or name of an optimizer state, box: a slice for each dim) -> its values
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
-StateDims = Mapping[str, int | None]  # state -> the parameter's dim over which it is a mean (Adafactor); None: whole shape
+StateDims = Mapping[str, int | None]  # optimizer state -> dim of the parameter that it is averaged over (Adafactor); None: not averaged
 
 
 class Rule(ABC):
@@ -38,7 +38,7 @@ class Rule(ABC):
 
     def kept(self, name: str, num_dims: int) -> StateDims:
         """Return the optimizer states that checkpoints store for parameter `name`, which has num_dims dims: state's name -> the parameter's
-        dim that is averaged away in the state, as in Adafactor; None: the state has the parameter's shape."""
+        dim over which the state is averaged, as in Adafactor; None: the state has the parameter's shape."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
@@ -102,8 +102,8 @@ class Engine(Protocol):
         pass."""
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter family, summed gradient) for the gradients that this rank owns, to compute norms. Exactly one rank owns each
-        element."""
+        """Yield (family, such as "expert"; summed gradient) for the gradients that this rank owns, to compute norms. Exactly one rank owns
+        each element."""
 
     def tensors(self) -> Iterator[Held]:
         """Yield this rank's weights and optimizer states that are not on a disk. Ranks with equal copies yield them in the same order."""
@@ -112,7 +112,8 @@ class Engine(Protocol):
         """Yield this rank's summed gradients, which exist until `step`. Ranks with equal copies yield them in the same order."""
 
     def copy_again(self) -> bool:
-        """Copy the optimizer's master weights to the model's weights; return False if both are the same tensors. Collective."""
+        """Copy the optimizer's master weights to the model's weights. Return False if nothing is copied, as when both are the same tensors.
+        Collective."""
 
     def step(self, lr: float, *, factor: float = 1.0) -> None:
         """Make one optimizer step with the gradients times `factor`, and drop the gradients."""
@@ -130,7 +131,7 @@ class Engine(Protocol):
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         """Load weights and optimizer states of these parameters, and set the optimizer's step counter to `steps`. Collective.
 
-        `load` is called for one box (a slice for each dim) after another, only for elements that this rank keeps (load.py)."""
+        `load` is called for one box after another, only for elements that this rank keeps (load.py)."""
 
 
 class OfStages(ABC):

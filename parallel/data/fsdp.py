@@ -314,8 +314,8 @@ class FSDP(Stepped):
         return start
 
     def _gathered(self, name: str, part: Tensor, mean: int | None = None) -> Tensor:
-        """Return this rank's tensor- or expert-parallel shard of the parameter, gathered from its FSDP shards, of which `part` is this
-        rank's. mean: if `part` is a mean over a dim, the (negative) index of this dim, which `part` lacks. Collective."""
+        """Return this rank's tensor- or expert-parallel shard of a parameter, gradient or optimizer state, gathered from the FSDP shards.
+        part: this rank's FSDP shard. mean: if `part` is a mean over a dim, the (negative) index of this dim, which it lacks. Collective."""
         if name not in self.cut or (cut := self._cut_of(name)).dim == mean:
             return part
         return Whole((cut if mean is None or cut.dim > mean else replace(cut, dim=cut.dim + 1),)).gathered(part)

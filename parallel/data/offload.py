@@ -1,7 +1,7 @@
 """Offload: model states are kept in host memory (cpu) or on a disk (nvme) instead of the computing device.
 
-    optimizer     master weights and moments; gradients are copied to the host, which computes the step    stages 1 to 3
-    parameters    a rank's shard of the working weights; each is copied to the device while its module runs     stage 3
+    optimizer     master weights and Adam's moments; gradients are copied to the host, which computes the step      ZeRO stages 1 to 3
+    parameters    a rank's shard of the weights that the model reads; each is copied to the device while its module runs       stage 3
 
 The host's step is torch's fused AdamW, so results equal those of a run without offload. DeepSpeed's async_io reads and writes the disk, a
 group of states at a time. Sources: ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
@@ -23,7 +23,7 @@ import psutil
 import torch
 
 Place = Literal["none", "cpu", "nvme"]
-GROUP_ELEMENTS = 2**22  # 16 MiB of each state: larger reads are not faster on a disk
+GROUP_ELEMENTS = 2**22  # elements of a state that are read from a disk at a time, 16 MiB in fp32: larger reads are not faster
 
 
 class SwapFolder(tempfile.TemporaryDirectory[str]):

@@ -42,7 +42,7 @@ class Stepped(OfStages):
         return ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
 
     def held(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Return `tensor` with the axes along which ranks hold copies of it. name: the parameter. kind: such as "weight" or "gradient"."""
+        """Return `tensor` with the axes along which ranks hold copies of it. name: the parameter's name. kind: "weight", "gradient", ..."""
         return copies_of(name, kind, tensor, self.layouts[name])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -123,6 +123,7 @@ class Zero3(DeepSpeed):
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
         zero._get_norm_groups = lambda: [torch.zeros(())]  # unused: clip.py computes the norm
         zero.unscale_and_clip_grads = lambda *_: None  # it would multiply all gradients by 1
+        # for each of DeepSpeed's sub-groups (parameters in one flat tensor), the parameter group to which it belongs
         self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
             self._narrow([group.dtype for group in self.of_sub_group])
@@ -138,8 +139,8 @@ class Zero3(DeepSpeed):
 
     @contextmanager
     def _swapped_in(self, number: int, *, write: bool) -> Iterator[None]:
-        """Return a context manager that reads the optimizer states of group `number` from the disk, if they are offloaded to one. write:
-        also write them back."""
+        """Return a context manager that reads the optimizer states of sub-group `number` from the disk, if they are offloaded to one.
+        write: also write them back."""
         zero = self.zero
         swapped = zero._swappable_optimizer_subgroup(number)
         if swapped:
@@ -151,13 +152,13 @@ class Zero3(DeepSpeed):
                 (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Replace the flat groups of the weights that the model reads by copies, group i in dtypes[i]. Weights on a disk do not change."""
+        """Copy the flat tensors of the weights that the model reads to other dtypes: sub-group i to dtypes[i]. Leave weights on a disk."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):
             flat = zero.fp16_partitioned_groups_flat[number]
             if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
-                continue  # None: on a disk. Otherwise the model reads this group in fp32, as a part of the master weights
+                continue  # None: on a disk. Otherwise the model reads this sub-group in fp32, as a part of the master weights
             narrow = flat.to(dtype, copy=True)
             zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
             zero._unflatten_partitioned_parameters(number)
@@ -182,8 +183,8 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Yield this rank's partitions that are not on a disk. For each group of parameters: the master weights, their optimizer states,
-        then the weights that the model reads. No other rank has copies."""
+        """Yield this rank's partitions that are not on a disk. For each sub-group of parameters: the master weights, their optimizer
+        states, then the weights that the model reads. No other rank has copies."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):

@@ -1,7 +1,7 @@
 """PipeFisher (arXiv 2211.14133): runs K-FAC's work in a pipeline's bubbles, by a plan made from measured times.
 
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: forward and backward pass of micro-batch 0
-                                                                        A0, G0: its terms of K-FAC's factors   inv: inversion
+                                                                        A0, G0: its terms of the factors A, G   inv: inversion
 
 Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
@@ -27,8 +27,8 @@ class BubbleFiller(Watcher):
     """Watcher of the pipeline's runtime that runs a rank's K-FAC units while the rank would wait.
 
     A unit is one piece of K-FAC's work (KfacUnit). In the first `measured` refreshes (recomputations of all factors and inverses), units
-    run at the ends of steps and are timed. In the last step of these refreshes, the rank's actions (forward and backward passes) are timed
-    too.
+    run at the ends of steps and are timed. In the last step before the next refresh, the rank's actions (forward and backward passes) are
+    timed too, then the plan is made.
 
     schedule: the schedule of one batch. axis: the pipeline's ranks. stages: name of a linear -> its stage.
     slots: the plan: (steps since the last refresh began, index of an action in the rank's order) -> the units to run after this action;

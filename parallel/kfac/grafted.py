@@ -61,13 +61,13 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
 
 
 class KfacEngine:
-    """Wrapper of an engine whose optimizer is `Grafted`. Lets K-FAC record forward passes, and finishes K-FAC's work before each update.
-    All other methods and attributes are the engine's."""
+    """Wrapper of an engine whose optimizer is `Grafted`. Lets K-FAC record forward passes, and does the due part of refreshing K-FAC's
+    factors and inverses before each update. All other methods and attributes are the engine's."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac
         assert isinstance(engine, Stepped) and isinstance(engine.optimizer, Grafted)
-        # master weights, if the model holds casts of them (precision.casts step)
+        # ids of the master weights, not of the model's weights, if these are casts of the master weights (precision.casts: step)
         engine.optimizer.linears = {id(engine.parameters[name]): linear for name, linear in kfac.linears.items()}
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,7 @@ class Disagreement(Ended):
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that a rank is about to run.
+    """A collective that a rank is about to run. `label`: its caller, such as "layers.3". `shape`, `dtype`: of this rank's tensor.
     `send`, `receive`: number of rows to and from each rank of the axis; None if all ranks must pass tensors of the same shape.
     `number`: the collective is the `number`-th (from 1) that the ranks of the axis run together; 0: not numbered yet."""
 

@@ -1,4 +1,4 @@
-"""The ranks of tp as a grid of depth x rows x columns, and the number of shards into which each kind of tensor parallelism cuts tensors.
+"""Tensor-parallel ranks (tp) as a grid of depth x rows x columns; how many shards each kind of tensor parallelism makes of a tensor.
 
     1d, dtensor       one line: each rank has shards of heads, hidden units and vocabulary. `sliced` is 1d with sequence parallelism
     2d                q x q
@@ -68,8 +68,8 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). width: d_model. heads: number of query heads.
         groups: number of key-value heads. hidden: d_ff, or 0 without dense networks.
 
-        If the number of key-value heads divides the number of shards, no row is yielded for it: there may be fewer heads than shards, and
-        then several ranks hold copies of a head. With DTensor this is not possible."""
+        If the number of key-value heads divides the number of shards, it is left out: with fewer heads than shards, several ranks hold
+        copies of a head. With DTensor it is never left out, because DTensor does not make such copies."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def read_later(*tensors: Tensor) -> Callable[[], list[Any]]:
-    """Start to copy integer tensors to the host. Return a function that returns their `tolist()`. For tensors on a GPU, this function waits for
-    the copy, but not for GPU work that was queued after the copy."""
+    """Start to copy integer tensors to the host. Return a function that returns their `tolist()`. For tensors on a GPU, this function waits
+    for the copy, but not for GPU work that was queued after the copy."""
     if not tensors[0].is_cuda:
         return lambda: [tensor.tolist() for tensor in tensors]
     host = torch.cat([tensor.reshape(-1) for tensor in tensors]).to("cpu", non_blocking=True)  # into pinned memory

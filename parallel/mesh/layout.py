@@ -4,12 +4,12 @@
     summed_over()   of these, axes along which tokens differ          gradients are summed
     `alike`         of these, axes along which tokens are equal       gradients are equal already: a sum would count them twice
 
-    parameter                    view     split                            copies            alike    summed over
+    parameter (weight [out, in]) view     split                            copies            alike    summed over
     dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
     norm, tokens cut over tp     DENSE    {}                               dp, sp, tp                 dp, sp, tp
-    1D: columns                  DENSE    {1: "tp"}                        dp, sp                     dp, sp
+    1D: outputs cut over tp      DENSE    {0: "tp"}                        dp, sp                     dp, sp
     1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
-    2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
+    2D, 2.5D: a block            GRID     {0: "tp_col", 1: "tp_row"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
     3D: a first product's weight GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
@@ -64,7 +64,7 @@ class Layout:
 
     shape: of the whole tensor. split: tensor dim -> the axis that cuts it, or several axes, coarsest first.
     view: axes of the view of the mesh (mesh.py) that has the axes in `split`. uneven: dims whose shards may differ by one in size.
-    family: a label by which gradient norms are grouped. tile: the parameter is this tile of the tensor (parallel/data/tiling.py).
+    family: a label by which gradient norms are grouped. tile: the parameter is only this tile of the shard (parallel/data/tiling.py).
     unstack: if the parameter is a stack, along dim 0, of tensors that checkpoints store separately: their names, with `{}` for the global
     index (`layers.3.experts.{}.w1`). placement: global index of each entry of the whole stack, in the order of dim 0; None: 0, 1, 2, ...
     holders: the pipeline stages that hold the parameter, if there are several (a tied embedding, Chimera's replicas).

@@ -70,9 +70,9 @@ class Degrees:
 
     `dp`: data, `pp`: pipeline, `tp`: tensor, `sp`: sequence (context) and `ep`: expert parallelism; `etp`: tensor parallelism of an expert.
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
-    tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
-    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings of sp / sp_heads
-    ranks connect the groups of such neighbours."""
+    tp = q * q, 2.5D also tp_depth = d (tp = d * q * q), 3D has tp_col = tp_depth = q (tp = q * q * q). `tp_row_copies` neighbours on
+    tp_row, or `tp_col_copies` on tp_col, hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for
+    tokens (Ulysses); rings of sp / sp_heads ranks connect the groups of such neighbours."""
 
     dp: int = 1
     pp: int = 1
@@ -195,8 +195,8 @@ class Axis:
         return replace(self, label=f"{self.label} backward".lstrip())
 
     def count(self, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-        """Count one call of the collective `name`, and write it into this rank's record. To be called before the collective starts, even if
-        torch or an engine starts it.
+        """Count one call of the collective `name`, and write it into the record that the watchdog reads. To be called before the collective
+        starts, also if torch or an engine starts it.
 
         In debug mode, first compare the call with the other ranks' calls, and raise Disagreement if they differ. `send[i]`, `receive[i]`:
         rows to and from the axis's i-th rank; None if all ranks pass tensors of the same shape. The name "send" is a message between two
@@ -219,14 +219,15 @@ class Mesh:
 
     `new_group(ranks)` makes the process group of these ranks; None before `connect`. All ranks must make the same number of process groups
     in the same order, because torch numbers a process's groups and uses the number in the group's name. `connect` makes the groups of
-    `axes`. Each new `part`, and each new joint axis of `axis`, makes one more group."""
+    `axes`. Each new `part`, and each new joint axis of `axis`, makes one more group. `more`: (label, places) -> the axis that `part`
+    made; None: this rank is not in it."""
 
     degrees: Degrees = Degrees()
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # process groups, by their ranks
-    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # (label, places) -> result of `part`
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod

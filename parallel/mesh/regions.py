@@ -1,7 +1,7 @@
 """Named regions of a step for torch's profiler: a trace shows them as bars around their operations.
 
     @in_region("route")                       every call of the function
-    with region("all_to_all over ep"): ...    a block
+    with region("all_to_all over ep"): ...    a block of code
 
 Without a running profiler, a region only checks a flag. moe/train/parts/profile.py reads the names.
 """

@@ -31,8 +31,9 @@ class Load(NamedTuple):
     """The work of one rank in one exchange over `ranks` ranks.
     tokens: tokens of the rank, each routed to `choices` of the `bins` (such as experts). rows: rows that the rank sends, without dropped
     rows. slots: maximum number of rows that all bins together take from this rank (capacity); None: no limit. width: elements of a row.
-    row_bytes: bytes of a row. busiest: (rows received by the rank that receives most) / `rows`; 1 if all bins get equally many rows. reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on
-    targets in consecutive blocks of equal size. None: each row is sent to a random target."""
+    row_bytes: bytes of a row. busiest: (rows received by the rank that receives most) / `rows`; 1 if all bins get equally many rows.
+    reached: number of targets (ranks or nodes) -> mean number of them to which a token's rows are sent. The bins are placed on targets in
+    consecutive blocks of equal size. None: each row is sent to a random target."""
 
     tokens: float
     choices: int

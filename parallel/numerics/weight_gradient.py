@@ -88,8 +88,8 @@ def open_pending() -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights` for the caller to store as an attribute of ctx; () if their gradients cannot be deferred, because these tensors were
-    made for a single pass. An attribute would keep such weights in memory as long as ctx exists, which is longer than a saved tensor."""
+    """Return `weights` for the caller to store as an attribute of ctx; () if one is neither a parameter nor a view of one, so that
+    gradients cannot be deferred. Such a tensor was made for a single pass; an attribute would keep it longer than a saved tensor."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 
@@ -119,8 +119,8 @@ def gradients_of_trained(
     weights: tuple[Tensor, ...], compute: Callable[[Sequence[int]], Sequence[Tensor]], *, wide: int | None = None
 ) -> list[Tensor | None]:
     """Return the gradients of several weights; None for a frozen weight, and for a weight with a deferred gradient. Only gradients of the
-    first `wide` weights (None: all) may be deferred. The other weights are narrow matrices (low_rank in parallel/tensor/style.py), with
-    gradients that cost little. compute: (indices of trained weights, all wide or all narrow) -> their gradients."""
+    first `wide` weights (None: all) may be deferred. The other weights are LoRA's narrow matrices, with gradients that cost
+    little. compute: (indices of trained weights, all wide or all narrow) -> their gradients."""
     trained = [i for i, weight in enumerate(weights) if weight.requires_grad]
     late = [i for i in trained if wide is None or i < wide]
     now = trained[len(late) :]

@@ -3,8 +3,9 @@
     0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is not written
     1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair of F and B, which runs as one block
 
-A rank holds the stages in its line. S (all-reduce of a stage's replicas) and U (update) are appended to each rank's order if the file has
-neither, as in the compute-only files of torch.distributed.pipelining. Empty cells in these files (waits) are ignored.
+Ops: F forward, B backward, I input gradient only, W weight gradient only, S all-reduce of a stage's replicas, U update. A rank holds the
+stages in its line. S and U are appended to each rank's order if the file has neither, as in the compute-only files of
+torch.distributed.pipelining. Empty cells in these files (waits) are ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def read_order(path: str | Path) -> Schedule:
     try:
         lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff"))) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        said = getattr(error, "strerror", None) or "no text of a CSV file"
+        said = getattr(error, "strerror", None) or "not a text file in CSV"
         fix = "write one with moe simulate 1f1b --out order.csv"
         raise BadInput("schedule", got=f"{path}: {said}", needed="a CSV file of actions", fix=fix) from None
     orders: list[list[Action]] = []
@@ -81,7 +82,7 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
     there = {a.stage for order in orders for a in order}
     missing = next((stage for stage in range(num_stages) if stage not in there), None)
     if missing is not None:
-        got, fix = f"stages up to {num_stages - 1} without stage {missing}", f"add stage {missing} to a rank, or renumber"
+        got, fix = f"stages up to {num_stages - 1} without stage {missing}", f"add stage {missing} to a rank, or renumber the stages"
         raise BadInput(f"schedule {name}", got=got, needed="all stages from 0", fix=fix)
     homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
     if not any(action.op in (Op.S, Op.U) for order in orders for action in order):

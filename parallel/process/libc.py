@@ -13,7 +13,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-_LARGEST, _SMALL = 2**31 - 1, 2**16
+_LARGEST, _SMALL = 2**31 - 1, 2**16  # thresholds in bytes
 
 
 def die_with(parent: int) -> None:

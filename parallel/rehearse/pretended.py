@@ -84,7 +84,7 @@ class Pretended(FakeTensorMode):
         return None if values is None or self.ledger.is_unknown(tensor) else values
 
     def computed(self, function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Return function(*given, **named) of the tensors' known values, computed on the CPU; None if a tensor's values are unknown."""
+        """Call `function` with the known values of the tensors in `given`, on the CPU. Return None if a tensor's values are unknown."""
         values = [self.known(value) if isinstance(value, Tensor) else value for value in given]
         if any(value is None and one is not None for value, one in zip(values, given, strict=True)):
             return None
@@ -180,7 +180,7 @@ class Pretended(FakeTensorMode):
                 continue
             mask = self.known(index)
             if mask is None:
-                raise RehearsalError(f"{where()}: rows by a mask that a rehearsal cannot know")
+                raise RehearsalError(f"{where()}: rows selected by a mask whose values a rehearsal cannot know")
             with _disable_current_modes():
                 places = mask.nonzero(as_tuple=True)
             found += [self._pretend(at, index.device) for at in places]
@@ -200,8 +200,8 @@ class Pretended(FakeTensorMode):
         return tree_map(one, value)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
-        """Compute an operator's results `made` from known inputs, and keep them as known values. (Other tensors have no data.) An in-place
-        operator changes the known values of all views."""
+        """Compute the values of an operator's results `made` from known inputs, and keep them as known values. An in-place operator changes
+        the known values of all views."""
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):

@@ -1,4 +1,5 @@
-"""The positions of a sequence that each rank holds, and the blocks of causal attention between two ranks. Arithmetic only.
+"""The positions of a sequence that each rank holds (below: the rank of each of 16 positions), and the blocks of causal attention between
+two ranks. Arithmetic only.
 
 contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
 striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
@@ -90,7 +91,7 @@ class Order:
         return tuple(position for span in self.ranges(rank) for position in span)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """Return the blocks of visible pairs between the queries of one place of the ring and the keys of another (0 to size - 1)."""
+        """Return blocks of all visible (query, key) pairs, for queries of one place of the ring and keys of another (0 to size - 1)."""
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:

@@ -27,7 +27,7 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 
 _LOOK_S = 0.02  # seconds between two checks for the other ranks' parts
-_LEAVE_S = 30.0
+_LEAVE_S = 30.0  # longest wait of a failed run for the save in progress
 
 
 class Saver:
@@ -36,13 +36,14 @@ class Saver:
     def __init__(self, folder: Path, world: Axis, *, keep: int) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self._writer: _Writer | None = None
-        self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
+        self._copies: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}  # (kind, name, start) -> copy, whose memory the next save reuses
         self.known: int | None = None  # step of this run's newest checkpoint that all ranks know to be committed
-        self._told: int | None = None
+        self._told: int | None = None  # step of the newest checkpoint that `news` has returned
 
     def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
-        """Write a checkpoint in the calling thread, without a copy in memory. Collective. held: (kind, piece) for all tensors that this
-        rank owns. state: the trainer's state. prune: remove old checkpoints. Raises BadInput on all ranks if one cannot write."""
+        """Write a checkpoint in the calling thread, without a copy in memory. Collective. held: ("weight" or an optimizer state, piece)
+        for all tensors that this rank owns. state: the trainer's state. prune: remove all but the `keep` newest checkpoints. Raises
+        BadInput on all ranks if one cannot write."""
         self.settle()
         checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self.known = step

@@ -89,7 +89,7 @@ class TensorFile:
         if not data <= place.begin <= data + last <= end:
             raise ValueError("a tensor beyond the end of the file")
         if last - first != math.prod(place.shape) * place.dtype.itemsize:
-            raise ValueError("a tensor of other bytes than its shape has")
+            raise ValueError("a tensor whose number of bytes does not match its shape")
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
@@ -162,7 +162,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     """Return the error for a checkpoint's file, or the folder of checkpoints, that this process cannot read."""
-    fix = "give this user permission to read it, or wait until its disk answers (no older one is taken: this one may be intact)"
+    fix = "give this user permission to read it, or wait until its disk answers (no older checkpoint is used, as this one may be intact)"
     return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed="a file that can be read", fix=fix)
 
 

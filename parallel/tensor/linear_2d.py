@@ -59,7 +59,7 @@ def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], narrow_rI: Sequence[Tensor] = (), *, row: Axis, column: Axis) -> Sequence[Tensor]:
     """Return x W^T [..., O] for each W, in x's dtype, given this rank's blocks x [..., I] and W [O, I] of any dtype; then x A^T [..., r]
-    for each A [r, I] of `narrow_rI`, which is cut along its inputs, but not along r.
+    for each LoRA matrix A [r, I] of `narrow_rI`, which is cut along its inputs, but not along r.
 
     `row`, `column`: the ranks in this rank's row and column of the grid. Partial products are summed in fp32 or wider. Blocks of other
     ranks are not saved for the backward pass."""

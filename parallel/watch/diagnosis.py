@@ -1,10 +1,10 @@
-"""Diagnoses a hang from progress reports, one of each rank (Record.answer in parallel/mesh/record.py): one line that names the ranks that
-hold up the others, or None.
+"""Diagnoses a hang from the ranks' progress reports (Record.answer in parallel/mesh/record.py). The result is a line that names the ranks
+that hold up the others, or None.
 
 failed    an error ended a rank
 silent    a rank sends no report: it is stopped, killed, or behind a broken link
-differ    ranks of a group ran different collectives under the same number; the first such number is named
-behind    a rank waits for no other rank, and has run fewer collectives of a group, or messages, than a rank that waits for it
+differ    ranks of a group ran different n-th collectives (the first such n is named), or unequal numbers by the same point of the step
+behind    a rank waits for no other, and has run fewer collectives of a group, or sent fewer messages, than a rank that waits for it
 circle    ranks wait for each other
 lost      a message was sent, but its receiver still waits for it
 engine    ranks wait inside a library's own collectives, which are not recorded; their lines of Python code show which ranks differ
@@ -89,7 +89,7 @@ def _named(answer: Mapping[str, Any]) -> str:
 
 
 def _waits(waiting: Iterable[int], answers: Answers) -> str:
-    """Return in words the waiting ranks, the longest wait, and the place of the rank that waits longest; "" if none waits."""
+    """Return in words the waiting ranks, the longest wait, and where the rank that waits longest is; "" if none waits."""
     found = sorted(waiting)
     if not found:
         return ""
@@ -156,7 +156,7 @@ def _parted(values: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 
 
 def _both(at: Mapping[int, Call]) -> str:
-    """Return in words the collectives of two ranks that differ; used if there is no majority. at: rank -> its collective."""
+    """Return in words two ranks and their different collectives; used if there is no majority. at: rank -> its collective."""
     first, *others = sorted(at)
     found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
@@ -178,7 +178,7 @@ def _split_finding(bad: list[tuple[int, int, int, int]], at: Mapping[int, Call])
 
 
 def _edges(answers: Answers, waiting: Iterable[int]) -> dict[int, set[int]]:
-    """Return rank -> the ranks for which it waits: they have run fewer collectives of a group, or have not sent it a message."""
+    """Return rank -> the ranks for which it waits: they have run fewer collectives of a group, or not sent a message that it awaits."""
     edges: dict[int, set[int]] = {}
     for rank in waiting:
         owed: set[int] = set()

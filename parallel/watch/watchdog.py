@@ -38,7 +38,7 @@ _AGAIN_S = 0.3  # wait before the answers are read again
 _LOOK_S = 0.02  # wait between two reads of a key
 _LEAVE_S = 2.0  # longest wait for a thread, the store or the other ranks when the watchdog stops
 _STORE = "a store operation that did not end"
-# parts of messages of errors that are consequences of another rank's end
+# texts in errors that occur because another rank has ended
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
 
 # reason of a question: the rank waits for more than half of the limit, or for more than the limit; it lost the connection to another rank;
@@ -234,7 +234,7 @@ class Watchdog:
         if why == "slow":
             late = finding.line.replace(" missing", " late", 1)
             return f"slow: {late} (after {self.limit_s:g} s, train.timeout_s, the run ends)"
-        return f"{finding.line}; it ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
+        return f"{finding.line}; the run ended after train.timeout_s, {self.limit_s:g} s" if why == "hang" else finding.line
 
     def _finish(self, line: str, *, prints: bool, heard: int = 0, kind: str = "") -> None:
         """End this process with `line`, unless the main thread is ending and will print it. heard: number of the question on which `line`

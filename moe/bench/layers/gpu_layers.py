@@ -1,4 +1,4 @@
-"""Makes MoE layers of packages that need a GPU, for the same cases and weights as moe/bench/layers/layers.py.
+"""Makes MoE layers of packages that need a GPU, each as a Pass (a call runs forward and backward) with the weights of a LayerCase.
 
     package      layer                  w1 alone     w1 and w3                                  w2           router
     scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D]    one tensor [E, 2F, D], w3 first            [E, D, F]    the caller's

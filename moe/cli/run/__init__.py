@@ -1,4 +1,5 @@
-"""Functions that several verbs (moe train, moe plan, ...) use. They import modules only when called, so that wrong input is refused before heavy imports."""
+"""Functions that several verbs (moe train, moe plan, ...) use. They import modules only when called, so that wrong input is refused before
+heavy imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`moe bench`: runs measurements, which are the modules of moe/bench that have a function `main`. To list them, their source is parsed, not
-imported, because importing would load torch."""
+"""`moe bench`: runs measurements, which are the modules of moe/bench that have a function `main`. Their names,
+help texts and flags are read from the source files, because importing these would load torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of the verbs train and rehearse. They check the input before processes start."""
+"""The commands `moe train` and `moe rehearse`: they check the input before processes start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
         run, smaller, dp = _elastic(flags, run, world, origins)
         overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
-    checks = not (alone and is_rank())  # a rank of another launcher (torchrun, SLURM) is checked later, with its number of ranks
+    checks = not (alone and is_rank())  # a rank of another launcher (torchrun, SLURM) is checked later, when the number of ranks is known
     if checks:
         check_for_user(run, world, origins)
         check_installed(run)

@@ -305,7 +305,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}  # model_type whose published code is a copy 
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
-    """Return the config's model_type; if its code is a copy of a family's code (_SAME), that family's model_type."""
+    """Return the config's model_type; if the model's code is a copy of a family's code (_SAME), that family's model_type."""
     kind = config.get("model_type")
     return _SAME.get(str(kind), kind)
 

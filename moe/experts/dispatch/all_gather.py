@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe.kernels.rows import Plan
     from moe.router.routing import Routing
 
-# T tokens on this rank, A tokens of all ranks (each padded to the longest), D model, K choices, E experts, R rows
+# T tokens on this rank, A tokens of all ranks (each rank's padded to the largest T), D model, K choices, E experts, R rows
 
 
 class AllGather(Dispatcher):
@@ -37,7 +37,7 @@ class AllGather(Dispatcher):
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
-        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, place (placement.py) of the expert in int64
+        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, the expert's place in int64
         # messages of the backward pass: gradients of the results; gradients of the inputs, which are tokens and gates
         of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)
         tokens = gather(load.row_bytes)
@@ -96,8 +96,8 @@ class Gathered(Exchange):
         return all_gather(F.pad(values_T, missing) if any(missing) else values_T, self.axis)
 
     def _plan_held(self, place_AK: Tensor, *, held: int) -> Plan:
-        """Return the plan of the choices of this rank's `held` experts. `place_AK`: place + 1 (placement.py) of each choice's expert; 0: a
-        dropped choice, or padding."""
+        """Return the plan of the choices of this rank's `held` experts. `place_AK`: 1 + the number of each choice's expert, counted in the
+        order in which ranks hold experts (placement.py); 0: a dropped choice, or padding."""
         here_AK = place_AK - 1 - self.axis.index * held
         kept_AK = (place_AK > 0) & (here_AK >= 0) & (here_AK < held)
         plan: Plan = self.kernels.plan(here_AK.clamp(0, held - 1), kept_AK, num_experts=held)

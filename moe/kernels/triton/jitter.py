@@ -19,7 +19,7 @@ from moe.kernels.triton.moves import put
 
 # T tokens, D channels
 
-_ELEMENTS = 1024  # elements of a block: 8 for each thread
+_ELEMENTS = 1024  # elements of x that one Triton program computes: 8 for each thread
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The part of a router after its logits, in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes
 the gradient.
 
-    choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: probabilities, choices, z, entropy, summed
+    choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: sums of probabilities, choices, z loss, entropy
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
                (between the two, ranks that share a group exchange its choices, or sum how often each expert was chosen)
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again

@@ -38,7 +38,8 @@ def _parts(value):
 
 @triton.jit
 def _block(at, row, column, rows, columns, stride, transposed: tl.constexpr = False):
-    """Load elements (row, column) of a matrix with `rows` rows of `stride` numbers; zeros outside. transposed: indexed [column, row]."""
+    """Load a tile: the elements at the indices `row` and `column`, and 0 outside of rows x columns. stride: numbers from one row to the
+    next. transposed: indexed [column, row]."""
     if transposed:
         mask = (column < columns)[:, None] & (row < rows)[None, :]
         return tl.load(at + row.to(tl.int64)[None, :] * stride + column[:, None], mask=mask, other=0.0)

@@ -79,11 +79,11 @@ def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> GuideRule:
         return GuideRule("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.4g} s a step", True)
     numbers = f"{need}, with full recompute"
     if offloaded is None:
-        return GuideRule("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
+        return GuideRule("One device does not hold the model: ZeRO with offload, then tiling of large matrices.", numbers)
     rest = "fits" if offloaded.held_bytes <= limit else "does not fit either: tile the largest matrices, or take more devices"
     numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.4g} GiB, which {rest}, and {offloaded.seconds:.4g} s a step"
     return GuideRule(
-        "One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit
+        "One device does not hold the model: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit
     )
 
 

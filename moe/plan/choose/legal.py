@@ -28,8 +28,8 @@ def refusal(network: Network, plan: Plan) -> str | None:
 
 
 def advice(plan: Plan, *, devices_per_node: int | None = None) -> str | None:
-    """Return the first reason why a plan that can run is not recommended; None if it is recommended. devices_per_node: of the cluster;
-    None: unknown."""
+    """Return the first reason why a plan that can run is not recommended; None if there is none. devices_per_node: devices in a node of the
+    cluster; None: unknown."""
     return next(_advice(plan, devices_per_node), None)
 
 
@@ -75,7 +75,7 @@ def _sizes(network: Network, plan: Plan) -> Iterator[str]:
             yield f"degrees.tp={tp} does not divide {what}={size}"
     if n.vocab < made.units:
         ranks = f"a side of tp's grid, {made.units}," if on_grid else f"degrees.tp={tp}"
-        yield f"{ranks} is more than the vocabulary's {n.vocab}"
+        yield f"{ranks} is more than the vocabulary's {n.vocab} ids"
     if plan.tensor == "sliced" and n.length % (tp * plan.sp):
         yield f"degrees.tp * degrees.sp={tp * plan.sp}, the ranks that share a sequence, do not divide {_length(n)}"
 
@@ -112,7 +112,7 @@ def _adapters(network: Network, plan: Plan) -> Iterator[str]:
     if plan.tp > 1 and network.blocks("attention"):
         yield f"degrees.tp={plan.tp} does not go with lora.base=fp8_all"
     if plan.pp > 1 and not all(network.adapts(layer) for layer in range(network.depth)):
-        yield f"degrees.pp={plan.pp} needs adapters in every layer"
+        yield f"degrees.pp={plan.pp} needs LoRA adapters in every layer"
     if (
         plan.schedule in SCHEDULES
         and plan.pp > 1

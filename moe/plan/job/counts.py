@@ -40,8 +40,8 @@ class Elements(Summed):
 
     @property
     def parameters(self) -> float:
-        """Number of parameters that are not stored in MXFP4 or FP8 blocks. Data-parallel engines do not see those that are, so they are not
-        cast, stashed or offloaded."""
+        """Number of parameters outside of MXFP4 or FP8 blocks. Data-parallel engines do not see blocks, so blocks are not cast, stashed or
+        offloaded."""
         return self.dense + self.expert
 
     @property

@@ -4,8 +4,8 @@
     gpipe             all micro-batches on every rank
 
 The numbers come from the schedule's formula if it has one. Otherwise they are counted in its order of actions
-(parallel/pipeline/simulator/held.py). Beyond a few micro-batches per rank, more micro-batches do not change the numbers, so a short step is
-counted.
+(parallel/pipeline/simulator/held.py). Beyond a few micro-batches per rank, more micro-batches do not change the numbers, so they are
+counted in a shorter step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def fullest_ranks(
     inputs that it receives, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
-    has the encoder's norm. every: Plan.recompute_every. chunks: number of stages on each rank.
+    has the encoder's norm. every: every n-th layer is recomputed. chunks: number of stages on each rank.
     """
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
@@ -95,9 +95,9 @@ def fullest_ranks(
 
 
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return the moments that may be the rank's peak, and the moment after the step's first backward pass. Each is a pair (micro-batches in
-    flight, whether no gradients of weights exist yet). Gradients of weights exist as soon as an action B (backward pass) or W (gradients of
-    weights) has ended."""
+    """Return the moments of a step at which the rank's memory may peak, and the moment after the step's first backward pass. Each is a pair
+    (micro-batches in flight, whether no gradients of weights exist yet). Gradients of weights exist as soon as an action B (backward pass)
+    or W (gradients of weights) has ended."""
     found = [(of, max(of.gradients) < 2 if of.gradients else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]
     later = [of._replace(kept=tuple([n - 1 for n in of.kept])) for of, first in found if first and microbatches > 1 and not of.gradients]
     return (*found, *((of, False) for of in later))

@@ -148,7 +148,8 @@ def some_clusters() -> str:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Load a shipped cluster by name (`NAMExN`: N nodes; `h100-2`: 2 devices of h100-8), or a cluster file by path. Raises BadInput."""
+    """Load a shipped cluster by name (`NAMExN`: N nodes; `h100-2`: 2 devices of h100-8), or a cluster file by path. Raises BadInput for an
+    unknown name or a wrong file."""
     path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

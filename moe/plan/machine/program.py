@@ -45,7 +45,7 @@ class Program:
     dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
-    router: Literal["kernels", "operations"] = "operations"  # `kernels`: GPU kernels count the gathered choices, so no counts are sent
+    router: Literal["kernels", "operations"] = "operations"  # torch operations send counts of choices; GPU kernels count gathered choices
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time
@@ -54,7 +54,7 @@ class Program:
     parameters: Literal["after", "overlapped"] = "after"  # all-gathers of new parameters: after the optimizer, or with the forward pass
     # selective recompute repeats attention's core, the second half of a layer, or operations that take half of a layer's forward time
     selective: Literal["core", "second", "half"] = "core"
-    casts: Literal["use", "step"] = "step"  # weights are cast to the compute dtype at each use (included in the times above) or once a step
+    casts: Literal["use", "step"] = "step"  # weights are cast at each use (layer times include these casts), or once a step
     products: str = "compute"  # dtype of linear layers' products: the plan's compute dtype, or a narrower one such as fp8
 
 

@@ -5,12 +5,13 @@ moe/plan/memory/stack.py defines the parts for training without parallelism. Und
     sp                   length / sp tokens of every part
     tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
     tp sliced            1 / t of everything (34 s b h / t); inputs gathered for products stay whole without `Stack.reads_again`
-    tp 2d, 2.5d, 3d      1 / tp of everything
+    tp 2d, 2.5d, 3d      1 / t of everything
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
-    ep, etp              choices * tokens / tp rows of experts on average, at most the experts' capacity; 1 / etp of the hidden units.
+    ep, etp              choices * tokens / t rows of experts on average, at most the experts' capacity; 1 / etp of the hidden units.
                          The rank with the most rows is counted (`Experts.share`)
 
-I and W are the two parts of a backward pass that some schedules split: gradients of inputs first, gradients of weights later.
+s length, b sequences of a micro-batch, h width, a heads, as in the paper. I and W are the two parts of a backward pass that some schedules
+split: gradients of inputs first, gradients of weights later.
 Arguments of several functions: index: a layer's index in the stack `network`. itemsize: bytes of an element of activations.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
@@ -145,8 +146,8 @@ def _mask(stack: Stack, itemsize: int) -> int:
 
 
 def _key_heads(n: Network, stack: Stack, itemsize: int) -> float:
-    """Number of key heads that the backward pass reads, as a mean over layers. Keys of windows in chunks are left out: `_attention` adds
-    them."""
+    """Number of key heads that the backward pass reads, as a mean over layers. Keys of sliding windows that are computed in chunks are left
+    out: `_attention` adds them."""
     repeated = 1.0 if itemsize > 2 or n.buckets or n.documents else n.windows_masked
     return n.groups + (repeated * (n.heads - n.groups) if stack.keys == "repeated" else 0)
 
@@ -172,8 +173,8 @@ def _attention(n: Network, stack: Stack, itemsize: int) -> float:
 
 def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     """Bytes kept for the latents of multi-head latent attention: the inputs of their norms, for this tp rank's tokens, and the outputs of
-    their norms, for the tokens of all tp ranks. If heads are split over tp, the outputs are in one gathered tensor with the rotary key and,
-    if queries have no latent, x; the whole tensor counts."""
+    their norms, for the tokens of all tp ranks. If heads are split over tp, the outputs are in one gathered tensor, which also has the
+    rotary key and, if queries have no latent, the layer's input. The whole tensor counts."""
     late, c = n.latent, plan.compute_bytes
     if late is None:
         return 0.0
@@ -279,7 +280,7 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of the copies in the compute dtype that are kept of layer `index`'s weights outside of experts. Recomputed parts keep none."""
+    """Bytes of layer `index`'s weights, except experts, as copies in the compute dtype that are kept. Recomputed parts keep no copies."""
     (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
@@ -295,7 +296,7 @@ def cast_weights(network: Network, plan: Plan, index: int) -> float:
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:
-    """Bytes of the copies in the compute dtype of the weights of one depth of multi-token prediction. They are kept until the backward
+    """Bytes of one prediction depth's weights (multi-token prediction), as copies in the compute dtype that are kept until the backward
     pass."""
     return cast_weights(network.of_ahead, plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 

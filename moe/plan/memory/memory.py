@@ -90,7 +90,7 @@ def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
 
 
 def _memory(plan: Plan, rank: RankMoments, full: _Full) -> Memory:
-    """Return the memory of a rank at its fullest moment, `full`."""
+    """Return the memory of a rank at `full`, the moment of its peak."""
     (states, host), at = _states(plan, rank.held), full.moment
     sizes = (
         *(states.parameters, states.gradients - full.missing, states.optimizer),
@@ -185,7 +185,8 @@ def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
 
 
 def _started(plan: Plan, stack: Stack, summed: Elements) -> float:
-    """Bytes of the buckets that may be summed at the same time during the last backward pass. summed: as in Moment."""
+    """Bytes of the buckets that may be summed at the same time during the last backward pass. summed: trained parameters whose
+    gradient is complete."""
     if stack.gathers != "moments" or not (summed.total and stack.bucket_elements):
         return 0.0
     return stack.reduce_bytes * stack.bucket_elements * min(MOST_STARTED, _in_buckets(plan, summed) // stack.bucket_elements)
@@ -197,8 +198,8 @@ def _sums_itself(plan: Plan) -> bool:
 
 
 def _in_buckets(plan: Plan, trained: Elements) -> float:
-    """Return the number of these trained parameters with gradients that are summed in the buckets of parallel/data/buckets.py: all in
-    ZeRO-1 (`_sums_itself`), and in DDP with pipeline stages; in DDP without stages those of experts."""
+    """Return how many of the parameters `trained` have gradients that are summed in the buckets of parallel/data/buckets.py: all with
+    ZeRO-1 (`_sums_itself`) and with DDP in a pipeline; only experts' with DDP and no pipeline; else none."""
     if not _sums_itself(plan) and plan.kind.gradients != "buckets":
         return 0.0
     apart = _sums_itself(plan) or plan.pp > 1
@@ -258,7 +259,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     whole = states(plan.stage)
     if plan.offload_parameters == plan.offload_optimizer == "none":
         return whole, {}
-    parameters = whole.parameters - plan.storage.blocks * held.blocks  # blocks stay on the device
+    parameters = whole.parameters - plan.storage.blocks * held.blocks  # quantized blocks stay on the device
     moved = States(
         parameters if plan.offload_parameters != "none" else 0.0,
         whole.gradients if plan.offload_optimizer != "none" else 0.0,

@@ -3,7 +3,8 @@
     loss        logits in two dtypes and their gradients
     work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
     embedding   gradient of the embedding, after the activations of the micro-batch are freed
-    sums, head, bucket, forward     moments of ZeRO stage 3 at which other weights are gathered or gradients unreduced (temporary.py)
+    sums        gradients of weights: their reduction with ZeRO stage 3, or action W if a schedule splits the backward pass into I and W
+    head, bucket, forward     moments of ZeRO stage 3 at which other weights are gathered or gradients unreduced (temporary.py)
 
 At each moment, the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients that are freed between steps exist
 only after the first backward pass. The list is cached. It depends on the data-parallel engine only with ZeRO stage 3.
@@ -38,11 +39,12 @@ class Moment(NamedTuple):
     """Memory of a rank at one moment of a step. `activations` to `dispatch` and `gathered` are bytes, the others numbers of parameters.
     at: kind of moment.
 
+    activations: bytes that micro-batches keep in layers. loss: bytes kept outside of layers; at the loss, also its temporary tensors.
     work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages.
-    freed, reducing: read only with ZeRO stage 3 and pipeline stages. Parameters with gathered weights that have been freed, and parameters
-    with gradients that are being reduced.
+    freed: parameters whose gathered weights have been freed. reducing: parameters whose gradients are being reduced. Both are read only
+    with ZeRO stage 3 and pipeline stages.
     summed: in the last backward pass, trained parameters with a complete gradient, which engines with buckets may be summing.
     """
 
@@ -101,8 +103,8 @@ class _AtWork(NamedTuple):
 
 class _Pass(NamedTuple):
     """A backward pass of a stage. at_i: the action is I (gradients of inputs); W (gradients of weights) is later. once: no B or W of the
-    step has ended. gradients: number from 0 to 2, which says what gradients of the stage exist (InFlight.gradients). last: it may be the
-    rank's last backward pass of the step, in which only one micro-batch is in flight."""
+    step has ended. gradients: which gradients of the stage exist: 0: none, 1: those that I computes (embedding, LoRA), 2: all. last: it
+    may be the rank's last backward pass of the step, in which only one micro-batch is in flight."""
 
     at_i: bool
     once: bool
@@ -144,7 +146,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 @lru_cache(maxsize=5_000)
 def _in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> tuple[tuple[tuple[InFlight, bool], ...], ...]:
-    """Return the result of `moments_of` for each rank."""
+    """Return for each rank the moments that may be its peak: (micro-batches in flight, whether no gradients of weights exist yet)."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     return tuple([moments_of(rank, microbatches) for rank in ranks])
 
@@ -211,12 +213,12 @@ class _Moments:
                         yield Moment("sums", kept - stage.kept, ends - stage.ends_kept, to_come=rest.trained)
 
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
-        """Return, for each stage of the rank, a number that says what gradients exist (InFlight.gradients) when the stage at index `at`
-        begins its backward pass. If `now` does not say it, the rank's later stages are assumed to have ended theirs."""
+        """Return, for each stage of the rank, which gradients exist (0, 1 or 2, as in _Pass) when the stage at index `at` begins its
+        backward pass. If `now` does not say it: all, but until the step's first B or W has ended only those of the rank's later stages."""
         return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
-        """Return the parameters of a stage that have no gradient yet. gradients: 0, 1 or 2 (InFlight.gradients). head: whether to count the
+        """Return the parameters of a stage that have no gradient yet. gradients: 0, 1 or 2, as in _Pass. head: whether to count the
         head and last norm."""
         if gradients == 2 or (gradients and self.network.adapters is not None):
             return NOTHING
@@ -305,7 +307,7 @@ class _Moments:
 
     def _at_work(self, stage: StageBytes, now: _Pass) -> list[_AtWork]:
         """Return the last and the first layer of each kind in a stage: the backward pass of one of them may be the peak. In the last pass,
-        it may also be that of the first layer at which all buckets are being summed."""
+        also the first layer in whose backward pass MOST_STARTED gradient buckets may be summed at the same time."""
         at_i, once, gradients, last = now
         fresh = self._missing(stage, gradients).total > 0
         computes = fresh and not self._missing(stage, max(gradients, 1 if at_i else 2)).total  # this pass computes gradients of weights

@@ -57,15 +57,15 @@ class Stack:
     expert_rows: int = 1
     expert_plain: int = 2
     expert_gated: int = 3
-    expert_multiple: int = 1  # in 16 bits, the rows of each expert with adapters are padded to a multiple of this number
+    expert_multiple: int = 1  # in 16 bits with LoRA, the rows of each expert are padded to a multiple of this number
     maps: int = 8
     selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)  # part -> fraction that selective recompute keeps; others: 1
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: no `gathered`, but the engines' formulas
+    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: bytes of each moment instead (moments.py)
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
-    reads_again: bool = True  # with `sliced` activations, products gather their input again in the backward pass instead of keeping it
+    reads_again: bool = True  # with tensor.sequence_parallel, the backward pass gathers products' inputs again instead of keeping them
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them
     casts: bool = False  # weights of a wider dtype are cast to the compute dtype, and the copies are kept for the backward pass
     bucket_elements: float = 0  # number of elements of a gradient bucket
@@ -73,7 +73,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # a deferred weight gradient needs a product's input and the gradient of its output: their bytes / their bytes in the compute dtype
+    # a deferred weight gradient needs a product's input and the gradient of its output: their bytes as kept / in the compute dtype
     pending: float = 1.0
 
 

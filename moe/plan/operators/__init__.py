@@ -1,1 +1,1 @@
-"""Shardings of single operators: a model's graph, GSPMD, Mesh-TensorFlow."""
+"""Shardings of a model's single operators, annotated as in GSPMD or named as in Mesh-TensorFlow."""

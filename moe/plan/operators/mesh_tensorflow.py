@@ -1,6 +1,6 @@
 """Mesh-TensorFlow: dims have names, and a layout gives the mesh axis over which each name is split. All shardings follow from the names.
 
-    layout   batch:rows, heads:columns, hidden:columns, vocab:columns, experts:rows
+    layout   batch:rows, heads:columns, hidden:columns, vocab:columns, experts:rows           mesh axes: rows, columns
     einsum   b:rows, f:columns    blf, fd -> bld    each rank computes its part; f is summed, so an all-reduce over columns follows
 
     legal    each name is on at most one axis; no two names of a tensor or operator are on the same axis; the axis divides the size

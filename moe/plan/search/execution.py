@@ -29,7 +29,7 @@ from parallel.annotations.graph import Graph, Operator
 
 Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); for a JOIN, arbitrary numbers
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
-FINE_S_PER_BYTE = 1e-9  # penalty: seconds added to the simulated time for each byte above a device's memory, as in FlexFlow
+FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow
 
 
 @dataclass(frozen=True)

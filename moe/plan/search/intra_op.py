@@ -1,10 +1,11 @@
-"""Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest strategies of all operators, by an integer linear program.
+"""Alpa's intra-operator search (arXiv 2201.12023, section 4): the cheapest sharding strategies of all operators, by an integer linear
+program.
 
     minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij        s_i: 0 or 1 for each strategy of operator i; c_i: costs
                                                                   e_ij: 0 or 1 for each pair of shardings, of i's output
                                                                   and of j's input; R_ij: resharding costs
     such that   each row of e_ij (a sharding of i's output) adds up to the sum of s_i over the strategies with this sharding, and each
-                column likewise for s_j; and the live tensors fit into memory at every time
+                column likewise for s_j; and model states and kept outputs fit into memory
 
 A recomputed layer runs its forward pass, a third of its cost, twice, and only its last output stays live. R_ij has one row for each
 sharding (type State), not for each strategy, because several strategies give the same sharding. Therefore e has few variables, which need
@@ -76,7 +77,7 @@ def intra_op(
         values, whole = program.solve("integer", gap), True
     if values is None:
         least = sum(min(s.state_bytes + s.output_bytes * in_flight * (name in program.kept) for s in one) for name, one in options.items())
-        fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), more devices, or smaller micro-batches"
+        fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), or take more devices or smaller micro-batches"
         raise BadInput(
             "memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="enough for at least one choice of strategies", fix=fix
         )
@@ -105,7 +106,7 @@ class _Program:
         self.rows: list[tuple[dict[int, float], float, float]] = []  # (column -> coefficient, lower bound, upper bound)
         for name, one in options.items():
             if not one:
-                got, fix = "no strategy that gives the sharding in `fixed`", "fix a sharding that divides the operator's sizes"
+                got, fix = "no strategy that gives the sharding in `fixed`", "choose one that divides the operator's sizes"
                 raise BadInput(f"operator {name}", got=got, needed="at least one", fix=fix)
             self.first[name] = len(self.costs)
             self.costs += [s.seconds * self.paid[name] for s in one]

@@ -2,11 +2,11 @@
 
     alpa        strategies for each submesh and logical shape by intra_op.py, then stages by inter_op.py
     flexflow    placements of every operator by mcmc.py, without stages
-                \\__ then the fastest plan that the trainer can run, by the cost model of the same search
+    both        then the fastest plan that the trainer can run, by the cost model of the same search
 
-The `seconds` of a result are the step time of its plan by the cost model of strategies.py. The `free_seconds` are the step time of the
-optimum among all strategies (alpa), or among all placements by flexflow's simulator. The trainer may be unable to run the optimum. Equal
-layers are searched once (Folded): they get equal cuts, and the tensors between them have equal shardings.
+`seconds` of a result: step time of its plan by the cost model of strategies.py. `free_seconds`: step time of the optimum, which the trainer
+may be unable to run. alpa's optimum is the best of all strategies; flexflow's, the best of all placements by its simulator. Equal layers
+are searched once (Folded): they get equal cuts, and the tensors between them have equal shardings.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Solution:
     assignment: Mapping[str, str]
 
 
-_Layers = tuple[Mapping[int, Cost], Mapping[str, Strategy], tuple[int, ...]]  # costs of layers, strategies of operators, sizes of axes
+_Layers = tuple[Mapping[int, Cost], Mapping[str, Strategy], tuple[int, ...]]  # layer -> cost, operator -> strategy, mesh sizes
 Allowed = Callable[[Plan], bool]
 GAP = 1e-3  # times count as equal if they differ by less than this fraction
 
@@ -119,7 +119,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
         """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
-        if no strategies fit into `limit`. same, again: as in `intra_op`."""
+        if no strategies fit into `limit`. same: pairs of operators with equal shardings. again: recomputed layer -> operator to keep."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight
@@ -145,7 +145,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Return the solutions that no other dominates. A solution dominates another if it has at most its seconds and bytes in every layer."""
+    """Return the solutions that no other dominates. It dominates another if none of its layers needs more seconds or bytes."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):
@@ -179,8 +179,8 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage in an additional cut,
-    which is tried too."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage in a division
+    that is tried too."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -196,8 +196,8 @@ def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
 
 def _said(own: bool, seconds: float, free_seconds: float) -> str:
     if own:
-        return "the optimum itself is a plan that runs"
-    return f"the nearest plan that runs: {seconds / free_seconds - 1:+.1%} by the same cost"
+        return "the trainer can run the optimum itself"
+    return f"the trainer cannot run the optimum; its fastest plan takes {seconds / free_seconds - 1:.1%} longer by the same cost model"
 
 
 def flexflow(

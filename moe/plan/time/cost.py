@@ -4,7 +4,7 @@
         stage i, one micro-batch    t_i = forward + backward + recompute, from the times of device and host (stage_time.py)
         pipeline                    time of all micro-batches from all t_i: the schedule's closed form, or the simulator (pipeline_time.py)
         + gradients, parameters     seconds of data parallelism's collectives that computation does not hide
-        + optimizer                 bytes of model states that the update reads and writes / bandwidth of the memory (or of the host)
+        + optimizer, offload        bytes of model states that the update reads and writes / bandwidth of the device's memory, host or disk
 
 The closed form of 1F1B is exact if all stages are equally slow, or if the last is the slowest; otherwise it overestimates. Sources:
 Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7 for bytes, GShard (2006.16668) for experts.
@@ -24,7 +24,8 @@ from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-ADAM_BYTES = 26  # read and written per parameter by AdamW: 12 in both directions (two moments, fp32 copy), 2 written (16-bit parameter)
+# bytes that AdamW moves per parameter: it reads and writes 12 (two moments, fp32 master copy), and writes 2 (the parameter in 16 bits)
+ADAM_BYTES = 26
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Time:
     """Seconds that the slowest stage spends in a step, by purpose. All but `hidden` add up to `step`.
 
     tensor, sequence, experts: collectives over tp, sp and ep that no computation hides. launch: seconds that kernel launches and the
-    engine's work on the host add to the device's time. transfer: messages between pipeline stages. bubble: idle time of the rank. cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients: gradient reductions that
-    no computation hides. parameters: all-gathers of parameters that no computation hides. hidden: seconds of gradient reductions and
-    parameter gathers that computation hides.
+    engine's work on the host add to the device's time. transfer: messages between pipeline stages. bubble: other idle time in the pipeline.
+    cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients, parameters: gradient
+    reductions and parameter gathers that no computation hides. hidden: gradient reductions and parameter gathers that computation hides.
     """
 
     forward: float = 0.0

@@ -1,17 +1,17 @@
-"""Bytes that a dense Transformer layer sends with 2D, 2.5D and 3D tensor parallelism, on each rank.
+"""Bytes that each rank sends for a dense Transformer layer with 2D, 2.5D and 3D tensor parallelism.
 
-    N tokens, D width, A = heads * channels of q, K = heads * channels of k (and of v), F hidden units; a grid of side q, depth d
-    products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D
-    wide: in fp32, in which gradients are summed
+    N tokens, D width, A channels of all query heads, K of all key heads (and of all value heads), F hidden units; grid of side q, depth d
+    matrix products (inputs I -> outputs O): D -> A, K, K (queries, keys, values), A -> D, D -> F (twice with a gate), F -> D
+    wide: elements that are sent in fp32: sums of weight gradients, statistics of norms
 
              elements sent forward                     elements sent backward
     2d       (q-1)/q^2 (N I + I O) for each product    (q-1)/q^2 (2 N I + I O), and (q-1)/q^2 I O wide
     2.5d     as 2d with N / d                          as 2d with N / d
     3d       (q-1)/q^3 (N I + I O + N O)               (q-1)/q^3 (N O + I O + 2 N I), and (q-1)/q^3 I O wide
 
-    Cross attention over S tokens of an encoder is like attention, but one product gives q, and another gives k and v of the S tokens.
-    q, k and v are one product, and so are w1 and w3, so that x is sent once for all of them. Norms gather 2 wide numbers per token forward
-    and sum 2 backward.
+    Queries, keys and values are one product, and so are w1 and w3, so that x is sent once for all of them. In cross attention over the S
+    tokens of an encoder, one product gives queries, and another gives keys and values of the S tokens. Norms gather 2 wide numbers per
+    token forward and sum 2 backward.
 
 Sources: see the methods' files in parallel/tensor/.
 """
@@ -57,7 +57,7 @@ class DenseLayer:
 
     @property
     def fused_products(self) -> tuple[tuple[int, int, int], ...]:
-        """(tokens, inputs, outputs) of each product if products of the same input are one product."""
+        """(tokens, inputs, outputs) of each product, with products of the same input joined into one."""
         n, d, a, keys = self.tokens, self.width, self.inner, 2 * self.kv_heads * self.head_size
         cross = ((n, d, a), (self.source, d, keys), (n, a, d)) if self.source else ()
         return (n, d, a + keys), (n, a, d), *cross, (n, d, (1 + self.gated) * self.hidden), (n, self.hidden, d)

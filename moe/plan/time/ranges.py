@@ -1,4 +1,4 @@
-"""Tells how far a measured step time may be from its prediction: ranges of measured / predicted seconds of groups of published runs
+"""Tells how far a measured step time may be from its prediction: ranges of measured / predicted seconds for groups of published runs
 (ranges.yaml).
 
 Each range was tested on published tables that were left out when it was computed. `python -m tests.planner ranges` writes the file, and

@@ -1,5 +1,5 @@
-"""The sections of a recipe; a whole recipe is a `Run`. moe/recipe/load.py reads a Run from YAML and flags; `check_run`
-(moe/checks/together.py) refuses values that do not work together; in Python, `train(Run(...))` trains a recipe without a command line.
+"""The sections of a recipe; a whole recipe is a `Run`. moe/recipe/load.py reads a Run from YAML and flags. `check_run`
+(moe/checks/together.py) refuses values that do not work together. In Python, `train(Run(...))` trains a recipe without a command line.
 """
 
 from moe.recipe.section import Section

@@ -29,9 +29,9 @@ class Offload(Section, alters="cost"):
     """Storage of optimizer states and weights under ZeRO, if not on the device."""
 
     optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "where optimizer states (master weights, moments) are stored; nvme: zero stage 3 alone"
+        "none", "where optimizer states (master weights, Adam's moments) are stored; nvme: only with ZeRO stage 3"
     )
-    parameters: Literal["none", "cpu", "nvme"] = key("none", "for zero stage 3: where a rank's shard of the working weights is stored")
+    parameters: Literal["none", "cpu", "nvme"] = key("none", "for ZeRO stage 3: where a rank's shard of the model's weights is stored")
     path: str | None = key(None, "a folder on the NVMe disk", of="sharding.offload.optimizer=nvme or sharding.offload.parameters=nvme")
 
 
@@ -50,7 +50,7 @@ class Sharding(Section, alters="cost"):
         of="sharding.kind=fsdp or sharding.engine=fsdp",
     )
     prefetch: int = key(
-        1, "number of blocks with weights gathered ahead of the current block", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp"
+        1, "number of FSDP units (Transformer blocks) gathered ahead of use", ge=0, of="sharding.kind=fsdp or sharding.engine=fsdp"
     )
     allow_slow: bool = key(
         False, "permit degrees.pp above 1 with zero stages 2 and 3, or fsdp with reshard: gradients are summed after each micro-batch"
@@ -63,8 +63,8 @@ class Sharding(Section, alters="cost"):
 
     def carrier(self, *, pp: int = 1, flat: bool = True) -> EngineKind:
         """Return the engine that runs: the one that sharding.engine names, else `named`. With pp > 1, an engine is replaced if it does not
-        support pipeline stages. With sharding.engine auto and `flat` False, an engine that updates flat ranges of fp32 elements is
-        replaced, because the optimizer cannot do that."""
+        support pipeline stages. flat: whether the optimizer can update flat ranges of fp32 elements. If it cannot, an engine that needs
+        this is replaced, but only with sharding.engine auto."""
         chosen = ENGINES.get(self.engine, self.named)
         other = (chosen.with_stages if pp > 1 else None) or (chosen.unless_flat if not flat and self.engine == "auto" else None)
         return ENGINES[other] if other else chosen
@@ -74,14 +74,14 @@ class Tensor(Section, alters="cost"):
     kind: Literal["1d", "2d", "2.5d", "3d", "dtensor", "copied"] = key(
         "1d",
         "1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
-        "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: every rank of tp has all weights and "
-        "reads the same tokens, to test engines",
+        "each rank has a submatrix of weights and activations; dtensor: 1d by torch's DTensor; copied: every rank of tp has all weights "
+        "and reads the same tokens, to test engines",
     )
     depth: int | None = key(None, "number of grids of q x q ranks; null: the smallest above 1", gt=0, of="tensor.kind=2.5d")
     sequence_parallel: bool = key(
         False, "for 1d and dtensor: each tp rank has a shard of every sequence in norms, in dropout and between layers"
     )
-    overlap_chunks: int = key(1, "for 1d: chunks of a layer's tokens; one is multiplied while another is all-reduced or gathered", gt=0)
+    overlap_chunks: int = key(1, "for 1d: number of token chunks in a layer; one is multiplied while another is communicated", gt=0)
 
 
 class Sequence(Section, alters="cost"):
@@ -134,8 +134,8 @@ class Tiling(Section, alters="cost"):
 class Recompute(Section, alters="cost"):
     """Activations that are recomputed in the backward pass instead of stored."""
 
-    kind: Literal["none", "full", "selective"] = key("none", "full: entire blocks; selective: the feed-forward or MoE part of blocks")
-    every: int = key(1, "recompute every n-th block only (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
+    kind: Literal["none", "full", "selective"] = key("none", "full: entire Transformer blocks; selective: their feed-forward or MoE part")
+    every: int = key(1, "recompute every n-th Transformer block only (2: blocks 0, 2, ...)", gt=0, off_without="recompute.kind")
     loss_chunks: int = key(1, "number of chunks of tokens for logits and cross-entropy, which are recomputed in the backward pass", gt=0)
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:

@@ -25,12 +25,12 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     trained_length: int | None = key(None, "sequence length before the scaling", gt=0, of="model.rope.scaling=dynamic|llama3|yarn")
     low: float = key(1.0, "frequencies with fewer rotations in trained_length are divided by factor", gt=0, of=_BY_ROTATIONS)
     high: float | None = key(None, "frequencies with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
-    whole_pairs: bool = key(True, "indices of the pairs with low and high rotations are rounded outwards; GPT-OSS: false", of=_YARN)
+    whole_pairs: bool = key(True, "the range of pairs between low and high is rounded outwards to whole indices; GPT-OSS: false", of=_YARN)
     mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
-    mscale_all: float = key(0.0, "square of 0.1 mscale_all ln(factor) + 1 is a factor on logits (DeepSeek)", ge=0, of=_YARN)
+    mscale_all: float = key(0.0, "attention's logits are multiplied by (0.1 mscale_all ln(factor) + 1)^2 (DeepSeek)", ge=0, of=_YARN)
     pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")
     fraction: float = key(
-        1.0, "rotated fraction of a head's channels, from the first; C in base is their number (GLM-4.5: 0.5)", gt=0, le=1
+        1.0, "fraction of a head's channels that is rotated, from the first; base's C counts only these (GLM-4.5: 0.5)", gt=0, le=1
     )
 
     def turning(self, channels: int) -> int:
@@ -56,6 +56,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
 
     @property
     def most_turns(self) -> float:
+        """`high`, or its default for llama3 and yarn. Call it only with these two."""
         return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
 
 
@@ -125,7 +126,7 @@ class Model(Section, alters="shape"):
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", alters="function")
     norm_eps: float | None = key(None, "epsilon of norms; null: 1e-6 (rmsnorm), 1e-5 (layernorm)", gt=0, le=1, alters="function")
     qk_norm: Literal["none", "heads", "whole"] = key(
-        "none", "RMSNorm of queries and of keys: heads: in each head (Qwen3); whole: over all heads' channels (OLMoE)"
+        "none", "RMSNorm of queries and keys. heads: over each head's channels (Qwen3); whole: over all heads' channels (OLMoE)"
     )
     qkv_bias: bool = key(False, "a bias in the projections to queries, keys and values (Qwen2)")
     clip_qkv: float | None = key(
@@ -135,7 +136,7 @@ class Model(Section, alters="shape"):
     attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
-        None, "indices of layers with the window; ahead's blocks are numbered last; null: all", alters="function", of="model.sliding_window"
+        None, "indices of layers with the window; ahead's blocks follow the layers; null: all", alters="function", of="model.sliding_window"
     )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()
@@ -150,7 +151,7 @@ class Model(Section, alters="shape"):
     )
     max_length: int = key(256, "tokens in a sequence; encoder_decoder: tokens that the encoder reads", gt=0, le=2**30, alters="training")
     moe_every: int = key(0, "every n-th layer of encoder and of decoder has experts (2: layers 1, 3, ...); 0: none", ge=0)
-    moe_layers: tuple[int, ...] | None = key(None, "numbers of the layers with experts, instead of moe_every")
+    moe_layers: tuple[int, ...] | None = key(None, "indices (from 0) of the layers with experts, instead of moe_every")
     tied_embeddings: bool = key(True, "the vocabulary projection uses the embedding's weights")
     ahead: int = key(0, "multi-token prediction in training: tokens predicted after the next one (DeepSeek-V3: 1)", ge=0, le=16)
     ahead_weight: float = key(
@@ -177,7 +178,7 @@ class Model(Section, alters="shape"):
 
     @property
     def logit_scale(self) -> float:
-        """Factor on attention's logits, except in latent attention, which computes its factor itself."""
+        """Factor on attention's logits, except in latent attention, which computes its own factor."""
         return self.scales.attention or float((self.head_size or self.d_model // self.num_heads) ** -0.5)
 
     @property

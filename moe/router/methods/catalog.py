@@ -1,4 +1,4 @@
-"""The methods of selection by their names in a recipe (`router.select`)."""
+"""The methods that choose experts for tokens, by their names in a recipe (`router.select`). T tokens, E experts, K choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ METHODS: dict[str, Method] = {m.name: m for m in (TopK(), GroupLimited(), Expert
 
 
 class Own(Method):
-    """A user's function `module:name` of (preferred_TE, num_choices), which returns expert_TK. moe/router/own.py checks it."""
+    """A user's function `module:name`. From scores `preferred_TE` and K, it returns the experts' indices expert_TK. Checked by
+    moe/router/own.py."""
 
     name = "module:name"
 

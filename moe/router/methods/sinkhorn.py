@@ -28,7 +28,7 @@ class Sinkhorn(Method):
     noises = ("none", "noisy_top_k")
     needs_whole_groups = True
     looks_ahead = "the balanced plan is made over all tokens of the group"
-    excess = BALANCED  # the ranks' loads differ: balanced_plan equalizes experts' sums of probabilities, not numbers of choices
+    excess = BALANCED  # ranks' loads differ as with a balance loss: balanced_plan equalizes sums of probabilities, not numbers of choices
     is_balanced = "the plan already gives every expert its share, and the loss would pull against it"
 
     def select(self, request: RoutingRequest) -> Tensor:

@@ -118,7 +118,7 @@ def _refuse_bad_weights(job: Job) -> None:
     raise BadInput(
         f"step {job.counters.step}",
         got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
-        needed="finite weights and optimizer states: later steps cannot repair other values, so those are not saved",
+        needed="finite weights and optimizer states: later steps cannot repair NaN or infinity, so this step is not saved",
         fix=f"start the run again: {goes_on}; if this error returns, --from_step with an earlier checkpoint, or a lower optimizer.lr",
     )
 

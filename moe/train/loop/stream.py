@@ -42,8 +42,8 @@ def stream(
 ) -> list[tuple[Numbers, GradientNorm]]:
     """Make one step for each batch, then drain the pipeline. Return each step's numbers and gradient norm. Collective. batches: this rank's
     token ids, each int64 of shape `shard.shape`. schedule: pipeline schedule of all batches together. world: axis of all ranks. step:
-    number of the first step. rate(n): learning rate for batches[n]. flag: float64 [1], whose sum over ranks is `Numbers.flags` of each
-    step."""
+    number of the first step. rate(n): learning rate for batches[n]. flag: float64 [1]; its sum over ranks, the number of ranks that are
+    asked to stop, is `Numbers.flags` of each step."""
     assert isinstance(executor, Pipelined)
     engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []

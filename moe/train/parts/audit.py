@@ -133,9 +133,10 @@ class Auditor:
         return True
 
     def _differences(self, grads: list[Held], mine: Tensor, hashes: dict[str, int], seen: Sequence[Pass]) -> list[str]:
-        """Return names of layers or gradients that differ from the previous pass on any rank. Return [] if this pass agrees with an earlier
-        pass and the ranks' copies of gradients are equal. Collective. grads: this rank's summed gradients. mine: hashes of `grads`, then a
-        hash of the step's numbers. hashes: by layer, from `layer_hashes`. seen: the earlier passes."""
+        """Return texts for messages: the first layer that differs from the previous pass, with its ranks; if no layer does, the gradients
+        that differ. Return [] if this pass agrees with an earlier pass and the ranks' copies of gradients are equal. Collective. grads:
+        this rank's summed gradients. mine: hashes of `grads`, then a hash of the step's numbers. hashes: by layer, from
+        `layer_hashes`. seen: the earlier passes."""
         differs = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = self._on_all(by_majority(grads, mine[:-1], self.mesh))
         if not copies and not all(differs):
@@ -194,7 +195,7 @@ def _layers(model: torch.nn.Module) -> dict[int, Block]:
     return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
 
 
-_NOWHERE = 10**6  # above the sort key of each name of `layer_hashes`; means "none"
+_NOWHERE = 10**6  # larger than every result of `_order`; means that no layer differs
 
 
 def _order(name: str) -> int:

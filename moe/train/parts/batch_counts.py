@@ -25,7 +25,7 @@ Sums = Callable[[int, Tensor], Tensor]  # (layer, its counts and scores in this 
 
 
 def with_whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> list[Pass]:
-    """Return the passes with `Context.whole_step`, by which a MoE layer gets its router statistics summed over the whole step. Passes are
+    """Return the passes with the function `Context.whole_step`, which sums a MoE layer's router statistics over the whole step. Passes are
     returned unchanged if router.balance_scope is not global_batch, or if all balancing losses have weight 0: the reported balance loss is
     then a mean over micro-batches. Collective."""
     spec = executor.model.router_spec

@@ -1,8 +1,8 @@
 """Sets GPU clocks as an energy plan says (`pipeline.energy_plan`), if NVML permits it on all ranks; otherwise prints the reason.
 
 Before each action of the pipeline, a rank sets its GPU to the clock that the plan has for this action. After the last step, a signal or an
-error, all clocks are unlocked. If one rank cannot set its clock, no rank follows the plan, because the planned times hold only for all
-clocks together.
+error, all clocks are unlocked. If one rank cannot set its clock at the start, no rank follows the plan, because the planned times hold only
+for all clocks together.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
             else:
                 note(said)
 
-        # Waits only for the compute stream. Waiting for another stream could be a deadlock: it may hold a receive whose message this rank
-        # makes possible only by a later action of its schedule.
+        # Waits only for the compute stream. Waiting for another stream could be a deadlock: the stream may be in a receive that completes
+        # only after a later action of this rank.
         def settle() -> None:
             if world.device.type == "cuda":
                 torch.cuda.current_stream(world.device).synchronize()
@@ -67,11 +67,11 @@ def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, no
                 gpus.release()
             except gpus.nvml.NVMLError as error:  # not raised, because it would fail a finished run, or hide another error
                 gpus.locked = [0.0] * len(gpus.locked)
-                lost(f"its clock could not be unlocked ({error}): nvidia-smi --reset-gpu-clocks")
+                lost(f"its clock could not be unlocked ({error}): run nvidia-smi --reset-gpu-clocks")
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the GPU's UUID, by which NVML finds it whatever CUDA_VISIBLE_DEVICES is. Raises NoControl for a CPU."""
+    """Return the GPU's UUID. By its UUID, NVML finds a GPU whatever CUDA_VISIBLE_DEVICES is. Raises NoControl for a CPU."""
     if device.type != "cuda":
         raise NoControl("this rank computes on a CPU, and plans are for GPUs")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

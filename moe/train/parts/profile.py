@@ -98,7 +98,7 @@ def first_of_its_stage(mesh: Mesh) -> bool:
 
 
 def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
-    """Return the milliseconds a training step that each region of the code took, longest first. events: FunctionEvents of a torch profiler;
+    """Return the milliseconds that each region of the code took in a step, longest first. events: FunctionEvents of a torch profiler;
     the nth recorded call of `Recording.of` is an event named `step`, which covers steps[n] training steps. Only the call with the least
     time per step is used, because other work on the machine disturbed it least."""
     number, end = -1, 0.0  # index of the current `step` event, and the time at which that event ends

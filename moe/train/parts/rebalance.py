@@ -2,8 +2,8 @@
 
     for each layer: load of its experts in the n steps -> balanced placement -> if this lowers the largest load of any rank: move experts
 
-All ranks know each step's number of choices per expert, summed over ranks, so they decide alike without further communication. Weights and
-optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
+All ranks know how often each expert was chosen in each step, summed over ranks, so they decide alike without further communication. Weights
+and optimizer states are exchanged over the ep axis; layouts and dispatchers get the new placement. Rounding may differ afterwards
 (docs/moe/dispatch.md). A checkpoint stores placement and load, so a run resumed with the same ep gives the same bits as without a stop.
 """
 
@@ -46,8 +46,8 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
-    same methods in the same order. load: layer -> how often each expert was chosen since the last decision to move. placements: layer ->
-    ids of the layer's experts, ep rank 0's experts first."""
+    same methods in the same order. load: layer -> how often each expert was chosen since the last such step. placements: layer -> ids
+    of the layer's experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh
@@ -146,7 +146,7 @@ def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dic
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False
     if not right:
-        needed = "each expert of a layer once, and the number of its choices"
+        needed = "for each layer, every expert exactly once, and for each expert how often it was chosen (at least 0)"
         raise BadInput(where, got="an impossible placement of experts", needed=needed, fix="take another checkpoint")
     return {number: tuple(found) for number, found in placements.items()}, load
 

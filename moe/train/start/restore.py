@@ -67,9 +67,9 @@ def described(base: Reader) -> dict[str, str]:
 
 
 def moved_base(found: Reader, given: Path | None) -> Path | None:
-    """Return the folder in which --init_from says that the base model of the adapters `found` is now. That is `given` itself if it is a
-    checkpoint. If `given` is a run's folder, it is the run's checkpoint with the name of the base's, if the base is no longer at its old
-    place. Return None if `given` is None or names neither."""
+    """Return the folder to which the base model of the adapters `found` was moved, as --init_from (`given`) says. A checkpoint `given` is
+    returned itself. A run's folder gives its checkpoint with the base's name (step-N), if there is one and the base is no longer at its old
+    place. Otherwise return None."""
     if given is None or (given / "manifest.json").is_file():
         return given
     there = Path((found.state.get(WHERE) or {}).get("path", ""))
@@ -113,7 +113,7 @@ class Merged(Reader):
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
         if kind == "weight":
-            # the base may have more blocks of multi-token prediction
+            # the base may have more modules of multi-token prediction
             return {name: shape for name, shape in self.base.names().items() if depth_ahead(name) <= self.ahead}
         return self.adapters.names(kind) if kind == EXTRA else {}
 
@@ -122,7 +122,7 @@ class Merged(Reader):
             return self.adapters.region(name, kind, region)
         if kind != "weight":
             needed = "a run that trained all weights: frozen weights have no optimizer states"
-            raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave moments out: --moments fresh")
+            raise BadInput(f"{kind} of {name}", got="a run of adapters", needed=needed, fix="leave optimizer states out: --moments fresh")
         weight, (left, right) = self.base.region(name, kind, region), pair_of(name)
         shapes = self.adapters.names()
         if left not in shapes:

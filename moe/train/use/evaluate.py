@@ -1,7 +1,7 @@
 """`moe eval`: a trained model's loss on held-out text, or on any other text.
 
 For the recipe's text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
-(data.sources) it differs: in training a source has sequences in proportion to its weight, in `moe eval` to its length.
+(data.sources) it differs: evaluations in training take sequences in proportion to a source's weight, `moe eval` to its length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe.train.start.restore import choose, restore
 from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
 
-TOKENS_AT_ONCE = 8192
+TOKENS_AT_ONCE = 8192  # about this many tokens in a forward pass
 _OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of data that the trained model fixes
 Text = ValidationSet | CorruptedValidation
 

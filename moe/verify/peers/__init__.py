@@ -1,1 +1,1 @@
-"""Adapters of `moe verify --peer NAME`, one file each, found by their names (moe/verify/pair.py)."""
+"""Other libraries whose parallelism `moe verify --peer NAME` checks, one file NAME.py each (its contents: moe/verify/pair.py)."""

@@ -1,5 +1,5 @@
-"""Adapter of megatron-core: runs its GPTModel with tensor, sequence and expert parallelism and its DistributedDataParallel. The layers are
-those without Transformer Engine ("local spec").
+"""Adapter for `moe verify --peer megatron_core`: runs megatron-core's GPTModel with tensor, sequence and expert parallelism and its
+DistributedDataParallel. The layers are those without Transformer Engine ("local spec").
 
 gpt      grouped-query attention, RMSNorm, SwiGLU
 moe      as gpt, with MoE layers: four experts, top-2 routing and a shared expert
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from moe.verify.pair import VOCABULARY, Pair, adamw, batch, subsets, write_weights
 from moe.verify.yours.recorder import record
 
-PACKAGES = {"megatron.core": "megatron-core"}
+PACKAGES = {"megatron.core": "megatron-core"}  # module -> package that pip installs
 MODELS = ("gpt", "moe", "sigmoid")
-DEGREES = ("ep", "tp", "fsdp")
-ROUTED = ("moe", "sigmoid")
+DEGREES = ("ep", "tp", "fsdp")  # axes that this adapter supports
+ROUTED = ("moe", "sigmoid")  # models with experts
 DISPATCHERS = ("alltoall", "allgather")
 _EXPERTS, _LENGTH = 4, batch().shape[1] - 1
 _SIZES: dict[str, Any] = {
@@ -61,7 +61,8 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair for each model, each subset of the axes in `degrees`, with and without sequence parallelism, and each dispatcher."""
+    """Yield a pair (one process, many ranks) for each model and each non-empty subset of the axes in `degrees`. With tp, gpt has a pair
+    with and one without sequence parallelism, other models only with it. Models with experts have a pair for each dispatcher."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
@@ -129,7 +130,7 @@ def _one(model: str, heads: int, pin: bool, folder: Path) -> None:
     torch.manual_seed(0)
     net = _model(model, heads, {}, False, DISPATCHERS[0])
     write_weights(net, folder)
-    net.finish_grad_sync = lambda **_: None
+    net.finish_grad_sync = lambda **_: None  # finalize_model_grads calls it, and only DistributedDataParallel has it
     optimizer = adamw(net)
     for step in record(folder, net, optimizer, pin=folder if pin else None):
         loss = _loss(net, batch())
@@ -171,8 +172,8 @@ def _loss(net: Any, tokens: Tensor) -> Tensor:
 
 
 def _shard(name: str, parameter: Any, whole: dict[str, Tensor]) -> Tensor:
-    """Return this rank's part of the parameter from the unsharded weights `whole`. The name of an expert has its index on this rank, which
-    begins at 0. The two halves of SwiGLU's fused first matrix are sharded separately."""
+    """Return this rank's part of the parameter from the unsharded weights `whole`. An expert's name has its index among the rank's experts,
+    from 0. The two halves of SwiGLU's fused first matrix are sharded separately."""
     from megatron.core import parallel_state
 
     start, _, rest = name.partition(".local_experts.")

@@ -1,7 +1,7 @@
-"""Adapter of torch: a small Transformer with torch's own kinds of parallelism.
+"""`moe verify --peer torch`: a small Transformer, on one process and with torch's own kinds of parallelism.
 
 ddp, fsdp2            each rank has different samples
-tensor, sequence      torch's tensor-parallel styles; with `sequence`, activations between the styled modules are sharded along the tokens
+tensor, sequence      torch's tensor-parallel styles; with `sequence`, activations are sharded along the tokens outside of attention and ffn
 gpipe, 1f1b, interleaved, zbv   schedules of torch.distributed.pipelining on two ranks, with micro-batches of one sample
 """
 
@@ -35,7 +35,7 @@ def load() -> None:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield one pair for each model whose axis is in `degrees`. Pipelines always have _STAGES ranks."""
+    """Yield a Pair (one process and several ranks to compare) for each model whose axis is in `degrees`. Pipelines have _STAGES ranks."""
     for model in models:
         axis = "fsdp" if model in ("ddp", "fsdp2") else "tp" if model in ("tensor", "sequence") else "pp"
         if (ranks := (degrees | {"pp": _STAGES}).get(axis)) is not None:

@@ -1,5 +1,5 @@
-"""Computes the encoder-decoder of the plain twin (the second implementation, twin.py): T5 (arXiv 1910.10683) with Switch's experts
-(2101.03961).
+"""Computes an encoder-decoder for `moe verify`'s plain twin (a second implementation of training, twin.py): T5 (arXiv 1910.10683) with
+Switch's experts (2101.03961).
 
     s = embedding[source tokens] ; s = s + attention(norm s) ; s = s + ffn-or-experts(norm s) ; ... ; s = norm s
     y = embedding[target tokens] ; y = y + attention(norm y) ; y = y + cross(norm y, s) ; y = y + ffn-or-experts(norm y) ; ...
@@ -42,6 +42,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         tokens = Tokens(ids.tolist(), at, [True] * len(ids), len(ids) // len(batch), run.train.seed, step)
 
         def noted(name: str, values: Tensor) -> None:
+            """Call `note` with a row for each token of the whole batch: `values` for this half's tokens, NaN for the others."""
             everywhere = torch.full((places.numel(), values.shape[1]), torch.nan)
             everywhere[at] = values.detach().float()
             note(name, everywhere)
@@ -91,7 +92,7 @@ def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
         document, spans, of_read, of_written = 0, 0, list[int](), list[int]()
-        of_sentinel: dict[int, int] = {}
+        of_sentinel: dict[int, int] = {}  # which sentinel of the encoder's part (from 1) -> the document in which it stands
         for place, token in enumerate(row[: model.max_length]):
             if token == (model.document_separator or 0) and place < model.max_length - 1:
                 document += 1

@@ -1,8 +1,8 @@
-"""Computes K-FAC's directions for the plain twin (the second implementation, twin.py), one matrix at a time: Martens and Grosse (arXiv
-1503.05671), of which section 6.3 gives the damping. Shares no code with parallel/kfac. I inputs and O outputs of a matrix W, y = W a.
+"""Computes K-FAC's directions (Martens and Grosse, arXiv 1503.05671; damping as in section 6.3), one matrix at a time, for the plain twin
+(the second implementation, twin.py). Shares no code with parallel/kfac. Matrix W: y = W a for a row (token) a, I inputs, O outputs, R rows.
 
     A = mean of a a^T over a step's rows, divided by tr A / I        G = the same for g = dL/dy, divided by tr G / O
-    every `refresh_every` updates     A <- ema A + (1 - ema) A of this step, and so G; the first A and G are taken as they are
+    every `refresh_every` updates     A <- ema A + (1 - ema) A of this step, G likewise; the first A and G are taken as they are
     `delay` updates later             P = (A + sqrt(damping) 1)^-1 and Q = (G + sqrt(damping) 1)^-1 are used
     direction                         Q M P        M: first moment of W's gradient [O, I]
 """
@@ -54,7 +54,8 @@ class PlainKfac:
     used: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def begin_update(self, moments: Moments) -> None:
-        """Use the step's moments if a refresh begins, and make P and Q if it ends. Called once before each update."""
+        """Add `moments` to the factors if a refresh begins in this step, and compute P and Q if one ends. Called before each update.
+        moments: as from Watched.moments."""
         since = self.updates % self.settings.refresh_every
         for name, sums in moments.items() if since == 0 else ():
             held = self.factors.setdefault(name, [None, None])

@@ -1,4 +1,5 @@
-"""Lists the cases of tensor parallelism: 1D, on grids of ranks, with sequence parallelism between layers, with overlap, by DTensor."""
+"""Lists the cases of tensor parallelism that `moe verify` trains: 1D, on grids of ranks, with sequence parallelism between layers, with
+overlap, by DTensor."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from moe.verify.rows.pipeline import staged
 from parallel.data.kinds.catalog import planned
 from parallel.mesh.grids import SMALLEST
 
-SOURCE = 31  # encoder length in cases on grids: span corruption then gives the decoder 8 tokens, one for each rank of the largest grid
+SOURCE = 31  # encoder tokens in cases on grids: span corruption then gives the decoder 8 tokens, one for each rank of the largest grid
 TILED: dict[str, Any] = {"tiles": 5, "head_tiles": 3, "chunks": 7}
 
 
@@ -44,8 +45,8 @@ def _line_cases() -> list[Case]:
     found += [
         options("free", tensor="1d", precision="fp32"),
         *(options("olmoe", tensor=kind, precision="fp32") for kind in ("sliced", "dtensor")),
-        options("qwen3_moe", tensor="1d", precision="fp32"),  # a gate of the shared network
-        options("mixtral", tensor="sliced", precision="fp32"),  # a residual MoE layer
+        options("qwen3_moe", tensor="1d", precision="fp32"),  # its shared expert has a gate
+        options("mixtral", tensor="sliced", precision="fp32"),  # experts.residual: a dense network in addition to the experts
     ]
     # models with fewer key heads than tp ranks: both have biases of q, k and v, olmoe also norms over all heads
     return found + [options(model, world=4, tp=4, tensor="1d", precision="fp32") for model in ("gpt_oss", "olmoe")]
@@ -137,7 +138,7 @@ def _sliced_cases() -> list[Case]:
 
 def _few_sequences_cases() -> list[Case]:
     """Cases of micro-batches of 1 or 3 sequences, a number that tp does not divide. Each tp rank then routes a chunk of the micro-batch's
-    tokens, which has different lengths on different ranks, or a slice of each sequence."""
+    tokens (chunks differ in length) or, with sequence parallelism between layers, a slice of each sequence."""
     one = partial(Case, kind="ddp", microbatches=3, precision="fp32", batch=3)
     found = []
     together = [name for name in ROUTERS if name in METHODS and METHODS[name].needs_whole_groups]
@@ -192,7 +193,7 @@ def _overlapped_cases() -> list[Case]:
 
 
 def _dtensor_cases() -> list[Case]:
-    """Cases of tensor.kind dtensor in layers of every kind. Few are needed, because it shards weights as 1d does."""
+    """Cases of tensor.kind dtensor in layers of every kind. Few are needed, because DTensor shards weights as 1d does."""
     found = []
     for world in (2, 4):
         one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)

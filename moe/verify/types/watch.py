@@ -47,20 +47,21 @@ class Seen:
     """Record of one rank. All values are numbers, texts, lists and dicts, so that processes can exchange them.
 
     sums: for each sum over ranks, in order: [ranks of the group, name and place of the call, hash of the input, whether the input is finite
-        and has fractions]. Sums of integers are counts, which may be equal on all ranks
-    copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal]
+        and has fractions]. Inputs without fractions are counts, which may rightly be equal on all ranks
+    copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal or one is not finite]
     flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
     said: texts of the step's numbers (loss, norms), which must be equal on all ranks
     norms: step -> norm of the gradients, with the loss scale
-    choices: [step, router, [position, whether it is no padding, experts, whether each choice has a slot] of each token, tokens of a whole
-        sequence, slots of an expert or None, number of experts] of each pass
-    gates: [step, router, [position, whether each gate has a gradient] of each token] of each pass
-    balance: [step, router, hash, then column sums, minimum and maximum of the gradient of its probabilities over tokens] of each pass
+    choices: for each pass of a router, [step, router, tokens, tokens of a whole sequence, slots of an expert or None, number of experts];
+        tokens: for each token, [position, whether it is no padding, experts, whether each choice has a slot]
+    gates: for each pass of a router, [step, router, for each token [position, whether each gate has a gradient other than 0]]
+    balance: for each pass of a router, [step, router, hash of choices and positions, then for each expert the sum, minimum and maximum over
+        tokens of the gradient of its probability, from the balance loss alone]
     scales: step -> loss scale
     columns: [step, first column, for each column of this rank's part of the head: sum of the gradient, sum of its absolute values]
     moments: [parameter, sums of m g, m^2 and g^2] after the first step; m: first moment, g: gradient
-    remarks: texts about single tensors
-    trained, frozen: names in checkpoints of the parameters of which the rank owns a part, with and without gradients
+    remarks: faults of single tensors, as texts
+    trained, frozen: names, as in checkpoints, of the parameters of which the rank holds a shard or copy, with and without gradients
     """
 
     sums: list[list[Any]] = field(default_factory=list)
@@ -80,8 +81,8 @@ class Seen:
 
 
 class Watch(TorchDispatchMode):
-    """Torch dispatch mode that records every sum over ranks (all-reduce, reduce-scatter) of this rank. Its methods `built`, `summed` and
-    `updated` are called by the run (moe/verify/layouts.py)."""
+    """Torch dispatch mode that records every sum over ranks (all-reduce, reduce-scatter) of this rank. moe/verify/layouts.py calls `built`
+    first, and in each step `summed` after the gradients are summed and `updated` after the optimizer's step."""
 
     def __init__(self) -> None:
         super().__init__()

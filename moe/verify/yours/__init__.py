@@ -1,1 +1,1 @@
-"""Records a step of any PyTorch program, and compares the recordings of two layouts: `moe verify --compare ONE MANY`."""
+"""Records a step of any PyTorch program, on one process and on several ranks, and compares the two: `moe verify --compare ONE MANY`."""

@@ -27,8 +27,7 @@ from parallel.errors import BadInput
 
 FILE = "choices.pt"
 _DIM = {"topk": (2, -1), "argmax": (1, None)}  # function -> (position, default) of its argument `dim`
-# "tokens": token ids of the single process [B, L]; "MODULE NUMBER": the experts that this call of topk or argmax in the module returned,
-# for each of these tokens [B L, ...]
+# "tokens": the single process's token ids [B, L]; "MODULE NUMBER": choices for them in call NUMBER of topk or argmax in MODULE [B L, ...]
 Given = dict[str, Tensor]
 
 

@@ -12,7 +12,7 @@ In one process the body runs four times from the same weights, optimizer states 
 
 These values are recorded, in the order in which they occur: weights and buffers before the step; inputs and outputs of every call of every
 module; gradients of outputs; each parameter's gradient after backward on this rank ("local gradient"), and at the beginning of
-optimizer.step or torch.nn.utils.clip_grad_norm_ ("gradient"); that function's norm; weights after the step.
+optimizer.step or torch.nn.utils.clip_grad_norm_ ("gradient"); the norm that clip_grad_norm_ computes; weights after the step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def record(
     tensor with more elements than this. pin: folder for routing choices (choices.py). A single process runs the body once more, to write
     its routers' choices there; all other runs replay them.
 
-    A single process also repeats the step with sums in other orders, to measure rounding. Raises BadInput if a gradient is not finite then.
+    A single process also repeats the step with sums in other orders, to measure rounding. Raises BadInput if a gradient or norm is
+    not finite in such a repeat.
     """
     optimizers = tuple(o for o in others if hasattr(o, "register_step_pre_hook"))
     torch_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -111,10 +112,10 @@ class Step:
     ) -> None:
         self.model, self.optimizers, self.record, self.most = model, optimizers, record, most
         self.choices = None if given is None else Choices(given, self._chosen)
-        self._read = False
+        self._read = False  # whether the gradients are recorded
         self._open = ExitStack()
         self._hooked: set[int] = set()
-        self._by_call: dict[Key, dict[int, Piece]] = {}  # sorted at the end, because backward reaches calls in any order
+        self._by_call: dict[Key, dict[int, Piece]] = {}  # output gradients of each call; sorted at the end, as backward has any order
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Record a further value, such as the loss, under this name."""
@@ -225,7 +226,7 @@ class Step:
         self.record.pieces.setdefault(key, []).append(self._piece(key, tensor))
 
     def _piece(self, key: Key, tensor: Tensor) -> Piece:
-        """Return a copy or a sample of the tensor. For the first input, also hashes of its samples."""
+        """Return a copy or a sample of the tensor. For the step's first input, also a hash of the data at each index of dim 0."""
         began = time.perf_counter()
         first = next((k for k in self.record.pieces if k.kind == "input"), key)
         piece = Piece.of(tensor, key.name, self.most, hashed=key == first and key.kind == "input")
@@ -255,7 +256,7 @@ class _State:
             other.load_state_dict(copy.deepcopy(state))
             groups = other.param_groups if isinstance(other, Optimizer) else []
             for number, parameter in enumerate(p for group in groups for p in group["params"]):
-                if number in state["state"]:  # restored once more, because load_state_dict casts moments to their parameter's dtype
+                if number in state["state"]:  # restored once more, because load_state_dict casts optimizer states to the parameter's dtype
                     other.state[parameter].update(copy.deepcopy(state["state"][number]))
         torch.set_rng_state(self.random[0])
         torch.cuda.set_rng_state_all(self.random[1])

@@ -29,11 +29,12 @@ def by_rows(of: Comparison, key: Key, whole: Piece, own: list[Piece | None], bou
 
 
 def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
-    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate. A token with
-    two choices has two rows with equal inputs, so outputs are compared too. In stacked experts, output gradients are also compared, because
-    a rank has none for rows of other ranks' experts."""
+    """Return for each row of the single process the index of the ranks' row with the nearest input; None if inputs deviate by more than
+    `bound`. A token with two choices has two rows with equal inputs, so outputs are compared too. In stacked experts, output gradients are
+    compared as well, because a rank has none for rows of other ranks' experts."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
+        # the larger a weight, the less this kind counts in the distance between rows
         weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
         for key in (k for k in of.order if k.name == module and k.kind in weights):
             whole = joined(of.one.pieces[key])

@@ -1,8 +1,9 @@
 """Values of a recorded step: tensors of each rank, complete or sampled, with their position in the unsharded tensor.
 
     Piece        one tensor of one rank: elements, shape, and, if it is a DTensor, its position in the global tensor
-    Recorded     record of one rank: pieces by Key, in the order of their events
-    Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with sums in other orders
+    Recorded     record of one rank: pieces by Key, in the order in which they were recorded
+    Recording    all ranks of a folder: rank-<r>.pt (tensors) and rank-<r>.json (index); `rounded`: the same step with sums in other
+                 orders, to measure rounding
 
 Of a tensor with more than `most` elements, a sample is stored: along each dim, k of every 64 indices are kept, chosen by a hash. k begins
 at 64 and is halved along the longest dim until the sample is small enough. A rank's shard therefore keeps the same elements as the
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from parallel.errors import BadInput, counted
 
-PERIOD = 64
-MOST = 2**14
-VERSION = 3
+PERIOD = 64  # a sample keeps k of every PERIOD indices of a dim
+MOST = 2**14  # default number of elements above which only a sample of a tensor is stored
+VERSION = 3  # of the files' format
 MASTER = "master"  # slot of a master weight, which DeepSpeed's optimizer updates: it must be equal to the weight that the model reads
 
 
@@ -47,10 +48,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; for other tensors than DTensors,
-    shape. offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the global
-    tensor, if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each dim,
-    the number of stored indices out of every PERIOD."""
+    """A rank's tensor, or a sample of it. shape: of the rank's tensor. whole: shape of the global tensor; equal to `shape` if the tensor is
+    no DTensor. offset: for each dim, the rank's first index in the global tensor. index: for each dim, all of the rank's indices in the
+    global tensor, if they are not contiguous; else (). summed_over: ranks that hold the terms of a sum (DTensor's Partial). kept: for each
+    dim, the number of stored indices out of every PERIOD."""
 
     values: Tensor
     shape: tuple[int, ...]
@@ -60,7 +61,7 @@ class Piece:
     dtype: str
     summed_over: tuple[int, ...] = ()
     norm: float | None = None  # of all elements, if this is a sample
-    name: str = ""
+    name: str = ""  # of the value, with # for each number; decides which indices a sample keeps
     rows: tuple[str, ...] = ()  # only for the first input: a hash of the data at each index of dim 0
     index: tuple[tuple[int, ...], ...] = ()
 
@@ -99,8 +100,8 @@ class Piece:
         return [torch.arange(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)]
 
     def cut(self, gradient: Tensor) -> Tensor:
-        """Return the elements of a gradient that belong to this part of the weight. (torch's tensor-parallel styles may leave the unsharded
-        gradient on each rank.)"""
+        """Return the elements of a gradient that belong to this rank's shard of the weight. (torch's tensor-parallel styles may leave the
+        unsharded gradient on each rank.)"""
         for dim, at in enumerate(self.places if gradient.shape == self.whole and not self.sampled else ()):
             gradient = gradient.index_select(dim, at)
         return gradient
@@ -161,7 +162,7 @@ class Recorded:
     world: int
     modules: dict[str, str] = field(default_factory=dict)
     pieces: dict[Key, list[Piece]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = 0.0  # time that copying and sampling took
     step: str = ""  # random id of the step, equal on all ranks
 
     @property
@@ -230,8 +231,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Result of comparing one value. order: position of the value in `Comparison.order`. deviation, bound: relative to the largest element.
-    factor: found / expected value, if a factor explains the deviation. cause: likely cause in words."""
+    """Result of comparing one value. order: position of the value in the order of computation. deviation, bound: relative to the largest
+    element. factor: found / expected value, if a factor explains the deviation. cause: likely cause in words."""
 
     name: str
     kind: str

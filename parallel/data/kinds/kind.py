@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from parallel.mesh.mesh import Mesh
     from parallel.numerics.first_values import Fill
 
-At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]  # moments of a step (moe/plan/memory/temporary.py)
+# Points of a step at which memory may peak: a forward pass, the loss, the backward pass of the head, of a layer ("work") or of the
+# embedding, and the reduction of a layer's ("sums") or a bucket's gradients.
+At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class GatheredSizes(NamedTuple):
     """Sizes from which `gathered` computes the bytes of gathered weights and unsharded gradients. These are numbers of elements of sharded
     weights:
 
-    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the running layer. matrix: the running layer's
+    held: all weights of the rank's pipeline stages. table: the embedding or head. layer: the layer that computes now. matrix: this layer's
     largest matrix. behind: the layer whose backward pass ended just before. trained, trained_table, trained_layer, trained_behind: held,
     table, layer and behind without frozen weights. bucket: a bucket of gradients.
 
@@ -107,8 +109,8 @@ class EngineKind:
     overlaps: sums of gradients run during the backward pass.
     gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.
-    gathered: (moment of a step, sizes) -> bytes of gathered weights and unsharded gradients. moments: further moments at which memory may
-    peak."""
+    gathered: (point of a step, sizes) -> bytes of gathered weights and unsharded gradients; None: weights are not sharded. moments: points
+    of a step at which this engine's memory may peak in addition to the points common to all engines."""
 
     name: str
     start: Callable[[nn.Module, Setup, Rule], Engine]

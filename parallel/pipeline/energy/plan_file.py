@@ -1,4 +1,5 @@
-"""Reads and writes energy plans as JSON files: `moe energy --out plan.json` writes a plan, and training reads it.
+"""Reads and writes energy plans (a GPU clock for each action of a pipeline schedule) as JSON: `moe energy --out plan.json` writes one, and
+training reads it.
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
@@ -21,7 +22,7 @@ from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
 from parallel.store.files import read_text, write_text
 
-_MOST_MHZ = 1e5
+_MOST_MHZ = 1e5  # clocks in a file must be below this
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order of actions")  # refused, because schedule.pairs are positions in the schedule's own order
+        raise wrong("another order of actions")  # refused: schedule.pairs (F and B that run as one block) are positions in its own order
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 

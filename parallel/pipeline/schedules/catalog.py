@@ -25,7 +25,7 @@ from parallel.pipeline.schedules.two_bw import two_bw, two_bw_refusal
 from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule: 1f1b does not split backward passes, and drains in every step
+ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule: 1f1b splits no backward pass, and no step leaves micro-batches in flight
 _OLDER = "gradients are computed with older weights, so losses differ from those of one process; better: zb_h1"
 
 

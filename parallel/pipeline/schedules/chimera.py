@@ -1,6 +1,6 @@
-"""Chimera [2107.06925]: pipelines run through the same p ranks in opposite directions, each with the same number of the m micro-batches.
+"""Chimera [2107.06925]: pipelines run through the same p ranks in opposite directions. Each gets an equal share of the m micro-batches.
 
-    rank 0 holds stage 0 of the pipeline down (v) and stage p - 1 of the pipeline up (^); in the drawing, p = m = 4
+    rank 0 holds stage 0 of the pipeline down (v) and stage p - 1 of the pipeline up (^); here p = m = 4, F: forward, B: backward pass
     rank 0   vF . vF ^F ^B ^F ^B vB . vB
     rank 1   . vF ^F vF ^F ^B vB ^B vB ^B          ranks 2 and 3 are their mirror images
 

@@ -1,7 +1,7 @@
 """DualPipe and DualPipe-V [2412.19437, section 3.2.1]: a forward pass F and the backward pass B of another micro-batch run as one block (a
 pair), so that the communication of each overlaps with the compute of the other. B consists of I (gradients of inputs) and W (of weights).
 
-DualPipe-V: two chunks (stages) on each of p ranks, placed as a V. A rank keeps the activations of up to 2 p + 1 micro-batches, summed over
+DualPipe-V: rank r of p holds two chunks, stages r and 2 p - 1 - r. A rank keeps the activations of up to 2 p + 1 micro-batches, summed over
 its chunks. In each step a rank is idle for (p - 1) (F&B + B - 3 W) if F = I. Here F, B, I and W are times of one chunk, and F&B is the time
 of a pair. With `paired=False`, F and B run one after the other, and the idle time is (p - 1) (F + I - W) if I is not longer than F.
 

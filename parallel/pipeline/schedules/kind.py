@@ -13,12 +13,12 @@ from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulator.held import RankPeaks
 
 Placed = Literal["line", "v", "both_ways"]
-DEFAULT_CHUNKS = 2  # stages a rank if the schedule leaves the choice and the user gives no number
+DEFAULT_CHUNKS = 2  # stages per rank if the schedule allows several numbers and the user gives none
 
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters of a schedule. microbatches: number in one batch. chunks: stages a rank. batches: number of batches in the schedule.
+    """Parameters of a schedule. microbatches: number in one batch. chunks: stages per rank. batches: number of batches in the schedule.
     vertical_sync: all stages read the first stage's weight version (PipeDream). pipelines: number of pipelines (Chimera)."""
 
     ranks: int
@@ -32,7 +32,7 @@ class Size:
 class PassTimes(NamedTuple):
     """Times of the passes, from which a closed form computes the time of a schedule.
     forward, backward: for each rank, seconds of one micro-batch's passes through all stages of the rank. waits: seconds that a rank waits
-    for the messages of one micro-batch, in both directions together. chunks: stages a rank."""
+    for the messages of one micro-batch, in both directions together. chunks: stages per rank."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -50,11 +50,11 @@ class PassTimes(NamedTuple):
 class ScheduleKind:
     """One row of the catalog.
 
-    make: builds the schedule of a size. about: one line for help texts.
-    chunks: the only possible number of stages a rank; None if it is a choice.
+    make: builds the schedule for a Size. about: one line for help texts.
+    chunks: the only possible number of stages per rank; None if the user can choose.
     batches: number of batches (steps) if the caller gives none.
     option: name of the Size field that only this schedule uses.
-    placed: `line`: stage s on rank s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
+    placed: rank of each stage. `line`: s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
     refusal: size -> error for an impossible `stages`, `pipelines` or `microbatches`, with the nearest possible value; None if possible.
     seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates the step.
     peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.

@@ -41,5 +41,6 @@ def with_updates(order: list[Action], *, every: int) -> list[Action]:
 
 
 def pipedream_age(size: Size, stage: int) -> int:
-    """Return the age of a stage's gradients in updates: p - 1 - s on stage s of p, or p - 1 on all stages with vertical sync."""
+    """Return the age of a stage's gradients: the number of updates between the weights that compute them and the weights that they update.
+    It is p - 1 - s on stage s of p, or p - 1 on all stages with vertical sync."""
     return size.ranks - 1 - (0 if size.vertical_sync else stage)

@@ -117,9 +117,9 @@ def _orders(problem: Problem) -> Iterator[list[list[Action]] | None]:
 
 class _Greedy:
     """Builds the orders of all ranks by a simulation: a free rank takes the forward pass F or the gradients of inputs I that can start
-    first; gradients of weights W fill waits, or release memory that F needs. first: the op (F or I) that goes first if both can start at the same time.
-    filled: a wait is filled with W if the wait is at least this fraction of W's time. ahead: a stage has at most `ahead` times as many
-    micro-batches in flight as in 1F1B."""
+    first; gradients of weights W fill waits, or release memory that F needs. first: the op (F or I) that goes first if both can start at
+    the same time. filled: a wait is filled with W if the wait is at least this fraction of W's time. ahead: a stage has at most `ahead`
+    times as many micro-batches in flight as in 1F1B."""
 
     def __init__(self, problem: Problem, first: Op, filled: float, ahead: int) -> None:
         self.problem, self.first, self.filled, self.ahead = problem, first, filled, ahead

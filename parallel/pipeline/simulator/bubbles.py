@@ -1,9 +1,9 @@
-"""Packs other work into the bubbles of a Timeline, like PipeFisher (2211.14133) packs K-FAC's curvature and inversion work.
+"""Packs other work into the bubbles of a Timeline, like PipeFisher (arXiv 2211.14133) packs K-FAC's curvature and inversion work.
 
     rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
 
-Bubbles are filled in time order, and work in order of priority. Work that fits into no bubble of the first step goes into the next steps,
-which have the same timeline. The pipeline's actions keep their times.
+Bubbles are filled in time order, each with the work that can start first; of equals, with the one of highest priority. Work that fits into
+no bubble of the first step goes into the next steps, which have the same timeline. The pipeline's actions keep their times.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallel.pipeline.simulator.simulate import Timeline
 
 class BubbleWork(NamedTuple):
     """Work that a rank can do in a bubble. The name must be unique.
-    time: its duration, in the timeline's unit. after: actions of this rank, in the first step, that must end before it starts. needs: names
-    of other work, on any rank, that must end before it starts."""
+    time: duration in the timeline's unit. after: actions of this rank, in the first step, that must end before the work starts. needs:
+    names of other work, on any rank, that must end before it."""
 
     name: str
     rank: int
@@ -62,7 +62,7 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, steps: int, margin: float = 1.05) -> list[Placed]:
     """Place work in the bubbles of `steps` steps, and return it sorted by start. Work that fits into none of them is left out.
-    works: the pieces of work, in order of priority. margin: a bubble must be at least `margin` times as long as the work, because real
+    works: the pieces of work, highest priority first. margin: a bubble must be at least `margin` times as long as the work, because real
     times vary."""
     found = _of_steps(timeline)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
@@ -96,7 +96,7 @@ def _of_steps(timeline: Timeline) -> list[Bubble]:
 def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
-    """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if none fits.
+    """Return (start, work) for the work in the queue that can start first in a bubble from `at` to `end`; None if no work fits.
     ends: (rank, action) -> its end in the first step. done: name -> work that is already placed. margin: factor on the work's time."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:

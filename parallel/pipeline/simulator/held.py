@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
-_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> value of InFlight.gradients for its stage after it
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> InFlight.gradients of the action's stage after the action
 
 
 class InFlight(NamedTuple):
@@ -20,7 +20,7 @@ class InFlight(NamedTuple):
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
     weights; (): False for all stages. gradients: gradients of the stage's parameters that exist. 0: none. 1: an I has ended, which computes
-    only the gradients of the embedding and of adapters. 2: a B or W has ended, so all exist. (): not known."""
+    only the gradients of the embedding and of LoRA adapters. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]

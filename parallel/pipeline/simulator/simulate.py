@@ -129,9 +129,9 @@ def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] =
 def drained_period(
     schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
 ) -> float:
-    """Return the time that one more batch adds in a long run, for a schedule of one batch that drains. This batch is simulated again and
-    again until each batch delays all ranks and links by the same time (steady state), at most `batches` times. Costs must not depend on the
-    micro-batch. cost, transfer_time, overlap: as in `simulate`."""
+    """Return the time that one more batch adds in a long run, for a schedule of one batch that leaves the pipeline empty. The batch is
+    simulated again and again until it delays all ranks and links by the same time (steady state), at most `batches` times. Costs must not
+    depend on the micro-batch. cost, transfer_time, overlap: as in `simulate`."""
     run, cost = _Run(schedule, transfer_time, overlap), cost or costs()
     end, free = run.all(cost), run.free_times()
     for _ in range(batches):
@@ -179,7 +179,7 @@ class _Run:
                 continue
             starts[n], ends[n] = start, start + length
             free[rank] = ends[n]
-            if pairs and n in pairs:
+            if pairs and n in pairs:  # an F that runs as one block with the next action, a B: its result is sent after the B
                 continue
             if pairs and n - 1 in pairs and target[n - 1] >= 0:
                 free[rank] = self._send(n - 1, ends[n])

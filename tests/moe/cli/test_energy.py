@@ -108,7 +108,7 @@ def test_a_recipe_and_a_csv_are_planned(tmp_path: Path) -> None:
         ("--profile none.json", "--profile: got none.json: No such file or directory, needed {\"idle_w\": 40"),
         ("--profile p.json --recipe dense_tiny", "--recipe: got --recipe with --profile"),
         ("--profile p.json --transfer-time 1", "--transfer_time: got --transfer_time with --profile"),
-        ("--profile p.json --stages 4", "--profile: got 2 stages, needed the 4 stages of 1f1b; fix: --stages, or another profile"),
+        ("--profile p.json --stages 4", "--profile: got 2 stages, needed the 4 stages of 1f1b; fix: other --stages, or another profile"),
         ("two.csv --microbatches 3", "--microbatches: got --microbatches with two.csv"),
     ],
 )  # fmt: skip

@@ -70,7 +70,7 @@ def test_the_balanced_table_gives_the_rarest_ids_to_the_emptiest_experts() -> No
         ([0.5] + [0] * 255, "got 0.5 for id 0"),
         ([True] + [0] * 255, "got true for id 0"),
         ([[1, 2]] + [0] * 255, r"got \[1, 2\] for id 0"),
-        ({"0": [0] * 256}, "got layers 0 in .*, needed a list, or lists for layers 1"),
+        ({"0": [0] * 256}, 'got layers 0 in .*, needed one list, or {"LAYER": list} for layers 1'),
         ("text", "got a str in"),
     ],
 )
