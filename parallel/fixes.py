@@ -214,7 +214,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def take(values: dict[str, Any], key: str) -> Any:
-    """Remove the dotted key `key` from the nested dicts `values`. Return its value, or None if it does not exist."""
+    """Remove the dotted key `key` from the nested dicts `values`. Return its value, or None if the key does not exist."""
     *outer, last = key.split(".")
     for name in outer:
         values = values.get(name) or {}

@@ -120,7 +120,8 @@ def importable(name: str) -> bool:
 
 
 def chosen_peers(peers: str, known: Collection[str]) -> list[str]:
-    """Return the names that `--peers` selects: all of `known`, none, or the comma-separated ones. Raises BadInput for an unknown name."""
+    """Return the names of the other implementations to compare with: all of `known`, none, or the comma-separated names in `peers`. Raises
+    BadInput for an unknown name."""
     if peers in ("all", "none"):
         return list(known) if peers == "all" else []
     for name in (names := peers.split(",")):

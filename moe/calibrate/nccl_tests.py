@@ -1,8 +1,8 @@
 """Reads the printed output of NCCL-tests and writes its times into a cluster file.
 
-A table has a line for each size: bytes, count, type, redop, root, then time (microseconds), algbw, busbw and #wrong, first out of place,
-then in place. `# Rank` lines name each rank's host. The out-of-place times are used. Source: github.com/NVIDIA/nccl-tests,
-doc/PERFORMANCE.md.
+A table has a line for each size: bytes, count, type, redop, root, and twice (first out of place, then in place) the columns time
+(microseconds), algbw, busbw and #wrong. `# Rank` lines name each rank's host. The out-of-place times are used. Source:
+github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
 On one node the times become `inside.times`. On several nodes, a least-squares fit of relative errors gives seconds = latency + bytes /
 bandwidth. From it follow `between.share` and `latency_us` (all-gather), `exchange_share` (all-to-all) and `tree_us` (all-reduce). A cluster
@@ -89,6 +89,7 @@ def read(text: str, *, kind: str, what: str) -> Measured:
 
 
 def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
+    """Yield (bytes, microseconds) of each line of the table, without lines of 0 bytes. Raises BadInput for a wrong line."""
     for number, line in enumerate(text.splitlines(), 1):
         cells = line.split()
         if not cells or not cells[0].isdigit():
@@ -169,7 +170,8 @@ def _sums(cluster: Cluster, found: Measured, here: int) -> tuple[Between, str]:
     return replace(cluster.between, tree_us=tree_us), source
 
 
-BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}  # applied in this order
+# collective -> function that fits its values of `between`. Applied in this order, because _exchanges reads the share that _gathers sets
+BETWEEN = {"all_gather": _gathers, "all_to_all": _exchanges, "all_reduce": _sums}
 
 
 def _check_rate(found: Measured, rate: float, most: float) -> None:
@@ -177,12 +179,12 @@ def _check_rate(found: Measured, rate: float, most: float) -> None:
     times, which the error names."""
     if rate > most:
         needed = f"at most {most:.4g} GB/s, the most that the cluster's network allows"
-        fix = "mend between.node_gb_s and device_gb_s in a cluster file"
+        fix = "correct between.node_gb_s and between.device_gb_s in the cluster file"
         raise BadInput(found.what, got=f"a fitted {rate:.4g} GB/s", needed=needed, fix=fix)
 
 
 def main(folder: Path, cluster: str, out: Path) -> int:
-    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, write the cluster file `out`. Raises BadInput for wrong outputs."""
+    """Put the times of NCCL-tests' outputs in `folder` into `cluster`, and write it to `out`. Raises BadInput for wrong outputs."""
     check_writable(out, what="--out")
     given = load_cluster(cluster)
     made = from_folder(given, folder)

@@ -1,5 +1,5 @@
-"""Checks of frozen weights: lora.rank freezes all but the adapters (moe/nn/lora.py), and train.freeze freezes parts of the model. The named
-parts must exist, some weights must stay trained, and other keys must allow frozen weights."""
+"""Checks of frozen weights: lora.rank freezes all weights but the LoRA adapters (moe/nn/lora.py), and train.freeze freezes the named parts
+of the model. These parts must exist, some weights must stay trained, and other keys must allow frozen weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel.errors import BadInput, did_you_mean
 from parallel.fixes import Fix, Remove, Set, written
 
 _FREEZE = "train.freeze"
-_NETWORKS = "layers without experts, shared experts or a residual network"
+_NETWORKS = "dense layers, shared experts or a residual network"
 
 
 def check_lora(run: Run) -> None:
@@ -44,7 +44,7 @@ def _check_targets(run: Run) -> None:
     if "experts" in targets and not run.model.layers_with_experts():
         raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix=_targets(run, "experts"))
     if "experts" in targets and not (products := PRODUCTS[run.experts.products]).fused:
-        got, needed = f"experts with {products.name} products", "experts with plain products, the only ones that adapters support"
+        got, needed = f"experts with {products.name} products", "experts.products=plain, the only value that LoRA on experts allows"
         raise BadInput("lora.targets", got=got, needed=needed, fix=_targets(run, "experts"))
     if "dense" in targets and not run.has_dense_networks:
         raise BadInput("lora.targets", got="dense with experts in every layer", needed=_NETWORKS, fix=_targets(run, "dense"))
@@ -59,15 +59,15 @@ def _check_base(run: Run) -> None:
         needed = "layers with experts: only matrices of experts are kept in these blocks"
         raise BadInput("lora.base", got=f"{form} in a dense model", needed=needed, fix=whole)
     works: dict[str, tuple[object, str]] = {
-        "degrees.etp": (1, "blocks are of whole matrices, which etp would cut"),
+        "degrees.etp": (1, "MXFP4 and FP8 blocks are made of whole matrices, which etp would cut"),
         "experts.rebalance_every": (0, "experts in blocks stay on their ranks"),
         "experts.products": ("plain", "matrices are decoded for plain products"),
     }
     check_others(run, "lora.base", works, whole)
     if form == "fp8_all":
-        check_others(run, "lora.base", {"degrees.tp": (1, "blocks are of whole matrices, which tp would cut")}, Set("lora.base", "fp8"))
+        check_others(run, "lora.base", {"degrees.tp": (1, "blocks are made of whole matrices, which tp cuts")}, Set("lora.base", "fp8"))
     if run.sharding.named.threads:
-        needed = "ddp, fsdp or zero: the replicas of dp would need the blocks on each device"
+        needed = "ddp, fsdp or zero: the replicas of sharding.kind=dp would need the blocks on each device"
         raise clash(run, "sharding.kind", "lora.base", "ddp", "", whole, needed=needed)
     sizes = {"model.d_model": run.model.d_model, "experts.d_ff": run.experts.d_ff or run.model.d_ff}
     for key, size in sizes.items() if form == "mxfp4" else ():
@@ -76,7 +76,7 @@ def _check_base(run: Run) -> None:
 
 
 def _check_stages(run: Run) -> None:
-    """Raise BadInput if a rank of the pipeline could have no adapter: its optimizer would have nothing to update."""
+    """Raise BadInput if a pipeline rank could have no adapter, so that its optimizer would have nothing to update."""
     if run.degrees.pp == 1:
         return
     targets, sparse = run.lora.targets, run.model.layers_with_experts()

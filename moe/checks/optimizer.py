@@ -41,7 +41,7 @@ def _check_kfac(run: Run) -> None:
         )
         raise BadInput("optimizer.kind", got=got, needed=f"ddp: {reason}", fix=Set("sharding.kind", "ddp") | _ADAMW)
     if o.kfac.delay >= (every := o.kfac.refresh_every):
-        needed = f"below optimizer.kfac.refresh_every={every}: one refresh ends before the next begins"
+        needed = f"below optimizer.kfac.refresh_every={every}, so that one refresh ends before the next begins"
         fix = Set("it", every - 1) | "raise optimizer.kfac.refresh_every"
         raise BadInput("optimizer.kfac.delay", got=o.kfac.delay, needed=needed, fix=fix)
     if continuous(run):

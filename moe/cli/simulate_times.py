@@ -22,7 +22,7 @@ WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_tim
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}
 # texts of the error for a recipe's key that is given without --recipe
 NEEDS_RECIPE = {"got": "without a recipe", "needed": "--recipe RECIPE, because it is a recipe's key"}
-OF_FILE = "only the file, which sets it"  # `needed` in the error for a size flag together with a schedule's file
+OF_FILE = "only the file, which sets it"  # `needed` in the error for a flag that sets a size, if the schedule is a user's file
 MOST_ACTIONS = 2**20  # limit on simulated forward passes; this number takes about a minute
 
 
@@ -205,7 +205,7 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
     from a user's file; None: a schedule of the catalog."""
     from moe.recipe.load import load
 
-    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="with --recipe", needed="one of the two: the model gives times")
+    refuse({flag: given.get(flag) for flag in WITHOUT_RECIPE}, got="with --recipe", needed="no such flag: the recipe's model gives times")
     speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
     for flag, speed in speeds.items():
         if speed <= 0:

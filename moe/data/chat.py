@@ -42,7 +42,7 @@ from parallel.store.files import UTF_8, read_text, reason, user_path
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
 _WEIGHT = "weight 1, or 0 for an assistant's message that is not predicted"
 _OTHER_WEIGHTS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask")  # other programs' keys for weight
-_PART = re.compile("train|test|valid|dev|eval")  # begins the name of a file of a data set's part, as on the Hugging Face hub
+_PART = re.compile("train|test|valid|dev|eval")  # first word of a file's name that tells its split, as on the Hugging Face hub
 _SEVERAL = "name several in data.sources"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
@@ -97,7 +97,7 @@ class ChatFiles:
     encoding: str = UTF_8
 
     def names(self) -> list[Path]:
-        """Return the files, sorted. Raises BadInput if there is none, and for a folder that has a test or validation part as well."""
+        """Return the files, sorted. Raises BadInput if there is none, and for a folder with files of several splits (train, test, ...)."""
         named = user_path(self.path, what="data.path")
         inside = [named]
         if named.is_dir():
@@ -111,7 +111,7 @@ class ChatFiles:
         parts = {path: found[0] for path in files if (found := _PART.match(path.name))}
         if len(set(parts.values())) > 1:
             got = f"{self.path}, a folder with files of {' and '.join(sorted(set(parts.values())))}"
-            raise BadInput("data.path", got=got, needed="files of one part", fix=Set("it", str(next(iter(parts)))) | _SEVERAL)
+            raise BadInput("data.path", got=got, needed="files of one split", fix=Set("it", str(next(iter(parts)))) | _SEVERAL)
         return files
 
     def changed(self) -> datetime:
@@ -279,8 +279,8 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTemplate) -> list[Span]:
-    """Return the spans without those of the assistant's messages (`answers`) of weight 0. Raises BadInput if a message has no single
-    span."""
+    """Return the spans without those of the assistant's messages (`answers`) of weight 0. Raises BadInput if spans and
+    messages do not match one to one."""
     if all(answer.get("weight", 1) for answer in answers):
         return spans
     if len(spans) != len(answers):

@@ -32,7 +32,7 @@ from parallel.store.files import replace_file, user_path
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences, number of documents + 1
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's code of the dtype -> dtype; codes 6 and 7 are floats
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 24  # number of ids that are read at a time
 
 Stream = npt.NDArray[np.integer]
 
@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
     """Open the ids of `data.path` as token files. `cache`: folder in which the range of ids is stored. `log`: prints a line. Raises
-    BadInput for files that are missing, unreadable, damaged, of another kind, or with ids outside the vocabulary."""
+    BadInput for files that are missing, unreadable, damaged, of another format, or with ids outside the vocabulary."""
     path = user_path(data.path or "", what="data.path")
     try:
         found = _find(path)
@@ -70,10 +70,10 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
     if least < 0:
         raise BadInput(f"data file {path}", got=f"the id {least}", needed="ids from 0", fix="write the file again, as token ids")
     if largest >= data.vocab_size:
-        fix = Set("it", largest + 1, said=f"the vocabulary that the ids were made with, {largest + 1} or more")
+        fix = Set("it", largest + 1, said=f"the size of the vocabulary that the ids were made with, {largest + 1} or more")
         raise BadInput("data.vocab_size", got=data.vocab_size, needed=f"above {largest}, the largest id in {path}", fix=fix)
     train, validation = (found.train, found.validation) if found.validation is not None else _cut(found, data.validation_share)
-    log(f"data: {len(train):,} train and {len(validation):,} validation ids of {path}; bits per byte count an id as one byte")
+    log(f"data: {len(train):,} train and {len(validation):,} validation ids of {path}; in bits per byte, an id counts as one byte")
     index = {"dtype": train.dtype.str, "train": {"tokens": len(train)}, "validation": {"tokens": len(validation)}, "key": key}
     return TokenFiles(path if path.is_dir() else path.parent, train, validation, Ids(data.vocab_size), index, key)
 
@@ -106,14 +106,14 @@ def _nanogpt(path: Path) -> Stream:
 def _megatron(ids: Path, index: Path) -> _Found:
     """Open Megatron's files of ids (.bin) and of their index (.idx). Raises BadInput if they do not belong together."""
     if not ids.is_file():
-        raise BadInput(f"data file {index}", got=f"no {ids.name} next to it", needed="both files", fix=f"copy {ids.name} here, too")
+        raise BadInput(f"data file {index}", got=f"no {ids.name} next to it", needed="both files", fix=f"copy {ids.name} there, too")
     content = index.read_bytes()
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
-        raise damaged(index, "no index of Megatron's: it does not begin as one")
+        raise damaged(index, "no index of Megatron's: it does not begin with MMIDIDX")
     _, version, code, sequences, documents = _HEADER.unpack_from(content)
     if version != 1 or code not in _DTYPES:
         got = f"version {version} and dtype {code}"
-        raise BadInput(f"data file {index}", got=got, needed="version 1 and a dtype of integers", fix="write it with Megatron-LM's tools")
+        raise BadInput(f"data file {index}", got=got, needed="version 1 and an integer dtype", fix="write it with Megatron-LM's tools")
     size = _HEADER.size + 12 * sequences + 8 * documents
     if len(content) not in (size, size + sequences):  # optionally one more byte for each sequence (its mode)
         raise damaged(index, f"{len(content):,} bytes for {sequences:,} sequences and {documents:,} document ends, which take {size:,}")

@@ -1,11 +1,11 @@
-"""Tables of separated values (CSV, TSV), perhaps compressed: a line with the columns' names, then rows with a document each.
+"""Reads tables of separated values (CSV, TSV), also compressed: a first line with the names of the columns, then one document per row.
 
     id,text
     1,"words, and ""more"" of them
     on two lines"
 
-RFC 4180: a field in quotes may hold separators, ends of lines and doubled quotes. A tab separates the columns of *.tsv; of *.csv it is the
-most frequent of comma, semicolon and tab in the first line. One row is in memory at a time.
+RFC 4180: a field in quotes may hold separators, ends of lines and doubled quotes. The separator of *.tsv is the tab.
+That of *.csv is the most frequent of comma, semicolon and tab in the first line. One row is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def columns(path: Path, encoding: str) -> list[str]:
 
 
 def texts(path: Path, column: formats.TextKey, encoding: str) -> Iterator[str | None]:
-    """Yield the texts of a table's column, in order; None for an empty field. Raises BadInput for a missing column, a row of another
-    length, and a file that is no table in this encoding."""
+    """Yield the texts of a table's column, in order; None for an empty field. Raises BadInput for a missing column, a row with
+    too few or too many fields, and a file that is no table in this encoding."""
     with _rows(path, encoding) as rows:
         names: list[str] = next(rows, [])
         if column.name not in names:
-            fix = column.fix(did_you_mean(column.name, names)) | Set("data.source", "text", said="text for the file as it is")
+            fix = column.fix(did_you_mean(column.name, names)) | Set("data.source", "text", said="text, to read the file as plain text")
             raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column.name}", fix=fix)
         at = names.index(column.name)
         for row in rows:
             if row and len(row) != len(names):
-                where, got = f"{path}, line {rows.line_num}", f"a row of length {len(row)}"
+                where, got = f"{path}, line {rows.line_num}", f"a row of {len(row)} fields"
                 raise BadInput(
-                    where, got=got, needed=f"{len(names)}, as the first line has", fix="mend this row, or put its text into quotes"
+                    where, got=got, needed=f"{len(names)} fields, as in the first line", fix="mend this row, or put its text into quotes"
                 )
             yield row[at] or None if row else None
 
 
 @contextlib.contextmanager
 def _rows(path: Path, encoding: str) -> Iterator[Any]:
-    """Open a table; give a reader of its rows. Raises BadInput while it is read."""
+    """Return a context with an iterator over the rows of a table. The context raises BadInput if a row cannot be read."""
     csv.field_size_limit(formats.LONGEST_BYTES)
     with formats.decoding(path, encoding):
         first = next(_lines(path, encoding), "")
@@ -64,7 +64,7 @@ def _rows(path: Path, encoding: str) -> Iterator[Any]:
         try:
             yield reader
         except csv.Error as error:
-            got, fix = f"no table ({error})", "mend this row" | Set("data.source", "text", said="text for the file as it is")
+            got, fix = f"no table ({error})", "mend this row" | Set("data.source", "text", said="text, to read the file as plain text")
             raise BadInput(f"{path}, line {reader.line_num}", got=got, needed="rows of separated values", fix=fix) from None
 
 
@@ -73,5 +73,5 @@ def _lines(path: Path, encoding: str) -> Iterator[str]:
         lines = io.TextIOWrapper(file, encoding="utf-8-sig" if encoding == UTF_8 else encoding, newline="")
         while line := lines.readline(formats.LONGEST_BYTES + 1):
             if len(line) > formats.LONGEST_BYTES:
-                raise formats.too_long(path, "a line", "write a document a row")
+                raise formats.too_long(path, "a line", "write one document per row")
             yield line

@@ -57,7 +57,7 @@ class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
     in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
     None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
-    `swiglu`: bounds and slope of that activation. `products`: the name of a policy in moe/kernels/products.py.
+    `swiglu`: bounds and slope of that activation. `products`: which operands of products are quantised, by name (PRODUCTS).
 
     The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
     its layout).
@@ -187,7 +187,7 @@ class Experts(nn.Module):
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
         if network.adapters or self.blocks:
-            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # see `blocks` in moe/kernels/grouped.py
+            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # first product of a shape (moe/kernels/grouped.py)
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):
             out: Tensor = kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)

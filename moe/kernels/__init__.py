@@ -9,7 +9,7 @@
     combine       rows -> tokens, weighted by the gates
     routed_ffn    permute, grouped_ffn and combine fused              for a rank that holds all experts
 
-A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `auto` takes `triton` for tensors on
+A choice is a pair of a token and one of its K experts. A row is a kept choice's copy of its token. `auto` uses `triton` for tensors on
 a GPU that Triton supports, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
 """
 
@@ -25,7 +25,7 @@ from parallel.fixes import Set
 
 _NAMES = ("auto", "reference", "cpu", "grouped_mm", "triton", "triton_persistent")
 UNFUSED = ("grouped_mm",)  # kernels that save every intermediate tensor of a network for the backward pass
-_ALIGNED_BYTES = {"grouped_mm": 16}  # kernels -> the size in bytes of which each row of their products must be a multiple
+_ALIGNED_BYTES = {"grouped_mm": 16}  # kernels -> alignment in bytes; rows of matrix products must have a multiple of this size
 
 
 def choose(name: str = "auto") -> ModuleType:

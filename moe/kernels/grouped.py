@@ -3,9 +3,9 @@
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. Padded rows are at most
-1.25 times the rows (for 16-bit products on the CPU 1.5 times, or 32 rows per expert). In fp32, a block's hidden rows fit into the CPU's
-cache.
+One batched product computes a block: neighbouring experts with similar numbers of rows, each padded to the largest. A block has at most
+1.25 times as many rows with padding as without (few rows in text generation: 3 times; 16-bit products on the CPU: 1.5 times or 32 rows per
+expert, before rounding up to multiples of 32). In fp32, a block's hidden rows fit into the CPU's cache.
 
 Only the input and the pre-activations are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and computes
 the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient without the factor gate. Biases are added to padding
@@ -33,7 +33,7 @@ from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32  # up to this number of rows of all experts together, one product with more padding is cheaper than several products
-_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
+_BLOCK_BYTES = 3 * 2**20  # a block's fp32 scratch memory per thread: fits into a core's cache, and is small compared with the gradients
 
 _Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]  # saved: gates, dropout factors, h (relu: relu(h)) and g of padded rows
 Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A, gradient of h, gradient of g), for weight gradients
@@ -67,7 +67,7 @@ class Block:
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut the experts into blocks, given each expert's number of rows. `row_bytes`: scratch memory of a row.
-    Experts without rows at the edge of a block belong to no block. For 16-bit products on the CPU, blocks are larger and padded to
+    Experts without rows in front of a block belong to no block. For 16-bit products on the CPU, blocks are larger and padded to
     multiples of 32 rows, so that fewer shapes occur. The first product of a new shape takes 15 times as long as later ones (measured by
     python -m tests.measured small-costs).
     """
@@ -148,7 +148,7 @@ def _network(
 ) -> tuple[Tensor, _Kept]:
     """Return (results [N, D], tensors for the backward pass). With `gate_R`, a source row's result is the sum over its routed rows of gate
     times output. Without it, each source row has one routed row. `mask_RF`: dropout's factors of the hidden units. `keep`: False if no
-    backward pass follows; its tensors are then empty."""
+    backward pass follows; h and g are then empty."""
     w1, w2, w3, b1, b3 = network.tensors
     size, hidden = len(rows.source_Q), w1.shape[2]
     gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)

@@ -1,5 +1,5 @@
-"""Copies tokens to rows and sums rows back into tokens, as a `Plan` says. Neither the forward nor the backward pass adds at an index
-(index_add), so sums have a fixed order.
+"""Copies tokens to rows, one for each kept choice of an expert, and sums rows back into tokens, as a `Plan` says. Neither the forward nor
+the backward pass adds at an index (index_add), so sums have a fixed order.
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation

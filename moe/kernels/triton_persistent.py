@@ -48,8 +48,8 @@ def persistent_product(
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, by any number of programs. Arguments are those of
-    `product` in gemm.py, and `used` [1]: number of row tiles that have rows. A block may include rows of the next expert, whose sums are
-    not stored. Beyond a tensor's end, TMA loads zeros."""
+    `product` in gemm.py, and `used` [1]: number of row tiles that have rows. A row block may include rows of the next expert, whose sums
+    are not stored. Beyond a tensor's end, TMA loads zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)
     if a_too is not None:

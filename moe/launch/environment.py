@@ -38,15 +38,15 @@ BEFORE_TORCH = {
 # variable X of BEFORE_TORCH -> variable Y, which X would override: X is not set if the user has set Y
 _INSTEAD = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
-# The number of open files that a rank is allowed: a reserve, and some for connections to each rank. At most 33 are open with 2 ranks and 41
-# with 4 in `moe train switch_tiny --nproc N --degrees.ep N`.
+# Number of files that a rank must be allowed to open: a fixed number, plus a number for each rank that it may connect to. Measured in
+# `moe train switch_tiny --nproc N --degrees.ep N`: at most 33 open files with 2 ranks, 41 with 4.
 _OPEN_FILES, _OPEN_FILES_EACH = 128, 4
 
 
 def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
-    """Return `environment` for a launcher of `nproc` ranks. The variables of an outer launcher are removed. PARENT, the import path, the
-    number of a rank's threads, DeepSpeed's accelerator and the folder of compiled extensions are added. nproc None: ranks start on other
-    machines, so nothing may depend on this machine's cores and devices."""
+    """Return `environment` for a launcher of `nproc` ranks. The variables of an outer launcher are removed. This process's id
+    (PARENT), the import path, the number of a rank's threads, BEFORE_TORCH, DeepSpeed's accelerator and the folder of compiled extensions
+    are added. nproc None: ranks start on other machines, so only PARENT, the import path and DeepSpeed's accelerator are added."""
     outer = [name for name in environment if name in _OF_A_LAUNCHER or name.startswith(("TORCHELASTIC_", "GROUP_"))]
     env = {name: value for name, value in environment.items() if name not in outer}
     env |= {PARENT: str(os.getpid())} | import_path(environment)

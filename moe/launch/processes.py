@@ -3,8 +3,8 @@
     moe train (this process) -> launcher -> (second launcher) -> ranks -> their child processes
 
 Launchers do not forward all signals and exit codes, so `moe train` finds the ranks itself. All processes of a launch have the same value of
-TOKEN in their environment, even if their parent has died; forked ranks (moe/launch/ready.py) have the warm process's value. A process is a
-rank if it has the variable RANK and its parent does not.
+TOKEN in their environment, even if their parent has died. Ranks that a quick restart forks (moe/launch/ready.py) have the value of the
+process that forks them. A process is a rank if it has the variable RANK and its parent does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"  # process id of the launch's `moe train`
 STDIN = "MOE_LAUNCH_STDIN"  # set if this process's stdin is a pipe from `moe train`, possibly on another machine
 _NAMED = "moe rank "  # beginning of a forked rank's process name; the rank's number follows
-_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # set by `moe train`, torchrun and DeepSpeed's launcher
+_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # variables set by `moe train`, torchrun and DeepSpeed's launcher
 
 
 def own_launch() -> str:
@@ -85,7 +85,7 @@ class Rank:
     """The process of one rank, as `moe train` observes it.
     pid: process id; 0 if the process is on another machine, where it cannot be observed. ended_at: time (time.monotonic) at which its end
     was noticed. code: exit code (negative: a signal); None if it runs, or if its launcher had already collected the code (waitpid).
-    handle: its pidfd."""
+    handle: its pidfd, while it is open."""
 
     rank: int
     pid: int

@@ -16,7 +16,7 @@ from parallel.errors import BadInput
 
 def main() -> int:
     """Run torchrun. Return DONE if no rank failed; BAD_INPUT if a rank ended with that code or the log folder cannot be made; otherwise
-    FAILED. If ranks failed, CODES.json gets {"rank": exit code} for each of them (negative: a signal)."""
+    FAILED. If ranks failed, CODES.json gets {"rank": exit code} for each of them (negative: number of a signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 

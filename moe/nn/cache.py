@@ -4,7 +4,7 @@
     next token         core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
 In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
-attention's `core`, cross attention's `products`, and the function that returns the document starts of whole sequences.
+attention's `core`, cross attention's `products`, and the model's `whole_sequences`, to which the model gives flags of document starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe.nn.routing_record import RoutingRecord
 from parallel.data.tiling import one_by_one
 from parallel.numerics.position_bias import Bias
 
-# B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
+# B sequences, N new tokens, S tokens so far (the new ones included), H heads, K key-value heads, C channels of a head
 
 Layer = Attention | LatentAttention
 
@@ -39,8 +39,8 @@ class KeyValueCache:
         self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
-        """Return the context of new tokens, which follow the cached ones. `length`: number of tokens so far, the new ones included.
-        `record`: receives the new tokens' routing."""
+        """Return the `Context` of the new token ids `new_BN`, which follow the cached ones. `length`: number of tokens so far, the new
+        ones included. `record`: receives the new tokens' routing."""
         places = range(self.seen, self.seen + new_BN.shape[1])
         found = Context.of(new_BN, positions=places, length=self.length if record is None else record.length, record_routing=record)
         return replace(found, length=length)
@@ -74,8 +74,8 @@ class KeyValueCache:
         return attend(q_BHNC, k_BKSC, v_BKSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """Return the products of x with these modules of cross attention: [q], or [k, v]. Keys and values are computed in the first call,
-        and reused for all later tokens."""
+        """Return the outputs of these modules of cross attention for x: of [q], or of [k, v]. Keys and values are computed in the first
+        call, and reused for all later tokens."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:

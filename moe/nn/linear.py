@@ -140,8 +140,8 @@ class Added(nn.Module):
 
 class FeedForward(nn.Module):
     """The dense feed-forward network: (activation(x W1) * x W3) W2; only gated networks have W3. If a rank has a shard of the hidden units,
-    the result is a partial sum. Tensor parallelism replaces `leave` (applied to the output), and either `enter` (applied to x) or `products` (of x with w1 and w3, so
-    that x is sent once for both). A compiled function can replace `activate`."""
+    the result is a partial sum. Tensor parallelism replaces `leave` (applied to the output), and either `enter` (applied to x) or
+    `products` (of x with w1 and w3, so that x is sent once for both). A compiled function can replace `activate`."""
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
         super().__init__()

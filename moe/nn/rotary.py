@@ -4,10 +4,10 @@ A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1). With a `fracti
 
 linear    rate / factor                                                         position interpolation (arXiv 2306.15595)
 ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
-dynamic   ntk with factor * length / trained_length - (factor - 1), at least 1  the same, section 3.3
-llama3    rate, rate / factor, or between them a mixture, linear in the pair's number of rotations in trained_length
-yarn      as llama3, but linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times m(mscale_all)^2, with
-          m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
+dynamic   ntk with the factor max(1, factor * length / trained_length - (factor - 1))       the same, section 3.3
+llama3    rate of pairs with many rotations in trained_length; rate / factor of pairs with few; in between, linear in this number
+yarn      as llama3, but in between linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times
+          m(mscale_all)^2, with m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe.recipe import sections
 
-# B batch, L length, H heads, C channels of a head
+# B batch, L length, H heads, C channels of a head (in cosines, sines and rates: pairs)
 
 DEFAULT = sections.Rope()
 

@@ -31,7 +31,7 @@ class RoutingRecord:
 
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
-        self._chosen: dict[str, Tensor] = {}  # router's name -> chosen experts, int32 [B L, K]
+        self._chosen: dict[str, Tensor] = {}  # router's name -> chosen experts, int32 [B * L, K]; -1: not recorded
         self._largest: dict[str, int] = {}  # largest expert index by the router's name, cached because reading it waits for the GPU
 
     @staticmethod
@@ -93,7 +93,7 @@ class RoutingRecord:
         name, new = f"layers.{layer}.router", torch.from_numpy(array.reshape(-1, array.shape[-1]))
         old = self._chosen.get(name, torch.full_like(new, -1))
         if old.shape != new.shape or ((old >= 0) & (new >= 0) & (old != new)).any():
-            raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token once")
+            raise _refused(f"different experts for the same token in layer {layer}", "equal experts in all parts", "give each token once")
         self._chosen[name] = torch.maximum(old, new)
 
 

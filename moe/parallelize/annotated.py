@@ -5,7 +5,7 @@
     values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
     ranks(values | tokens and targets)["loss"]                                       loss of each token, [sequences, length]
 
-Weights, loss and gradients equal the Transformer's in fp32. MoE layers are refused, because a graph does not say which rows an expert gets.
+Weights, loss and gradients equal the Transformer's in fp32. MoE layers are refused: a graph does not say which tokens an expert gets.
 """
 
 from __future__ import annotations

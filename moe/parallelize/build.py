@@ -32,9 +32,9 @@ from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import DTYPES
 from parallel.tensor.style import Plan, apply, fits
 
-# modules that `tiling` replaces by sums of narrower ones, with the same values (parallel/data/tiling.py)
+# modules that tiling.ffn replaces by sums of narrower ones, with the same values (parallel/data/tiling.py)
 TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*.block.ffn")
-VOCABULARY = ("embedding", "head")
+VOCABULARY = ("embedding", "head")  # modules that tiling.head cuts into tiles
 
 
 def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
@@ -64,8 +64,8 @@ def build(
     run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None, spread: SigmaOf | None = None
 ) -> tuple[Transformer, dict[str, Layout]]:
     """Return (this rank's shards of the model, parameter's name -> layout). Collective. `table`: a checkpoint's table of experts for hash
-    routers; None: the recipe's file is read. spread: of initial values, see FirstValues. Raises BadInput if the compute dtype is `auto`, if
-    the table does not fit, or if a user's router is wrong (`check_own`).
+    routers; None: the recipe's file is read. spread: standard deviations of initial values (FirstValues). Raises BadInput if the compute
+    dtype is `auto`, if the table does not fit, or if a user's router is wrong (`check_own`).
     """
     if run.precision.compute not in DTYPES:
         fix = "call settle_precision first, as train() does, or set bf16"

@@ -106,13 +106,13 @@ def _checked(
 
 def _from_file(run: Run) -> Schedule:
     """Read the schedule from the file that pipeline.schedule names. Raises BadInput if its number of ranks or micro-batches differs from
-    the recipe's, and if the schedule has several updates."""
+    the recipe's, or if the schedule has several updates."""
     p = run.pipeline
     schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     both = (("degrees.pp", run.degrees.pp, schedule.num_ranks), ("pipeline.microbatches", p.microbatches, schedule.microbatches))
     for what, given, number in both:
         if given != number:
-            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another order file")
+            raise BadInput(what, got=given, needed=f"{number}, as in {p.schedule}", fix=Set(what, number) | "take another schedule file")
     if schedule.num_updates > 1:
         got, needed = f"{p.schedule} with {schedule.num_updates} updates", "one update: a file is the order of one step"
         fix = "remove the other updates" | Set("it", *(name for name, kind in SCHEDULES.items() if kind.continuous))

@@ -14,7 +14,7 @@ MISSING = "–"
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, value) for each row of the table; a value that the summary does not have, or that is null, gets no row."""
-    share = ("share of measured matrix product", "matmul_share")
+    share = ("share of measured matmul speed", "matmul_share")
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
     unit = " nats per token" if "bits_per_byte" in summary else ""  # a run with train.loss has no bits per byte
@@ -45,7 +45,8 @@ LAST = 0.1  # share of the steps, the last ones, whose dropped choices are repor
 
 
 def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of choices of experts that were dropped: `dropped_share` in all steps, `dropped_share_last` in the last tenth."""
+    """Return how many of the tokens' choices of experts were dropped, as fractions: `dropped_share` in all steps, `dropped_share_last` in
+    the last tenth."""
     training = [line for line in lines if line.get("kind", "train") == "train"]
     counts = [[sum(layer.get(what) or 0 for layer in line.get("moe") or ()) for what in ("kept", "dropped")] for line in training]
     last = counts[-max(1, round(LAST * len(counts))) :]
@@ -73,7 +74,7 @@ def _skipped(summary: Mapping[str, Any]) -> str:
     if not skipped:
         return MISSING
     scale = (summary.get("recipe_values") or {}).get("precision", {}).get("loss_scale", "none")
-    ended = f"; the last {last:,} of the run among them, which learned nothing" if last else ""
+    ended = f"; these include the run's last {last:,}" if last else ""
     return f"{skipped:,}: {why_skipped(None if scale == 'none' else 2.0)}{ended}"
 
 

@@ -3,7 +3,8 @@
     lines of metrics.jsonl  | 1 .. 15 | 16 .. 30 | ... |        a fortieth of the run each, at least MIN_STEPS steps
                                  \\ means over the window, for each MoE layer too
 
-Means over many steps hide the chance of a single batch. A window keeps few numbers, so a running job can hold all of its windows in memory.
+A mean over many steps averages out the noise of single batches. A window keeps few numbers, so a running job can hold all of its windows in
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST, MIN_STEPS = 40, 5  # largest number of windows in a run, and smallest numb
 @dataclass(frozen=True)
 class Layer:
     """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
-    over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (each expert is in turn full and empty)
+    over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (loads alternate between high and low)
     to 1. dropped: share of choices. z_loss, entropy: of the router's softmax."""
 
     layer: int
@@ -82,7 +83,8 @@ class Filling:
 
 
 class _Sums:
-    """Sums over steps of one layer's numbers."""
+    """Sums over steps of one layer's numbers. _squares: of the squared deviations (load / fair share - 1) of all experts. _last: those of
+    the last step. _echoes: of the products of an expert's deviations in consecutive steps."""
 
     def __init__(self, experts: int) -> None:
         self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0

@@ -132,7 +132,7 @@ def row_of(walked: Walked) -> dict[str, Any]:
 
 
 def table(run: Run, walked: Walked, world: World) -> list[str]:
-    """Return the lines to print about one rank. world: that rank, among all."""
+    """Return the lines to print about one rank. world: its number and device, and the number of all ranks."""
     d = run.degrees
     place = " ".join(f"{name} {size}" for name in ("pp", "dp", "sp", "tp", "ep", "etp") if (size := getattr(d, name)) != 1)
     lines = [f"rank {world.rank} of {world.size} ({place or 'alone'}) on {world.device}: build, two steps and a save go through"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # T tokens, D model, E experts, K choices
 
 _TINY = 1e-20  # lower bound of scores and their sums before a logarithm or a division
-_LEAST = 1e-6  # lower bound of the noise's size, which is a divisor
+_LEAST = 1e-6  # lower bound of the noise's standard deviation, which is a divisor
 _EDGE = 2.0**-24  # uniform numbers stay this far from 0 and 1, where their logarithms are infinite
 
 
@@ -100,7 +100,8 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
-    """Return each expert's probability [T, E], with gradient, of being one of a token's k if only this expert's noise is drawn again.
+    """Return each expert's probability [T, E], with gradient, of being one of a token's k choices if only this expert's noise is drawn
+    again. size_TE: standard deviation of the noise.
 
     It is Phi((l_e - the k-th highest noisy logit of the other experts) / size_e) (Shazeer et al., eq. 8, 9). k must be less than E.
     """

@@ -165,9 +165,9 @@ class _InSlices(Method):
         return total
 
     def _ranks(self, like: Tensor, known: Known, num_keys: int) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
-        """Yield for each rank (positions of its queries, blocks). A block: (slice of these queries, positions of the keys that they attend
-        to, other arguments of `attend`). num_keys: number of keys. In cross attention the keys are the encoder's positions, of which each
-        rank has a contiguous slice."""
+        """Yield for each rank (positions of its queries, blocks of scores). A block: (slice of these queries, positions of the keys that
+        they attend to, other arguments of `attend`). num_keys: number of keys. In cross attention the keys are the encoder's positions, of
+        which each rank has a contiguous slice."""
         tokens, keys = ([of(rank, like) for rank in range(self.order.size)] for of in (known.tokens, known.keys))
         other = torch.arange(num_keys, device=like.device).chunk(self.order.size)
         places = [own.place_L for own in keys] if num_keys == sum(len(own.place_L) for own in keys) else other
@@ -202,7 +202,7 @@ class _ColossalInSlices(Method):
         return kept[-1]
 
     def _ranks(self, *rounds: Tensor) -> list[_Rank]:
-        """Return all ranks. rounds: as in `_Rank`."""
+        """Return one object for each rank. rounds: tensors whose shards go around the ring, one tensor for each trip."""
         axes = [Axis("alone", tuple(range(self.order.size)), rank) for rank in range(self.order.size)]
         return [_Rank(axis, self.order, self.window, list(rounds)) for axis in axes]
 
@@ -213,8 +213,8 @@ class _ColossalInSlices(Method):
 
 @dataclass(frozen=True)
 class _Rank(ColossalRing):
-    """One of the ranks of Colossal-AI's ring, all of which a single process computes. rounds: for each trip around the ring, in order, the
-    tensor whose shards go around, for all ranks: keys or values."""
+    """One rank of Colossal-AI's ring, if one process computes all ranks. rounds: for each trip around the ring, in order, the whole tensor
+    (keys or values) whose shards go around."""
 
     rounds: list[Tensor] = field(default_factory=list)
 

@@ -5,7 +5,7 @@ A refresh recomputes all factors and their inverses. A refresh begins every n st
 
     step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T     a: input rows of a linear
                                     backward   G of micro-batch i may start: sum of g g^T     g: gradients of its output rows
-    the end of step t + d // 2      all-reduce over the ranks that hold copies, then the running mean
+    the end of step t + d // 2      all-reduce over the ranks with copies of a factor, then the running mean
     from then to the end of t + d   each A and G is inverted, on one of the ranks that hold it
     the end of step t + d           the inverses are sent to the other ranks that hold them, and replace the old ones
 
@@ -72,8 +72,8 @@ class Linear:
 
 
 class KfacUnit(NamedTuple):
-    """One unit of K-FAC's work for factor "A" or "G" of the linear layer `name`. kind: "curvature" (add a micro-batch's r r^T to the sum)
-    or "inversion".
+    """One unit of K-FAC's work for factor "A" or "G" of the linear layer `name`. kind: "curvature" (add r r^T of all rows r of a
+    micro-batch to the sum) or "inversion".
     microbatch: index of the layer's forward pass in the step; -1 for an inversion."""
 
     kind: str

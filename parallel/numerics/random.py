@@ -1,7 +1,7 @@
 """Random numbers that depend on their purpose, not on the rank that draws them.
 
 A number is a hash of (key, position, column). The key gives its purpose (seed, step, name), and the position is a token's global
-index in the step. So jitter and dropout are equal on one process and on any layout, with any number of micro-batches. A recomputed
+index in the step. So jitter and dropout are equal for any number of ranks and micro-batches, and for any parallelism. A recomputed
 forward pass draws the same numbers again.
 
 The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finaliser's form), in integers, so all devices give equal numbers.

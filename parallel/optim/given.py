@@ -1,4 +1,4 @@
-"""Makes an optimizer by a user's function. Test steps on small parameters, named like the model's, show which layouts this optimizer
+"""Makes an optimizer with a user's function. Test steps on small parameters, named like the model's, show which layouts this optimizer
 supports.
 
     factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer

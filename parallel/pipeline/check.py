@@ -233,13 +233,13 @@ def _check_updates(schedule: Schedule) -> None:
         key = rank, op, stage, version = min((wanted - present) or (present - wanted))
         needed = "this action once" if wanted[key] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
         got = f"{present[key]} times {Action(op, stage, version=version)} on rank {rank}"
-        raise _wrong(schedule, got, needed, "write one U for each stage, rank and batch")
+        raise _wrong(schedule, got, needed, "write one U, and with replicas one S, for each stage, rank and batch")
     for stage, ranks in enumerate(schedule.homes):
         for pair in combinations(ranks, 2):
             shared = [set(homes) >= set(pair) for homes in schedule.homes]
             first, second = ([a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair)
             if first != second:
-                got = f"sums in different orders on ranks {pair[0]} and {pair[1]}"
+                got = f"all-reduces in different orders on ranks {pair[0]} and {pair[1]}"
                 raise _wrong(schedule, got, "the same order on all ranks", f"reorder S of stage {stage}")
 
 

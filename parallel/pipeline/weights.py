@@ -1,6 +1,7 @@
 """Weight stashing: keeps old versions of a stage's weights, for schedules that update before the pipeline drains (PipeDream, 2BW).
 
-    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, like 0F1, although 0U@1 has made version 1
+    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0F1: forward pass of stage 0 for micro-batch 1; 0U@1: update that makes weight version 1
+                                              0B1 reads version 0, like 0F1, although version 1 exists
 
 Source: PipeDream (arXiv 1806.03377, section 3.3).
 """
@@ -19,8 +20,8 @@ from parallel.pipeline.schedule import Action, Op
 
 class Versions:
     """Weight versions of one stage on this rank.
-    parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions in a run. stashed: tensors of each
-    older version that a later action reads. readers: version -> number of later actions that read it."""
+    parameters: all tensors that updates change; at first they hold version 0. order: this rank's actions, in all batches of the schedule.
+    stashed: tensors of each older version that a later action reads. readers: version -> number of later actions that read it."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0
@@ -29,8 +30,8 @@ class Versions:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
-        """Return a context for one action that reads weights (F, B or I): in it, the parameters have the values of this version. After the
-        last action that reads the version, its tensors are freed."""
+        """Return a context for one action that reads weights (F, B or the input gradient I). In the context, the parameters have the values
+        of `version`. After the last action that reads this version, its tensors are freed."""
         if version == self.newest:
             yield
         else:

@@ -1,4 +1,5 @@
-"""Context of a rehearsal: this process is one rank of torch's fake process group, with fake tensors on a GPU that may not exist.
+"""Context of a rehearsal, which runs training on fake tensors (no data, no computation) to count memory and work. This process is one rank
+of torch's fake process group, on a GPU that may not exist.
 
 with rehearsal(world) as pretended:      world.device may be a GPU without a driver
     ...                                  the run's own code
@@ -180,7 +181,7 @@ def _one_kernel(*read: Any) -> AbstractContextManager[None]:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """RMSNorm that allocates like the GPU's fused kernel: it saves x and one number a token. The CPU's operators also save x / rms(x)."""
+    """RMSNorm that allocates like the GPU's fused kernel: it saves x and one number per token. The CPU's operators also save x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 _ROOT = f"{Path(__file__).parents[2]}/"
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), f"{_ROOT}parallel/mesh/host.py", "<")  # paths that `where` skips
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the operator's result, or its shape, depends on values
-_WAITS = {"bincount": 2, "repeat_interleave": 2}  # waits of the host for operators that read two numbers, one by one; for others: one
+_WAITS = {"bincount": 2, "repeat_interleave": 2}  # operator -> number of values that it reads, with a wait for each; others: one
 _IDLE = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream")  # no kernel
 _PRODUCTS = (
     "mm",
@@ -92,7 +92,7 @@ class Counted:
             self._within -= 1
 
     def launch(self, tensors: Sequence[Tensor], *, product: bool) -> None:
-        """Count a kernel with these inputs and results. product: it is a matrix product or attention, of which bytes are not counted."""
+        """Count a kernel with these inputs and results. product: True for a matrix product or attention, whose bytes are not counted."""
         self.now.kernels += 1
         if not product:
             self.now.moved_bytes += sum(t.nbytes for t in tensors)
@@ -120,7 +120,7 @@ class Counted:
         if _on_gpu(target) and not _on_gpu(source):
             self.now.copies[where()] += 1
         ahead = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        # a copy from memory that is not pinned may wait in any case
+        # a copy from host memory that is not pinned may wait even if it is non_blocking
         if _on_gpu(source) != _on_gpu(target) and not (ahead and (_on_gpu(source) or getattr(source, "_pinned", False))):
             self.wait()
 

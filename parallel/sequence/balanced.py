@@ -1,4 +1,4 @@
-"""LightSeq (DistFlashAttn): a causal ring in which ranks that would wait compute blocks of ranks with more work.
+"""LightSeq (DistFlashAttn): a causal ring in which ranks that would wait compute attention blocks of ranks with more work.
 
     rank        0         1         2         3            q2k1: queries of rank 2 with keys of rank 1
     step 0      q0k0      q1k1      q2k2      q3k3
@@ -6,8 +6,8 @@
     step 2      -         -         q2k0      q3k1
 
 At step t, rank r computes with the keys of rank r - t. If r < t, there is no such rank, and r helps the rank t places before it on the
-ring: it computes that rank's queries with its own keys. Each causal block is computed once, in p // 2 + 1 steps of p ranks. Positions are
-contiguous.
+ring: it computes that rank's queries with its own keys. Each causal block is computed once. p ranks need p // 2 + 1 steps. A rank's
+positions are contiguous.
 Messages of the next step are sent while a step computes. Results are sent back during the step after it.
 Costs: docs/parallel/sequence_lightseq.md. Source: Li et al., arXiv 2310.03294, whose code needs an even p; this form does not.
 """
@@ -28,7 +28,7 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 @dataclass(frozen=True)
 class Task:
-    """A block to compute: the queries of the rank `queries` with the keys of the rank `keys`. own: the computing rank holds the queries."""
+    """An attention block: the queries of the rank `queries` with the keys of the rank `keys`. own: the computing rank holds the queries."""
 
     queries: int
     keys: int
@@ -36,7 +36,7 @@ class Task:
 
 
 def steps(size: int) -> int:
-    """Return the number of ring steps in which `size` ranks compute all causal blocks."""
+    """Return the number of ring steps in which `size` ranks compute all causal attention blocks."""
     return size // 2 + 1
 
 

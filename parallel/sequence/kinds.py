@@ -35,6 +35,7 @@ class Attention:
 
     @property
     def wide(self) -> int:
+        """Bytes of an element of log-sum-exps and of summed gradients, which are fp32 or wider."""
         return max(4, self.itemsize)
 
 
@@ -67,7 +68,7 @@ class SequenceKind:
     about: a phrase for the help text. make: makes the method. cost: (number of ranks, layer) -> bytes.
     open_make: makes the method for attention without a causal mask; None: `make` is used for it too.
     orders: the orders of positions that the method can have (order.py), the default first.
-    trades_heads: all ranks exchange heads for tokens (Ulysses). Then no ring is left, and `make` gets an axis of one rank.
+    trades_heads: all ranks exchange heads for tokens (Ulysses). Each then has whole sequences, so `make` gets an axis of one rank.
     keeps_scores: whole rows of scores are kept for the backward pass.
     overlaps: messages are sent during computation; otherwise ranks wait for them.
     uneven: (order, number of ranks) -> work of the busiest rank divided by the mean.
@@ -101,7 +102,8 @@ def _ring_cost(ranks: int, layer: Attention) -> Cost:
 
 
 def _ring_uneven(order: Places, ranks: int) -> float:
-    """Return (work of the busiest rank) / mean. With contiguous positions, the last of N ranks has N - 1/2 blocks, the mean is N / 2."""
+    """Return (work of the busiest rank) / mean. With contiguous positions, the last of N ranks computes N - 1/2 of its N
+    blocks of scores, and the mean is N / 2."""
     return (2 * ranks - 1) / ranks if order == "contiguous" else 1.0
 
 

@@ -23,8 +23,8 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """Style of a norm whose input is split over tp by positions. If a block contains the norm, also sets the block's function `columns`,
-    which returns the positions that this rank holds."""
+    """Style of a norm whose input is split over tp by positions. If the norm is inside a Transformer block, also sets
+    the block's function `columns`, which returns the positions that this rank holds."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, alike=())

@@ -1,12 +1,12 @@
-"""Vocabulary parallelism: the rows (tokens of the vocabulary) of embedding and head are split over ranks; on grids their channels too.
+"""Vocabulary parallelism: the rows (tokens of the vocabulary) of embedding and head are split over ranks; on grids, also the channels.
 
     tokens 3, 9      rank 0: rows 0..4   [row 3, 0]        rank 1: rows 5..9   [0, row 9]       sum: [row 3, row 9]
 
-    x (all ranks)    x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
-                     loss = log(sum over ranks r of exp(m_r) s_r) - target's logit
+    x (all ranks)    x W_0^T -> l_0, logit of a target in 0..4   |   x W_1^T -> l_1, logit of a target in 5..9
+                     loss = log(sum over ranks r of exp(l_r)) - target's logit
 
-m_r is the maximum of rank r's logits, and s_r the sum of exp(logit - m_r). Ranks exchange m_r, s_r and the target's logit, no others. If
-V is not a multiple of the ranks, shards differ by one row; nothing is padded. On grids, a rank looks up the tokens of all ranks that hold
+l_r is the log-sum-exp of rank r's logits. For the loss, ranks exchange only l_r (a maximum, then a sum) and the target's logit. If V is
+not a multiple of the number of ranks, shards differ by one row; none is padded. On grids, a rank looks up the tokens of all ranks that hold
 the same channels. Tokens in other ranks' rows give zeros. A reduce-scatter sums the results and sends them to the ranks that hold the
 tokens. In 2D, rank (row, column) then sends its result to rank (column, row). In 3D, the table's channels are first gathered over depth.
 Costs: docs/parallel/tensor_1d.md, tensor_grids.md. Sources: Megatron-LM (arXiv 1909.08053), Optimus (2104.05343), 3D (2105.14450).
@@ -85,7 +85,7 @@ class VocabularyBlock(_Vocabulary):
 
 @dataclass(frozen=True)
 class VocabularyCube(_Vocabulary):
-    """3D: rows over tp_row, channels over tp_col, then tp_depth. A rank's logits are of other sequences than its x (linear_3d.py)."""
+    """3D: rows over tp_row, channels over tp_col, then tp_depth. A rank's logits belong to other sequences than its x (linear_3d.py)."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))

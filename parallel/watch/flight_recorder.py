@@ -1,4 +1,4 @@
-"""Finds the ranks for which a hung run waited, from the traces of torch's flight recorder: one file a rank, which lists its collectives.
+"""Finds the ranks for which a hung run waited, from torch's flight recorder: it writes a trace for each rank, with the rank's collectives.
 
     rank  8   all_to_all ... 44790 done | 44791 entered            waits for rank 9, which is behind
     rank  9   all_to_all ... 44787 done | 44788 entered            is behind, and waits for no rank: the culprit
@@ -28,7 +28,7 @@ from parallel.errors import BadInput
 
 MOST_BYTES = 256 * 2**20  # largest trace that is read: 2,000 entries with stacks take a few megabytes
 _UNEVEN = ("all_to_all", "alltoall", "coalesced", "gather_v", "uneven")  # collectives with sizes that may differ between ranks
-_PLAIN = (
+_PLAIN = (  # names in `pickle` of the opcodes that make only containers, numbers and text
     "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
     "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS "
@@ -38,8 +38,8 @@ Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
 def _with_plain_keys(load: Any, keys: slice) -> Any:
-    """Return an opcode's function `load` with a check of dict keys, because hashing a key of deeply nested tuples could take for ever.
-    keys: the places of the keys on the unpickler's stack."""
+    """Return `load`, the function of a pickle opcode, with a check that dict keys are text, bytes or integers: hashing deeply nested tuples
+    could take for ever. keys: positions of the keys on the unpickler's stack."""
 
     def checked(reader: Any) -> None:
         if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
@@ -99,7 +99,7 @@ class Diagnosis:
 
 def read_folder(folder: Path) -> list[Trace]:
     """Read all traces of a folder; their file names end with the rank. Raises BadInput if one is no trace, or if there is none."""
-    fix = "name the folder that TORCH_NCCL_DEBUG_INFO_TEMP_FILE wrote to"
+    fix = "give the folder of the path in TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     if not folder.is_dir():
         raise BadInput("--trace", got=f"{folder}, which is no folder", needed="a folder of flight recorder traces", fix=fix)
     traces: dict[int, Trace] = {}
@@ -136,7 +136,7 @@ def _content(path: Path) -> Any:
         return json.loads(raw) if raw.lstrip()[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
     except KeyError as opcode:
         got = f"{path.name}, a pickle that holds more than containers, numbers and text (opcode {opcode})"
-        raise BadInput("--trace", got=got, needed=needed, fix=f"do not load it with anything else, and {fix}") from None
+        raise BadInput("--trace", got=got, needed=needed, fix=f"do not unpickle it; move {path} to another folder") from None
     except Exception as error:  # bytes that are no pickle can raise any error
         got = f"{path.name}, which cannot be read ({type(error).__name__})"
         raise BadInput("--trace", got=got, needed=needed, fix=fix) from None
@@ -169,7 +169,7 @@ def _trace(rank: int, content: Any, path: Path) -> Trace:
 def _text(part: Any) -> str:
     """Return a string or number as text. Refuse other objects: even a small pickle can hold an object whose text exceeds memory."""
     if not isinstance(part, str | int):
-        raise TypeError("a part that is no text")
+        raise TypeError("a value that is neither text nor an integer")
     return str(part)
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from parallel.errors import BadInput, Ended
 
-_LIMIT = " (train.timeout_s, five times at the start)"
+_LIMIT = " (five times train.timeout_s)"
 _PROBLEM, _LOOK_S = "missing", 0.1  # key with the reason why the run cannot start; seconds between two reads of the store
 _TELL_S = 60.0  # seconds after which rank 0 prints which ranks it waits for
 _MARGIN_S = 10.0  # seconds that the other ranks wait for rank 0's result after rank 0's own time limit
@@ -97,7 +97,8 @@ def unfit(devices: Sequence[str]) -> dict[str, str]:
     if len(on_cpu) == len(ids):
         return {}
     if on_cpu:
-        got, fix = f"none on rank {on_cpu[0]} ({hosts[on_cpu[0]]})", "moe doctor there; DS_ACCELERATOR=cpu on all ranks trains on CPUs"
+        got = f"none on rank {on_cpu[0]} ({hosts[on_cpu[0]]})"
+        fix = "run moe doctor there, or train on CPUs: DS_ACCELERATOR=cpu on all ranks"
         return {"what": "GPUs", "got": got, "needed": "one for each rank, or none for all", "fix": fix}
     first: dict[str, int] = {}
     for rank, found in enumerate(ids):

@@ -135,7 +135,7 @@ WHY: dict[str, str] = {
     "T5 and Switch have no": _T5,
     **dict.fromkeys(("latent attention has n", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"), _DEEPSEEK),
     "blocks of multi-token prediction are not scaled": "Granite has the factors, DeepSeek-V3 the prediction, no model both",
-    "blocks are of whole matrices": _BLOCKS,
+    "blocks are made of whole matrices": _BLOCKS,
     **dict.fromkeys(
         ("one replica of each", "would need the blocks", "as their threads end", "replicas copy", "runs all replicas"), _THREADS
     ),

@@ -1,5 +1,5 @@
-"""Records package versions and the machine's ceilings, with which later parts compare: the rate of large matrix products in TF/s (10^12
-FLOPs per second), and of a copy in GB/s."""
+"""Records package versions and the machine's ceilings: the rate of large matrix products in TF/s (10^12 FLOPs per second), and the rate of
+a copy in GB/s. Later parts of the benchmark compare their kernels with these ceilings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the bytes that each MoE dispatcher sends with its formula, and its time with the time of a plain all-to-all.
+"""Compares the bytes that each MoE dispatcher sends with the dispatcher's formula, and its time with that of a plain all-to-all.
 
     each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
     plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass
@@ -152,8 +152,8 @@ def measure(rank: int, ranks: int, rounds: int, shape: Shape) -> list[dict[str, 
 
 
 def skewed(rank: int, ranks: int, rounds: int, s: Shape) -> dict[str, Any]:
-    """Return the effect of moving experts, with skewed routing. largest_rank_before, largest_rank_after: rows of the fullest rank / mean
-    over ranks. over_before: seconds after the move / seconds before.
+    """Return the effect of moving experts, with skewed routing. largest_rank_before, largest_rank_after: largest number of rows on a rank /
+    mean over ranks. over_before: seconds after the move / seconds before.
     """
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), process.World(rank, ranks))
     ep, routing = mesh.axis("ep"), _routing(s, skew=True, rank=rank)
@@ -187,12 +187,12 @@ def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = run_on_ranks(measure, nproc, nproc, rounds, s, timeout_s=600)[0]
     print(f"{nproc} ranks, each with {s.tokens} tokens of width {s.width}; top-{s.k} of {s.experts} experts; one layer, forward + backward")
-    print(f"{'dispatcher':<14}{'dtype':<7}{'bytes sent':>14}{'theory':>14}{'seconds':>10}{'over plain':>12}")
+    print(f"{'dispatcher':<14}{'dtype':<7}{'bytes sent':>14}{'formula':>14}{'seconds':>10}{'over plain':>12}")
     for r in rows:
         cells = f"{r['kind']:<14}{r['dtype']:<7}{r['measured_bytes']:>14,}{r['expected_bytes']:>14,}"
         print(f"{cells}{r['seconds']:>10.4f}{r['over_plain']:>12.2f}{'' if r['passed'] else '  FAIL'}")
     moved: dict[str, Any] = run_on_ranks(skewed, nproc, nproc, rounds, s, timeout_s=600)[0]
     before, after = moved["largest_rank_before"], moved["largest_rank_after"]
-    print(f"skewed load: the fullest rank computes {before:.2f} of an even share with experts in order, {after:.2f} after moving them;")
+    print(f"skewed load: most rows on a rank / mean: {before:.2f} with experts in order, {after:.2f} after moving them;")
     print(f"the layer with its experts then takes {moved['over_before']:.2f} of its time before the move")
     return conclude(json, "exchange", rows, rounds=rounds, shape=vars(s), rebalancing=moved)

@@ -31,7 +31,7 @@ from parallel.mesh.layout import Layout
 from parallel.process.extensions import use_extensions_dir
 from parallel.process.process import World
 
-PLAIN = planned()
+PLAIN = planned()  # names of the kinds that are measured by default: engines of this project, without offload
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """Return this kind, with `folder` as the place of its files if it offloads to disk."""
+        """Return this kind. If it offloads to disk, `folder` holds the offloaded files."""
         if self.place != "nvme":
             return self
         return replace(self, sharding=self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})

@@ -23,18 +23,18 @@ from parallel.errors import BadInput, counted
 
 Model = tuple[str, str, dict[str, str]]  # label, recipe, keys that differ from the recipe
 Curves = dict[str, list[list[dict[str, Any]]]]  # label -> the lines of metrics.jsonl of each seed
-COUNTS = (1, 2, 4, 8, 16, 32)
+COUNTS = (1, 2, 4, 8, 16, 32)  # numbers of experts in Switch's encoder-decoder
 # all tokens of a step share the experts' capacity, as in the paper; short sequences, so that 18 runs take half an hour
 SHARED = {"train.global_batch": "8", "router.group": "8", "model.max_length": "128"}
-PARTS: dict[str, list[Model]] = {
+PARTS: dict[str, list[Model]] = {  # value of --only -> models, with the dense model first
     "recipes": [(name, name, {}) for name in ("dense_tiny", "switch_tiny", "glam_tiny")],
     "experts": [(counted(n, "expert"), "switch_t5_tiny", SHARED | {"experts.num_experts": str(n)}) for n in COUNTS],
 }
 
 
 def main(*, steps: int = 1500, seeds: int = 3, only: str = "recipes", json: str | None = None, out: str = "runs/sparse-vs-dense") -> int:
-    """`moe bench sparse-vs-dense`. only: a name in PARTS. Returns 1 if the validation loss, mean over seeds, of some model is not below the
-    first model's."""
+    """`moe bench sparse-vs-dense`. only: a name in PARTS. Returns 0 if every sparse model has a lower validation loss (mean over seeds)
+    than the first model, which is dense; otherwise 1."""
     if only not in PARTS:
         raise BadInput("--only", got=only, needed=f"one of {', '.join(PARTS)}", fix="--only experts")
     rows, curves = _trained(PARTS[only], steps=steps, seeds=seeds, out=out)

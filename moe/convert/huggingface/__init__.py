@@ -1,3 +1,3 @@
 """Converts models of Hugging Face's transformers to runs, and runs to such models."""
 
-PREFIX = "hf:"  # prefix of the path of a transformers folder in commands
+PREFIX = "hf:"  # in commands, hf:PATH is a folder in the format of transformers

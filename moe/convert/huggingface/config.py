@@ -29,6 +29,7 @@ from parallel.errors import BadInput, counted, some
 
 LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
+# rope_type -> names in config.json of model.rope.low and model.rope.high
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # keys that may remain in rope_parameters after `_rope` has read the others -> the values with which they have no effect
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
@@ -161,7 +162,7 @@ def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     rule, kinds = family.windows, config.get("layer_types") or []
     count = int(config["num_hidden_layers"])
     if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
-        _refuse("layer_types", sorted(set(kinds)), "full_attention for all layers, or no such key: this family has no choice")
+        _refuse("layer_types", sorted(set(kinds)), "full_attention for all layers, or no such key: in this family, layers cannot differ")
     if set(kinds) - set(_SLIDES.values()) or len(kinds) not in (0, count):
         _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {counted(count, 'layer')}")
     asked = bool(config.get("use_sliding_window"))
@@ -260,7 +261,7 @@ def _leading_and_groups(config: dict[str, Any]) -> dict[str, Any]:
     if groups == 1 or config.get("topk_method", "greedy" if kind == "deepseek_v2" else "noaux_tc") == "greedy":
         return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
     if top is None:
-        needed = f"the number of the {groups} groups that a token may use"
+        needed = f"how many of the {groups} groups a token may use"
         raise BadInput("config.json: topk_group", got="nothing", needed=needed, fix=_RIGHT_FILE)
     return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": top}
 

@@ -4,7 +4,7 @@
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
 
 w1 and w3 are split by columns, w2 by rows, so one sum after w2 is enough (Megatron-LM, arXiv 1909.08053, section 3). Ranks may have
-different numbers of rows, or none: each pads its block to the longest.
+different numbers of rows, or none: each pads its rows to the largest number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel.mesh.collectives import all_gather, reduce_scatter
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# on this rank: T tokens, R rows, F hidden units, E experts. A rows of all ranks, D model, P ranks of the etp axis, S slots
+# on this rank: T tokens, R rows, F hidden units, E experts. A rows of all etp ranks, D model, P etp ranks, S slots of an etp rank
 
 
 @dataclass(frozen=True)

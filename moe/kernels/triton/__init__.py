@@ -1,8 +1,8 @@
-"""The GPU kernels, in Triton. Products gather their rows while they load them. The backward pass recomputes the activations.
+"""The GPU kernels, in Triton. Matrix products gather their input rows while loading. The backward pass recomputes the activations.
 
     router.py    route: scores to gates, losses
-    routing.py   top_k, kept, queues, plan     moves.py   the kernels that count, sort and move
-    rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
+    routing.py   top_k, kept, queues, plan     moves.py   kernels that count and sort choices, and move rows
+    rows.py      permute, reorder, combine     gemm.py    kernels of matrix products
     network.py   grouped_ffn, routed_ffn       jitter.py  jittered
     device.py    tile sizes, and the device a kernel runs on
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from parallel.errors import BadInput
 from parallel.fixes import Set
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # True: Triton's interpreter runs the kernels, without a GPU
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNED = 16  # operands of products are padded to multiples of this width, because rows of other widths are loaded element by element
+ALIGNED = 16  # widths of operands are padded to multiples of this number: rows of other widths are loaded element by element
 _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
@@ -83,7 +83,7 @@ def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epi
 
 
 def held_tiles(t: Tile, height: int, width: int, rows: int, *, like: Tensor) -> tuple[int, bool]:
-    """Return `group` and `across` of gemm.py's `placed` for a weight gradient [height, width]: the order in which its tiles are computed.
+    """Return (group, across), which set the order in which the tiles of a weight gradient [height, width] are computed (gemm.py, `placed`).
 
     A group is `group` tile rows, or tile columns if `across`. The group's part of the narrower operand stays in the L2 cache while the
     wider operand is read. `rows`: mean number of rows of an expert. `like`: an operand, for dtype and device.

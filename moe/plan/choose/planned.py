@@ -42,7 +42,7 @@ Check = Callable[[Run, int], Run]  # (recipe, number of ranks) -> the recipe aft
 
 
 class TooLarge(BadInput):
-    """No plan fits into memory. over_bytes: bytes of the smallest plan above a device's memory."""
+    """No plan fits into memory. over_bytes: bytes by which the smallest plan exceeds a device's memory."""
 
     def __init__(self, over_bytes: float, *, got: str, needed: str, fix: Fix) -> None:
         super().__init__("plan", got=got, needed=needed, fix=fix)
@@ -239,7 +239,7 @@ def _nothing_fits(found: Ranking, run: Run, cluster: Cluster, checked: Check) ->
         batch = -(-run.train.global_batch // cluster.world) * cluster.world
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
-        fix = typed(larger) if works else "change the size in that reason, or take another --cluster"
+        fix = typed(larger) if works else "change the size that this message names, or choose another --cluster"
         return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="at least one", fix=fix)
     mends = list(_mends(run, cluster, checked, least=nearest.over_bytes / cluster.memory_bytes() + 1))
     return TooLarge(
@@ -264,7 +264,7 @@ def _mends(run: Run, cluster: Cluster, checked: Check, *, least: float) -> Itera
         if (plan := _that_fits(changed, cluster, checked)) is not None:
             host = sum(peak(network_of(changed), plan, stack_on(cluster)).host.values())
             fix = typed(values)
-            yield Words(f"{fix} (and about {gib(host)} GiB of its host's memory for each device)", fix) if host else fix
+            yield Words(f"{fix} (which needs about {gib(host)} GiB of host memory per device)", fix) if host else fix
             break
     if cluster.cores:
         return

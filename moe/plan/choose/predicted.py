@@ -3,8 +3,8 @@
     predict(run, Place)     bytes by moe/plan/memory/memory.py; seconds by moe/plan/time/cost.py, if the cluster is known
     change_that_fits(run)   the first of these changes that works. The cheapest in time come first:
 
-    1  recompute of activations: selective, full            4  steps 2 or 3, or both, with full recompute
-    2  smaller micro-batches                                5  step 4 with the loss in chunks
+    1  recompute of activations: selective, full            4  change 2 or 3, or both, with full recompute
+    2  smaller micro-batches                                5  change 4 with the loss in chunks
     3  model states sharded: ZeRO-1, 2, 3, FSDP             6  full recompute, loss in chunks, model states in the host's memory (GPUs only)
                                                             7  full recompute, loss in chunks, shorter sequences
 
@@ -14,7 +14,7 @@ reserve and CUDA's context. On a CPU host, the tensors of all ranks must fit int
 fit, and a warning is printed (moe/records/prediction.py). This file needs no torch.
 
 A change is printed only if the changed recipe passes its checks and is predicted to fit. Source of the order: the guide
-(moe/plan/choose/guide.py); of step 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
+(moe/plan/choose/guide.py); of change 6: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Prediction:
 
     @property
     def fullest(self) -> Memory:
+        """Memory of the rank that needs most."""
         return max(self.ranks, key=_held(self.place))
 
     @property

@@ -25,7 +25,7 @@ from moe.router.methods.catalog import method_of
 @dataclass(frozen=True)
 class Size:
     """Size of a model or a block. total: number of parameters. active: number of parameters that one token uses. forward, training: FLOPs
-    per token. by_weights: the part of `forward` that multiplies weights."""
+    per token. by_weights: the part of `forward` in products with weights."""
 
     total: int
     active: int
@@ -84,7 +84,7 @@ def _adapter_sides(run: sections.Run, layer: int) -> float:
 
 def _before_adapters(run: sections.Run, layer: int) -> float:
     """FLOPs per token that attention's backward pass saves in `layer`, the first layer with an adapter, since nothing before it is trained.
-    If attention has adapters, the gradient of its input is saved; otherwise the gradients of all its activations."""
+    With adapters in attention, this pass leaves out only the gradient of its input; without, those of all its activations."""
     model = run.model
     if "attention" in run.lora.targets:
         return 2.0 * sum((rows + run.lora.rank) * columns for rows, columns in attention_matrices(model)[:-1] if columns == model.d_model)

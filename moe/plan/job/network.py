@@ -119,7 +119,7 @@ class Latent:
 @dataclass(frozen=True)
 class Adapters:
     """LoRA (arXiv 2106.09685): two narrow matrices of `rank` are trained for each matrix of `targets`; everything else is frozen. blocks:
-    format of the frozen matrices of the kinds `blocks_of`; None: the master dtype."""
+    quantized format of the frozen matrices of the kinds `blocks_of`; None: they have the master dtype."""
 
     rank: int
     targets: tuple[Kind, ...]
@@ -224,19 +224,19 @@ class Network:
 
     def learning(self, target: Kind) -> dict[str, Any]:
         """Return the training settings of matrices of this kind, as arguments of `_products` in layer_time.py: {"trained": whether their
-        gradients are computed, "rank": rank of their LoRA adapters or 0, "decoding": cost of decoding their blocks, None if they are not
-        stored in blocks}."""
+        gradients are computed, "rank": rank of their LoRA adapters or 0, "decoding": cost of decoding their quantized format, None if
+        they are not quantized}."""
         rank, form = self.adapters.rank if self.adapters is not None and self.trains(target) else 0, self.blocks(target)
         decoding = None if form is None else DECODING[form].transposed if target == "experts" else DECODING[form]
         return {"trained": not self.freezes(target), "rank": rank, "decoding": decoding}
 
     def blocks(self, target: Kind) -> Literal["mxfp4", "fp8"] | None:
-        """Return the block format in which frozen matrices of this kind are stored; None if they are stored as ordinary parameters."""
+        """Return the quantized format in which frozen matrices of this kind are stored; None if they are ordinary parameters."""
         return self.adapters.blocks if self.adapters is not None and target in self.adapters.blocks_of else None
 
     @cached_property
     def of_ahead(self) -> Network:
-        """The network of a depth of multi-token prediction. Its layers are dense, have no LoRA adapters, and are not stored in blocks."""
+        """Network of one depth of multi-token prediction. Its layers are dense, have no LoRA adapters, and are not quantized."""
         return replace(self, experts=None, adapters=None if self.adapters is None else Adapters(self.adapters.rank, ()))
 
     def adapts(self, index: int) -> bool:
@@ -353,7 +353,7 @@ class Plan:
 
     @property
     def method(self) -> SequenceKind:
-        """The entry of the sequence-parallel method in its catalog."""
+        """Catalog entry of the sequence-parallel method."""
         return sequences.SEQUENCES[self.sequence]
 
     @property

@@ -1,7 +1,7 @@
 """Bytes of model states that a data-parallel rank holds, in closed form. Needs no torch.
 
-    states of one parameter     parameters | gradients | optimizer (master copy and moments)
-    stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold the same parameter
+    share on each of N ranks    parameters | gradients | optimizer (master copy and Adam's moments)
+    stage 0   DP, DDP           whole      | whole     | whole
     stage 1   ZeRO-1            whole      | whole     | 1/N
     stage 2   ZeRO-2            whole      | 1/N       | 1/N
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
@@ -41,9 +41,9 @@ class Storage:
         return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 
-MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
+MIXED = Storage(2, 2, 12)  # parameters and gradients in 16 bits; Adam's moments and master copy in fp32 (ZeRO section 3.1, K = 12)
 MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # MIXED with gradients in fp32, as in Megatron-LM: 18 bytes
-BF16 = Storage(2, 2, 4)  # weights, gradients and moments in 16 bits, no fp32 copy
+BF16 = Storage(2, 2, 4)  # parameters, gradients and Adam's moments in 16 bits, no fp32 copy
 FP32 = Storage(4, 4, 8)  # fp32 parameters without a master copy: DP, DDP and FSDP of this project, for any compute dtype
 FP32_AND_COPY = Storage(4, 4, 12)  # FP32 with a master copy in the engine: DeepSpeed's ZeRO in this project
 
@@ -73,8 +73,8 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """Bytes of the model states on one rank of a model with experts, without tp, sp and pp. dense, expert: numbers of parameters outside
-    and inside of experts. Dense parameters have copies on dp ranks. A rank holds 1 / (ep etp) of the experts' parameters, which have copies
+    """Bytes of a sparse model's states on one rank, without tp, sp and pp. dense, expert: numbers of parameters outside and inside of
+    experts. Dense parameters have copies on dp ranks. A rank holds 1 / (ep etp) of the experts' parameters, which have copies
     on dp / (ep etp) ranks."""
     apart = ep * etp
     assert dp % apart == 0, "ep * etp must divide dp"

@@ -21,6 +21,7 @@ from moe.recipe.sections import Run
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
 
+# role of a dim -> its letter. places: positions of keys. queries: query heads of one key-value head. parts: 2 outputs that PR-MoE mixes
 _LETTERS = {
     "batch": "b", "length": "l", "places": "s", "width": "d", "vocab": "v", "heads": "k", "queries": "g", "channels": "c", "hidden": "f",
     "experts": "e", "slots": "u", "expert_hidden": "m", "shared_hidden": "n", "buckets": "z", "parts": "x",
@@ -109,7 +110,8 @@ class _Trace:
 
     def add(self, name: str, kind: Kind, rule: str, *inputs: str, flops: float | None = None, **more: str) -> str:
         """Append an operator. Returns `name`, which is also the name of the operator's output. rule: einsum rule, in which `l` stands for
-        the length of the current layer's sequences. more: other fields of Operator."""
+        the length of the current layer's sequences. more: other fields of Operator; in `whole`, the letters that cannot be
+        sharded."""
         rule = rule.replace("l", self.length)
         if kind == "product":
             flops = 2.0 * math.prod(self.dims[a].size for a in set(rule) - set(",->"))
@@ -285,8 +287,8 @@ class _Trace:
         return y
 
     def join_tokens(self, name: str) -> None:
-        """Add the operators of one depth of multi-token prediction before its block: norms of the stream and of embedded tokens, and the
-        product of both, joined."""
+        """Add the operators of one depth of multi-token prediction before its block: norms of the stream and of the embedded next
+        tokens, their concatenation, and its product with `proj`."""
         v, y = self.letter("vocab", self.run.vocab_size), self.letter("joined", 2 * self.run.model.d_model)
         self.layer_norm(f"{name}.hidden_norm", self.stream)
         hidden = self.x

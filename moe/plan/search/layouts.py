@@ -1,4 +1,4 @@
-"""Searches over Mesh-TensorFlow layouts and over GSPMD annotations. Each returns a Plan that the trainer can run.
+"""Searches over Mesh-TensorFlow layouts and over GSPMD annotations. Each finds a Plan that the trainer can run.
 
     meshes       rows x columns of all devices; columns within a node
     mesh_tf      for each mesh: the best legal layout (mesh_tensorflow.py), and the best layout that the trainer can run
@@ -30,6 +30,7 @@ from parallel.annotations.partition import Program
 from parallel.annotations.resharding import Sizes
 from parallel.errors import BadInput, counted
 
+# ways to split the experts' weights over the mesh: "dim:mesh axis", separated by commas; "": not split
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
 _FIRST = (".q.weight", ".q_up.weight", ".w1.weight")  # ends of the names of matrices that are annotated: queries, first of a network
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
@@ -147,7 +148,7 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """Return the text of an annotation, with a word for each dim. axes: name of a dim -> its word. All other dims get `.` (not cut)."""
+    """Return the text of an annotation. axes: name of a dim -> the mesh axis that cuts it, or `.`. All other dims get `.` (not cut)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 

@@ -56,14 +56,14 @@ class Folded:
 
     @cached_property
     def alike(self) -> tuple[tuple[str, str], ...]:
-        """Return pairs of operators whose outputs must have the same sharding: all that another layer reads."""
+        """Return pairs of operators whose outputs must have the same sharding. They link all operators whose output another layer reads."""
         read = {edge.writer for edge in self.graph.edges if self.graph.named[edge.writer].layer != self.graph.named[edge.reader].layer}
         return tuple(pairwise(op.name for op in self.graph.operators if op.name in read))
 
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: keep only the first of layers with equal operators. A layer may read the last output of the previous layer, and outputs
-    of layers without an equal layer (an encoder-decoder's embedding and last encoder layer)."""
+    """Fold a graph: keep only the first of layers with equal operators. A layer must read only the last output of the previous layer, and
+    outputs of layers without an equal layer (an encoder-decoder's embedding and last encoder layer)."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}
@@ -188,7 +188,7 @@ class Runnable:
         return found
 
     def stages(self, plan: Plan, costs: Mapping[int, Cost]) -> tuple[int, ...]:
-        """Return the number of layers of each stage: plan.stage_layers if given, otherwise a cut by seconds."""
+        """Return the number of layers of each stage: plan.stage_layers if given, otherwise a cut that balances seconds."""
         if plan.stage_layers is not None:
             return plan.stage_layers
         each = [costs[self.folded.of[layer]].seconds for layer in self.blocks]

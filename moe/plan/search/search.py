@@ -145,7 +145,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
 
 def _unbeaten(found: list[_Layers]) -> list[_Layers]:
-    """Return the solutions that no other dominates. It dominates another if none of its layers needs more seconds or bytes."""
+    """Return the solutions that no other dominates. A solution dominates another if none of its layers needs more seconds or bytes."""
     kept: dict[tuple[float, ...], _Layers] = {}
     numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
     for mine, one in sorted(numbers, key=lambda some: some[0]):

@@ -91,7 +91,7 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Kinds) -> list[Stage]:
     """Return the times of one micro-batch on each stage or rank of these kinds. Equal kinds are computed once."""
-    # without the number of micro-batches, the engine and the other stages, so that plans share cached stages
+    # leaves out the number of micro-batches, the engine and the other stages: plans that differ only in these share cached stages
     added = 0 if plan.microbatches == 1 else plan.storage.gradients
     alike = network, of_layer(plan), cluster, program, plan.recompute, plan.recompute_every, added, plan.pp > 1
     made = [_stage(*alike, kind) for kind in kinds.distinct]
@@ -99,7 +99,8 @@ def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, k
 
 
 def kinds_of(network: Network, plan: Plan) -> Kinds:
-    """Return the kinds of the pipeline ranks, with all stages of a rank counted together. If two ranks hold each stage: of the stages."""
+    """Return the kinds of the pipeline ranks, with all stages of a rank counted together. If two ranks hold each stage, return the
+    kinds of the stages instead."""
     where, chunks = placed(plan.schedule), plan.chunks
     if where == "both_ways":
         where, chunks = "line", 1

@@ -34,7 +34,7 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     dropout: float = key(0.0, "dropout rate of the experts' hidden units; Switch: 0.4 in fine-tuning", ge=0, lt=1, alters="training")
     rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' loads; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
-        "auto", "auto: triton on a GPU, else cpu", alters="cost"
+        "auto", "implementation of routing and experts; auto: triton on a GPU, else cpu", alters="cost"
     )
     products: ClassVar[str] = "plain"  # kind of matrix products (moe/kernels/products.py); no key, because only one kind exists
 
@@ -107,6 +107,6 @@ class Dispatch(Section, alters="cost", off_without="model.moe_every or model.moe
     node_size: int | None = key(None, "for hierarchical: number of ep ranks on a node", gt=0)
     busiest: float | None = key(
         None,
-        "for predictions of memory and time: rows of the busiest ep rank / mean rows of a rank; null: estimated from router and degrees.ep",
+        "for predicted memory and time: (token, expert) pairs on the busiest ep rank / mean; null: estimated from router and degrees.ep",
         ge=1,
     )

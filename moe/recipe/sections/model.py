@@ -27,7 +27,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
     high: float | None = key(None, "frequencies with more rotations stay unchanged; null: 4 (llama3), 32 (yarn)", gt=0, of=_BY_ROTATIONS)
     whole_pairs: bool = key(True, "the range of pairs between low and high is rounded outwards to whole indices; GPT-OSS: false", of=_YARN)
     mscale: float = key(1.0, "factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1) on cos and sin", ge=0, of=_YARN)
-    mscale_all: float = key(0.0, "attention's logits are multiplied by (0.1 mscale_all ln(factor) + 1)^2 (DeepSeek)", ge=0, of=_YARN)
+    mscale_all: float = key(0.0, "latent attention multiplies its logits by (0.1 mscale_all ln(factor) + 1)^2 (DeepSeek)", ge=0, of=_YARN)
     pairs: Literal["halves", "neighbours"] = key("halves", "channels of a pair: i and i + C / 2, or 2 i and 2 i + 1")
     fraction: float = key(
         1.0, "fraction of a head's channels that is rotated, from the first; base's C counts only these (GLM-4.5: 0.5)", gt=0, le=1

@@ -16,13 +16,13 @@ class Source(Section):
     path: str
     weight: float = Field(gt=0, lt=1e18, description="share of the sequences, relative to the sum of all sources' weights")
     text_key: str | None = Field(None, description="field or column with the text, or a chat's messages; null: data.text_key")
-    encoding: str | None = Field(None, description="encoding of its text, JSONL and CSV; null: data.encoding")
+    encoding: str | None = Field(None, description="encoding of this source's text, JSONL and CSV files; null: data.encoding")
 
 
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
         "python_stdlib",
-        "text, jsonl, chat: files of data.path; chat: only the assistant's messages are predicted; given: by train(run, data=...)",
+        "text, jsonl, chat: files of data.path; chat: only the assistant's messages are predicted; given: from train(run, data=...)",
     )
     path: str | None = key(None, "a file or folder of text, JSONL, CSV, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight}, optionally with text_key and encoding")
@@ -94,7 +94,7 @@ class Optimizer(Section, alters="training"):
     """The optimizer, its learning rate and its weight decay. Norms, biases and the router have no weight decay."""
 
     kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = key(
-        "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalised updates of matrices; given: by train(run, optimizer=...)"
+        "adamw", "kfac: K-FAC's direction, AdamW's length; muon: orthogonalised updates of matrices; given: from train(run, optimizer=...)"
     )
     lr: float = key(1e-3, "highest learning rate, after the warm-up", gt=0, le=1e3)
     beta1: float = key(0.9, "decay rate of the first moment", ge=0, lt=1, off_without="optimizer.kind=adamw|kfac|muon")
@@ -135,19 +135,19 @@ class Lora(Section, alters="shape"):
 
     base: Literal["whole", "mxfp4", "fp8", "fp8_all"] = key(
         "whole",
-        "frozen experts; whole: in the master dtype; mxfp4, fp8: in blocks, as published; fp8_all: also attention and dense networks",
+        "format of frozen experts; whole: master dtype; mxfp4, fp8: quantised blocks; fp8_all: fp8, also of attention and dense networks",
         alters="cost",
         of="lora.rank",
     )
 
     @property
     def in_blocks(self) -> Literal["mxfp4", "fp8"] | None:
-        """Format of the frozen matrices that are kept in blocks (`blocks_of`); None if there are none."""
+        """Format of the frozen matrices that are kept in quantised blocks (`blocks_of`); None if there are none."""
         return None if not self.blocks_of else "mxfp4" if self.base == "mxfp4" else "fp8"
 
     @property
     def blocks_of(self) -> tuple[Literal["attention", "experts", "dense"], ...]:
-        """The kinds of frozen matrices that are kept in blocks of MXFP4 or FP8: attention, experts, dense."""
+        """Modules whose frozen matrices are kept in quantised blocks of MXFP4 or FP8: attention, experts, dense."""
         if not self.rank or self.base == "whole":
             return ()
         return ("attention", "experts", "dense") if self.base == "fp8_all" else ("experts",)

@@ -31,7 +31,7 @@ class Hash(Method):
         if request.table_VK is not None:
             return request.table_VK[tokens_T.long()]
         if request.spec.hash_table is not None:
-            name, fix = request.spec.hash_table, "make the model by moe.parallelize.build, which reads the table"
+            name, fix = request.spec.hash_table, "make the model with moe.parallelize.build, which reads the table"
             raise BadInput(
                 "router.hash_table", got=f"a router without the table of {name}", needed=f"one with the table of {name}", fix=fix
             )

@@ -36,9 +36,9 @@ class RoutingRequest:
     """The input of one layer's selection of experts. Tensors have no gradient.
 
     `preferred_TE` fp32: scores with noise and bias, of which the highest are preferred. `scores_TE` and `logits_TE` fp32: without bias.
-    `slots`: tokens that an expert takes from a group; None if dropless. `given_TK` int64: experts from a record, which replace the selected
-    ones; -1 for tokens without a record. `table_VK` int64: the experts of each token id, if the recipe names a table. `name`: part of the
-    key of random numbers.
+    `num_groups`: number of groups of tokens. `slots`: capacity, the most tokens that an expert takes from a group; None if dropless.
+    `given_TK` int64: experts from a record, which replace the selected ones; -1 for tokens without a record. `table_VK` int64: the experts
+    of each token id, if the recipe names a table. `name`: name of the router, part of the key of random numbers.
     """
 
     spec: RouterSpec

@@ -23,8 +23,8 @@ from parallel.mesh.host import read_later
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token counts. inputs, targets: tokens that the model reads and predicts in the global batch, at least 1. read_N: number of tokens in
-    each of this rank's sequences, if the batch has padding; else None. packed: whether a sequence may have several chats."""
+    """Token counts. inputs, targets: numbers of tokens that the model reads and predicts in the global batch, at least 1. read_N: number of
+    tokens in each of this rank's sequences, if the batch has padding; else None. packed: whether a sequence may have several chats."""
 
     inputs: int
     targets: int
@@ -65,8 +65,8 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 
 
 def num_losses(model: Transformer, tokens: Tokens, shard: TokenShard) -> int:
-    """Return the divisor of the sum of losses: the number of predicted tokens or, with a user's train.loss, of sequences in the global
-    batch."""
+    """Return the divisor of the sum of losses in the global batch: the number of predicted tokens. If the user's own loss function
+    (train.loss) is used, it is the number of sequences."""
     return tokens.targets if model.own_loss is None else shard.num_sequences
 
 

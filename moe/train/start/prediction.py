@@ -1,6 +1,6 @@
 """Predicts memory and time before a run starts, and refuses a run that cannot fit. Measures both during the run, for its summary.
 
-On a GPU, memory is torch's allocations. On a CPU, torch counts no allocations, so memory is the peak of the process. The process's memory
+On a GPU, memory is torch's allocations. On a CPU, torch counts no allocations, so memory is the process's peak resident memory. Memory
 other than tensors is then added to the prediction. If the prediction raises an error, the run prints it in one line and starts anyway.
 
 Model states are counted from the engine's live tensors, each storage once. `parameters`: the weights that the model reads. `gradients`:
@@ -35,7 +35,7 @@ from parallel.process import process
 from parallel.process.process import World
 
 STEPS_OF_MEMORY = 2  # memory is measured in the first two steps, because all optimizer states exist only from the second on
-PARTS = ("parameters", "gradients", "optimizer")
+PARTS = ("parameters", "gradients", "optimizer")  # kinds of model states
 
 
 def here(world: World) -> Place:
@@ -89,7 +89,7 @@ def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
     if needed_bytes <= host_bytes / 2:
         return None
-    needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
+    needed = f"fewer: their token ids would take {size(needed_bytes)} of a rank's {size(host_bytes)} of host memory"
     fix = Set("it", run.train.global_batch) | "--force starts the run anyway"
     return BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
 

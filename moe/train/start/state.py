@@ -37,7 +37,7 @@ from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
 
-# A checkpoint names a tensor by its kind and its parameter's name. Kinds: "weight", names of optimizer states such as "exp_avg", and these:
+# A checkpoint names a tensor by its kind and its parameter's name. Kinds: "weight", states such as "exp_avg", FACTOR.format(...), EXTRA
 FACTOR = "kfac.{}"  # K-FAC's factors and inverses, whose layouts differ from the parameters' layouts
 EXTRA = "buffer"  # routers' selection biases, which are buffers: they have no layout and no optimizer states
 SQUARES = "exp_avg_sq"  # prefix of kinds that are means of squares, which are never negative
@@ -74,7 +74,7 @@ def parts(
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
     """Yield (kind, Piece) for all tensors that this rank writes to a checkpoint: shards, each with its position in the whole tensor. If the
-    model has adapters, frozen weights are left out, because the base's checkpoint has them. Collective: an engine may gather shards."""
+    model has LoRA adapters, frozen weights are left out: the base's checkpoint has them. Collective: an engine may gather shards."""
     for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # collective, so every rank calls it
         if layout.is_owner(mesh):
@@ -178,7 +178,7 @@ def _loaded_by(found: Reader, engine: Engine, mesh: Mesh, *, weights_only: bool)
 
 def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
     """Return the folder of a verified checkpoint: `path` itself, or the newest checkpoint of the run in `path`. Collective. Raises
-    BadInput."""
+    BadInput if there is none, or if it is damaged."""
     world = mesh.axis("world")
     named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # rank 0 decides for all ranks
     given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
@@ -201,10 +201,10 @@ def _verify(given: Path, log: Callable[[str], None]) -> None:
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
-    """Load weights and routers' biases from `found`, another run's checkpoint, and set optimizer states to zero. If this run has adapters,
-    only the weights of their base are loaded. Blocks of multi-token prediction that only the other run has are left out. whole: layouts of
-    all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantised matrices. Collective. Raises
-    BadInput, which names the parameter, for a checkpoint of another model."""
+    """Load weights and routers' biases from `found`, another run's checkpoint, and set optimizer states to zero. If this run has LoRA
+    adapters, only the weights of their base are loaded. Blocks of multi-token prediction that only the other run has are left out. whole:
+    layouts of all parameters of the model, if the engine lacks some: parameters of other pipeline stages, or quantised matrices.
+    Collective. Raises BadInput, which names the parameter, for a checkpoint of another model."""
     fix = "give this recipe the sizes of the other run (in its recipe.yaml), or convert that run: moe convert"
     pairs = map(adapters_of, (engine.layouts, whole or engine.layouts))
     mine, everywhere = (frozen or trained for trained, frozen in pairs)  # parameters of the base model: all but the adapters
@@ -237,7 +237,7 @@ def _encode(blocks: Blocks, number: int, matrix_IO: Tensor, where: str, less: st
     the matrix in errors. less: value of lora.base that the error's fix names; with it, fewer matrices or none are quantised."""
     check_values(matrix_IO, where)
     if not blocks.put(number, matrix_IO):
-        needed = f"values that were in {blocks.form} blocks: a model published in them, converted and not trained since"
+        needed = f"weights that were published in {blocks.form} blocks, and not trained since"
         raise BadInput("lora.base", got=f"{blocks.form}, which cannot hold {where} exactly", needed=needed, fix=Set("it", less))
 
 
@@ -279,7 +279,7 @@ def check_values(tensor: Tensor, what: str, *, squares: bool = False) -> None:
     elif squares and (tensor < 0).any():
         got = "values below 0"
     if got is not None:
-        needed = "finite floating-point numbers" + (", as means of squares not below 0" if squares else "")
+        needed = "finite floating-point numbers" + (", not below 0 because they are means of squares" if squares else "")
         raise BadInput(what, got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
 
 

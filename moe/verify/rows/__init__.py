@@ -1,1 +1,1 @@
-"""Lists the cases of each kind of `moe verify`."""
+"""Lists the cases of `moe verify`, with one file for each kind of parallelism."""

@@ -106,8 +106,8 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a case of a pipeline, with ep = dp if the model has experts. It has the smallest number of micro-batches that its schedule
-    allows and that is at least 4; with zb_h2 at least 2 pp - 1; with PipeDream and 2BW the schedule's own number."""
+    """Return a case of a pipeline, with ep = dp if the model has experts. Number of micro-batches: 1 with
+    PipeDream; else the smallest divisor of a replica's batch that is a multiple of pp, at least 4 (zb_h2: 2 pp - 1), and allowed."""
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 computes no weight gradient in a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)

@@ -1,14 +1,14 @@
-"""The laws of `moe verify --types`: what the ranks of a layout must have in common. They need no twin and no expected number.
+"""The laws of `moe verify --types`: what the ranks of a layout must have in common. No other run and no expected number is needed.
 
-    replicated   copies of a gradient, weight, optimizer state, bias or number are equal bit by bit on all ranks that hold them
+    replicated   copies of gradients, weights, optimizer states and router biases, and the loss and norms, are equal bit by bit
     varying      different shards of a gradient differ
     partial      no sum over ranks has equal terms on all ranks, which would count a replicated value several times; and no sum lacks a
                  rank's term, which the conservation of flows shows
 
 The flow of a tensor x is the sum of x times its gradient over all elements and all ranks; ranks with the same x and the same gradient count
 once. In a layer that is linear in its input and in its weights, the flows of input, weights and output are equal (Euler's theorem on
-homogeneous functions). They pass through different collectives, so a gradient that lacks a rank's share, has it twice, or has a factor,
-breaks the law. The laws follow from the model alone and know no method of parallelism.
+homogeneous functions). They pass through different collectives, so a gradient that lacks a rank's share, has it twice, or has a wrong
+factor breaks the law. The laws follow from the model alone and know no method of parallelism.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _sums(of_ranks: list[list[list[Any]]], degrees: Degrees) -> Iterator[str]:
 
 
 def _moments(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each parameter if its first moment after step 0 is not (1 - beta1) times the gradient, clipped to clip_norm."""
+    """Yield a line for each parameter whose first moment (AdamW) after step 0 is not (1 - beta1) times the clipped gradient."""
     norm, limit = seen[0]["norms"][0] / seen[0]["scales"][0], run.optimizer.clip_norm
     if run.optimizer.kind != "adamw" or not isfinite(norm):
         return
@@ -221,7 +221,7 @@ def _columns(run: Run, seen: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a line if the head's gradient does not sum to 0 over the vocabulary: one vector added to all rows changes no probability."""
     if run.model.logit_cap is not None or run.train.loss != "cross_entropy":
         return
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {}  # (step, column) -> of each part: sum, sum of absolute values
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}  # (step, column) -> for each shard: sum, sum of absolute values
     for step, first, sums in (each for rank in seen for each in rank["columns"]):
         for column, both in enumerate(sums, first):
             found.setdefault((step, column), []).append(both)

@@ -20,15 +20,15 @@ from moe.router.methods.catalog import method_of
 
 # T tokens, E experts, K choices
 
-Token = tuple[bool, list[int], list[bool]]  # whether it is no padding, its experts, whether each choice has a slot
+Token = tuple[bool, list[int], list[bool]]  # (False if padding, expert of each choice, whether each choice has a slot)
 
 
 def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zero: int = 0) -> Iterator[str]:
-    """Yield a line for each law of routing that does not hold. seen: for each rank, the fields of Seen (watch.py). bound: largest allowed
-    relative difference between the gradient of the balance loss and its formula. zero: number of zero experts (experts that return 0),
-    which have the last indices."""
+    """Yield a line for each law of routing that does not hold. seen: each rank's record (class Seen of watch.py) as a dict. bound: largest
+    allowed relative difference between the gradient of the balance loss and its formula. zero: number of zero experts (experts that return
+    0), which have the last indices."""
     routers: dict[tuple[int, str], dict[int, Token]] = {}  # (step, router) -> position in the step -> token
-    sizes: dict[str, tuple[int, int | None, int]] = {}  # router -> tokens of a sequence, slots of an expert, experts
+    sizes: dict[str, tuple[int, int | None, int]] = {}  # router -> (tokens of a sequence, slots of an expert, number of experts)
     for step, router, tokens, length, slots, experts in (each for rank in seen for each in rank["choices"]):
         known, sizes[router] = routers.setdefault((step, router), {}), (length, slots, experts)
         for position, *token in tokens:
@@ -47,7 +47,7 @@ def of_tokens(spec: RouterSpec, seen: list[dict[str, Any]], bound: float, *, zer
 
 
 def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int | None) -> Iterator[str]:
-    """Yield a line for each broken law of slots in one pass of a router. tokens: position in the step -> token. length: tokens of a
+    """Yield a line for each broken law of slots in one step of a router. tokens: position in the step -> token. length: tokens of a
     sequence. slots: slots of an expert for a group of tokens; None: no limit."""
     method, each = method_of(spec), length * (1 if spec.group == "sequence" else int(spec.group))
     queues: dict[tuple[int, int], list[tuple[tuple[int, int], bool]]] = {}  # (group, expert) -> (place in the queue, whether it has a slot)
@@ -72,7 +72,7 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
 def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> Iterator[str]:
     """Yield a line for each broken law of gates. flags: for each pass, (position, whether each gate has a gradient) of each token.
     computing: number of experts that are not zero experts, which have the first indices."""
-    has: dict[int, list[bool]] = {}  # position -> whether each of its gates has a gradient on a rank
+    has: dict[int, list[bool]] = {}  # position -> whether each of its gates has a gradient on any rank
     for position, mine in (pair for each in flags for pair in each):
         has[position] = [a or b for a, b in zip(mine, has.get(position, mine), strict=True)]
     for position, gradients in has.items():
@@ -86,8 +86,8 @@ def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> 
 def _balance(
     spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
 ) -> Iterator[str]:
-    """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, column sums, minimum and maximum over
-    tokens of the gradient of its probabilities). scale: loss scale. bound: as in `of_tokens`."""
+    """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, then three lists with an entry for
+    each expert: sum, minimum and maximum over tokens of the gradient of its probability). scale: loss scale. bound: as in `of_tokens`."""
     once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
     whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
     total = spec.balance_weight * experts * scale

@@ -61,7 +61,7 @@ def main(
     without = sorted({_last(name) for row in rows for name in row["without"]})
     say(f"{len(rows) - failed} passed, {failed} failed: {counted(len(rows), 'layout')} in {time.perf_counter() - started:.0f} s")
     if without:
-        say(f"in no law of flows, so that only their copies and sums are checked: {some(without)}")
+        say(f"parameters in no law of flows, of which only copies and sums are checked: {some(without)}")
     if json is not None:
         write_json(json, verb="verify types", rows=rows)
     return exit_codes.of(bool(rows) and not failed)

@@ -6,7 +6,7 @@ parameters  a DTensor states its part. For other tensors, all possible parts are
             chunk of each of 2 or 3 blocks (fused q, k, v)
 names       `experts.0` of a rank may be `experts.2` of the single process, and `layers.0` of a stage `layers.4`. The shift with which
             weights differ least is taken
-rows        an expert's input has rows of all ranks in any order; each row is paired with the nearest row of the single process
+rows        an expert's input has tokens of all ranks in any order; each row is paired with the nearest row of the single process
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Part:
 @dataclass(frozen=True)
 class Seen:
     """The elements of a value that a rank and the single process both have: `here` from the rank, `one` from the single process. part: how
-    they were aligned; None: rows of all ranks were paired by distance."""
+    they were aligned; None: rows of all ranks were paired by distance. deviation: largest difference, relative to the largest element."""
 
     rank: int
     one: Tensor
@@ -305,7 +305,7 @@ def factor_of(one: Tensor, here: Tensor) -> float | None:
 
 
 def multiple(one: Tensor, here: Tensor) -> float:
-    """Return the median of here / one over the larger elements. As a median, it does not depend on a few masked tokens."""
+    """Return the median of here / one over the larger elements of `one`; 1 if it is 0. A few masked tokens do not change a median."""
     large = one.abs() > 0.01 * one.abs().max()
     value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
     return value if value else 1.0

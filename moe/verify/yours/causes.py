@@ -65,7 +65,7 @@ def _times(factor: float) -> str:
         return "zero: no gradient arrives (detached, masked, or no sum over ranks)"
     for k in range(2, 65):
         if abs(factor / k - 1) < 1e-3:
-            return f"{k} x: summed over one axis of {k} ranks too many, or a mean is missing"
+            return f"{k} x: summed over an extra axis of {k} ranks, or a mean is missing"
         if abs(factor * k - 1) < 1e-3:
             return f"1/{k}: averaged twice, or not summed over {k} ranks"
     return f"{factor:.4g} x: another divisor, coefficient or number of tokens"
@@ -169,7 +169,7 @@ def _of_gradient(of: Comparison, key: Key, bad: list[Seen], bound: float, factor
         return f"ranks weigh their tokens differently (x {least:.4g} to {most:.4g}): each divides by its own number of tokens"
     if factor is not None:
         forward = [d for d, _ in of.found if d.kind == "gradient" and d.factor is not None and abs(d.factor - factor) < 1e-3 * abs(factor)]
-        return _times(factor) + (f" ({len(forward) + 1} parameters so far)" if forward else "")
+        return _times(factor) + (f" (so far {len(forward) + 1} parameters have this factor)" if forward else "")
     if differ and replicas and len(values) <= 8:
         for size in range(1, len(values)):
             for ranks in combinations(sorted(values), size):
@@ -209,7 +209,7 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
     if key.kind == "input" and not of.samples[bad[0].rank].found:
         return "other samples: these are not in the batch of the run on one process"
     if key.kind == "output" and of.one.pieces[key][0].dtype.startswith("int"):
-        return "other choices: a tie if its scores are equal (record with pin, or --pin-routing)"
+        return "other choices: a tie if their scores are equal (to exclude ties, record with pin or --pin-routing)"
     zeros = (one == 0) != (here == 0)
     ratio = (here / one)[(one != 0) & (here != 0)]
     if key.kind == "output" and int(zeros.sum()) > len(one) // 100 and len(ratio) and float((ratio - ratio.median()).abs().max()) < 1e-2:
@@ -258,7 +258,7 @@ def _inside(of: Comparison, key: Key, bound: float) -> str:
     if len(ranks) > 1 and not torch.equal(ranks[0], ranks[1]) and not of_experts(of, key.name):
         return "each rank numbers its own experts from 0, but holds all of them: they are not cut"
     if any(d.kind == "output" and d.name.startswith(f"{key.name}.") and d.passed for d, _ in of.found):
-        return "the modules inside are right, what is done with them is not (gates, order of rows, sums, masks, dropped rows)"
+        return "the modules inside are right, but not what is done with their outputs (gates, order of rows, sums, masks, dropped rows)"
     weights, first = of.one.pieces.get(Key("weight", f"{key.name}.weight")), Key("input", key.name, "0.0")
     rows = [(r.pieces[first][0].values, r.pieces[key][0].values) for r in of.ranks if first in r.pieces and key in r.pieces]
     if weights and len(weights[0].shape) == 2 and rows and rows[0][0].dim() > 1:

@@ -1,1 +1,1 @@
-"""Facts about data-parallel engines: one file a kind, and the catalog that lists them. This folder does not import torch."""
+"""Facts about data-parallel engines (DP and DDP, FSDP, ZeRO), and the catalog that lists them. This folder does not import torch."""

@@ -1,4 +1,4 @@
-"""Heuristic zero-bubble orders for unequal stages, one stage a rank [2401.10241, section 3.1]. They have four options (late, waiting,
+"""Heuristic zero-bubble orders for unequal stages, one stage a rank (arXiv 2401.10241, section 3.1). They have four options (late, waiting,
 always, skip), each on or off; `search` tries all 16 combinations. F: forward pass; I, W: gradients of inputs, of weights.
 
 warm-up    F until memory is full or the input of the first I arrives
@@ -6,7 +6,7 @@ warm-up    F until memory is full or the input of the first I arrives
                waiting: the estimated end of an F includes its wait for the previous rank's result
 steady     one F and one I in turn. W fills a wait if it fits, and runs before F if memory is full
                always: W also fills a wait that is shorter than W. Off: only if this rank's idle time would otherwise become the largest
-               skip: a rank that is two F ahead of the next rank leaves out an F if this does not increase the largest idle time
+               skip: a rank that is two F ahead of the next rank postpones its F if this does not increase the largest idle time
 end        the remaining W. On rank 0 they start as soon as all F are done, because no rank waits for its I
 """
 

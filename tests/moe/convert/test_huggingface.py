@@ -337,7 +337,7 @@ def test_broken_values_of_a_config_are_one_line() -> None:
         (
             "DeepseekV2",
             {"topk_group": None},
-            "config.json: topk_group: got nothing, needed the number of the 4 groups that a token may use",
+            "config.json: topk_group: got nothing, needed how many of the 4 groups a token may use",
         ),
     ]
     for family, values, said in cases:

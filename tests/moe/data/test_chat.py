@@ -462,7 +462,7 @@ def test_rows_of_tables_and_files_of_a_folder_are_the_chats_of_the_lines(tmp_pat
     assert found("folder") == [*want, *want] and any("(a.jsonl.gz, b.parquet), once" in line for line in said)
     (tmp_path / "folder/a.jsonl.gz").rename(tmp_path / "folder/test-0.jsonl.gz")
     parquet.write_table(table, str(tmp_path / "folder/train-0.parquet"))
-    with pytest.raises(BadInput, match="files of test and train, needed files of one part; fix: set it to .*-0"):
+    with pytest.raises(BadInput, match="files of test and train, needed files of one split; fix: set it to .*-0"):
         found("folder")
     parquet.write_table(arrow.table({"messages": ["a"]}), str(tmp_path / "b.parquet"))
     with pytest.raises(BadInput, match="b.parquet, row 1: got no list of messages"):

@@ -87,7 +87,7 @@ def test_in_a_folder_a_table_without_the_column_is_plain_text(tmp_path: Path) ->
         ),
         (
             b"id,body\n1,words,more\n",
-            r"a.csv, line 2: got a row of length 3, needed 2, as the first line has; fix: mend this row, or put",
+            r"a.csv, line 2: got a row of 3 fields, needed 2 fields, as in the first line; fix: mend this row, or put",
         ),
         (
             b'id,body\n1,"words\n',

@@ -121,7 +121,7 @@ def test_check_refuses_missing_repeated_and_misplaced_actions() -> None:
 def test_check_refuses_all_reduces_in_different_orders() -> None:
     schedule = make_schedule("chimera", ranks=4, microbatches=4)
     places = [i for i, a in enumerate(schedule.orders[1]) if a.op is Op.S]
-    with pytest.raises(BadInput, match="got sums in different orders on ranks 1 and 2, needed the same order on all ranks"):
+    with pytest.raises(BadInput, match="got all-reduces in different orders on ranks 1 and 2, needed the same order on all ranks"):
         check(swapped(schedule, 1, *places))
 
 

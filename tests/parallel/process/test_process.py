@@ -112,7 +112,7 @@ GPUS = {  # what each of the ranks of one machine sees -> the GPU of each, or th
     "fewer than ranks": ((["a", "b"],) * 3, "ranks 0 and 2 on the same one (a of host), needed one for each rank; fix: --nproc 2 "),
     "one, and two ranks": ((["a"],) * 2, "ranks 0 and 1 on the same one (a of host), needed one for each rank; fix: --nproc 1 "),
     "none": (([],) * 2, ["cpu", "cpu"]),
-    "none on one rank": ((["a"], []), "none on rank 1 (host), needed one for each rank, or none for all; fix: moe doctor there"),
+    "none on one rank": ((["a"], []), "none on rank 1 (host), needed one for each rank, or none for all; fix: run moe doctor there"),
 }
 
 

@@ -85,9 +85,7 @@ def test_while_steps_are_skipped_nothing_is_saved_or_pruned(home: Path, tmp_path
     last = tmp_path / "last"
     summary, _ = trained.train(run, last, ranks=2, before=poison(trained.EXPERT, range(4, 6), rank=1))
     assert trained.checkpoints(last) == [4, 6] and (summary["skipped"], summary["skipped_last"]) == (2, 2)
-    assert ("skipped steps", "2: gradients that were not finite; the last 2 of the run among them, which learned nothing") in summary_rows(
-        summary
-    )
+    assert ("skipped steps", "2: gradients that were not finite; these include the run's last 2") in summary_rows(summary)
     before = trained.tensors(last / "checkpoints/step-4")
     trained.train(run, last, ranks=2)
     assert trained.checkpoints(last) == [4, 6] and trained.tensors(last / "checkpoints/step-4") == before

@@ -589,7 +589,7 @@ def test_sample_speed_and_report_can_be_turned_off(home: Path, tmp_path: Path, m
             monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
     summary = trainer.train(trained.recipe(home, **off), out=tmp_path / "run", world=World(), display=False)
     assert summary["sample"] == "" and summary["matmul_share"] is None and not (tmp_path / "run/report.html").exists()
-    assert not [row for row in summary_rows(summary) if "matrix product" in row[0]]
+    assert not [row for row in summary_rows(summary) if "matmul speed" in row[0]]
 
 
 def test_a_run_with_sample_speed_tensorboard_and_report(home: Path, tmp_path: Path) -> None:
