@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Callback", "Context", "MoELayer", "RoutingRecord", "Transformer", "__version__", "load", "open", "script", "train", "verify"]
 
-_HOME = {
+_HOME = {  # public name -> module that defines it
     "Callback": "moe.train.parts.callbacks",
     "Context": "moe.nn.context",
     "MoELayer": "moe.experts.layer",

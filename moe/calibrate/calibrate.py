@@ -1,8 +1,8 @@
 """`moe plan --calibrate`: measures this machine and writes a cluster file for the predictions of `moe plan --cluster FILE` and `moe train`.
 
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
-    collectives     by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With more ranks than
-                    cores, times include waiting for a core, as in training
+    `collectives`   their times by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With
+                    more ranks than cores, times include waiting for a core, as in training
     own_step.py     whole training steps of small models, each rank by itself: for the time that is not in products and attention
 
 Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
@@ -47,11 +47,11 @@ SOURCE = "moe plan --calibrate"
 # sizes of the measured collectives: bytes of a rank's input (all_reduce, all_to_all), of its output (all_gather), of the message (send)
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
-CALLS = 25
+CALLS = 25  # timed calls of each collective with each size
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer versions of torch have the first name
 MOST_AT_ONCE = 16  # largest number of ranks that measure kernels at the same time
 THREADED = (1024, 768, 768)  # (m, n, k) of the matrix product that is timed with several threads
-# (layers, width, hidden, heads, positions, sequences) of each timed model; in later ones, matrix products take more of a step's time
+# (layers, d_model, d_ff, heads, tokens a sequence, sequences a step) of each timed model; products take an increasing share of the time
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
 SHARDED = (6, 64, 256, 2, 64, 16)  # sizes, in the order of STEPS, of the model that FSDP and DDP train for gather_us: many small gathers
 
@@ -98,7 +98,7 @@ def _gpus(count: int, ranks: int) -> Cluster:
     gpu = device(found["name"], found["memory_gib"], found["units"], found)
     linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
     between = Between(node_gb_s=25.0, device_gb_s=25.0, share=0.85, latency_us=14.0, tree_us=14.0)
-    sources = (SOURCE, "between: one adapter of 200 Gb/s is assumed, not measured: correct it before planning for several nodes")
+    sources = (SOURCE, "between: one 200 Gb/s network card is assumed, not measured: correct it before planning for several nodes")
     return Cluster("machine", gpu, count, 1, linked, between, sources=sources)
 
 
@@ -281,4 +281,4 @@ def _lines(made: Cluster) -> Iterator[str]:
         for n, row in table.items():
             yield f"{kind}, {n} ranks: " + ", ".join(f"{us:.0f} us at {size // 1024} KiB" for size, us in row.items())
     if made.program:
-        yield "the program: " + ", ".join(f"{name} {value:.3g}" for name, value in made.program.items())
+        yield "constants of a step: " + ", ".join(f"{name} {value:.3g}" for name, value in made.program.items())

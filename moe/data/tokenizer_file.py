@@ -1,7 +1,7 @@
 """A user's tokenizer.json (`data.tokenizer: FILE.json`), with the special tokens and chat templates of the files next to it.
 
 tokenizer.json          the tokenizer, in the format of the library `tokenizers`
-tokenizer_config.json   eos_token ends a text; may be missing if the tokenizer has one of the tokens ENDS
+tokenizer_config.json   its eos_token ends a text; not needed if the vocabulary has one of the tokens ENDS
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from parallel.errors import BadInput
 from parallel.fixes import Set
 from parallel.store.files import read_text, reason, user_path
 
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")  # without eos_token, the first of these in the vocabulary ends a text
 
 
 def read_file(named: str) -> Tokenizer:
-    """Return the tokenizer of the tokenizer.json `named`. Raises BadInput for a file that cannot be read or used, and for one without a
-    token that ends a text."""
+    """Return the tokenizer of the tokenizer.json at path `named`. Raises BadInput for a file that cannot be read or used, and for one
+    without a token that ends a text."""
     model, vocabulary = _content(named)
     folder = user_path(named, what="data.tokenizer").parent
     chat, _ = chat_of(folder, [])
@@ -38,7 +38,8 @@ def read_file(named: str) -> Tokenizer:
 
 
 def ids_of(named: str) -> int:
-    """Return the number of ids of the tokenizer.json `named`, without the library. Raises BadInput for a file that cannot be read."""
+    """Return the number of ids of the tokenizer.json at path `named`, without loading `tokenizers`. Raises BadInput for a
+    file that cannot be read."""
     try:
         about = user_path(named, what="data.tokenizer").stat()
     except OSError as error:
@@ -48,13 +49,13 @@ def ids_of(named: str) -> int:
 
 @lru_cache(maxsize=1)
 def _ids_of(named: str, changed_ns: int, size_bytes: int) -> int:
-    """Parse the file once in a process, although a recipe is checked many times: files of 30 MB are published. changed_ns, size_bytes: a
-    changed file is parsed again."""
+    """Parse the file once in a process, although a recipe is checked many times: files of 30 MB are published. changed_ns, size_bytes: the
+    file's modification time and size, so that a changed file is parsed again."""
     return max(_content(named)[1].values()) + 1
 
 
 def _content(named: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return (content of the tokenizer.json `named`, token -> id)."""
+    """Return (content of the tokenizer.json at path `named`, token -> id)."""
     try:
         model = json.loads(read_text(user_path(named, what="data.tokenizer")))
         return model, model["model"]["vocab"] | {token["content"]: token["id"] for token in model.get("added_tokens") or ()}

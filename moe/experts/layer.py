@@ -1,6 +1,6 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
 
-    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> shared and residual networks
+    x_BLD -> router -> dispatcher.run: tokens to the experts' ranks, experts, results back -> y_BLD -> shared and residual networks
 
     shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
     residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
@@ -159,7 +159,7 @@ class MoELayer(nn.Module):
         coefficients are computed in fp32.
         """
         if self.residual is not None and self.coefficient is not None:
-            assert self.shared is None, "one network that every token passes"
+            assert self.shared is None, "a layer has a shared or a residual network, not both"
             c_T2 = linear_fp32(x_TD, self.coefficient.weight).softmax(-1).to(x_TD.dtype)
             residual_TD = c_T2[:, 1:] * self.residual(x_TD)
             return lambda y_TD: c_T2[:, :1] * y_TD + residual_TD

@@ -1,4 +1,5 @@
-"""Kernels chosen for each call by the device of the call's first tensor: `triton` on a GPU that Triton supports, else `cpu`."""
+"""Kernels chosen for each call by the device of the call's first tensor: `triton` on a GPU that Triton supports, else `cpu` (torch
+operations, for any device)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from parallel.numerics.supposed import supposed_as
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-# their results decide where rows go, so a rehearsal (a run on tensors without values) needs the values of these results
+# their results decide to which experts tokens go, so a rehearsal (a run on tensors without values) needs the values of these results
 _DECISIONS = ("by_bin", "kept", "plan", "top_k")
 
 

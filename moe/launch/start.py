@@ -37,9 +37,10 @@ from parallel.errors import BadInput, counted
 from parallel.store.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
-_POLL_S = 0.1
+_POLL_S = 0.1  # time between two checks whether processes have ended
 _FIND_S = 0.5  # time between two searches for ranks, or for failures on other machines
 _LEAVE_S = 5.0  # after a rank fails, time in which other ranks can write their status files before all are killed
+# exit codes of a rank that such a signal killed
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
 _STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time to wait for status files of other machines: after a failure, after success
 _SAME_SIGNAL_S = 1.0  # two signals within this time count as one, because `timeout` and shells may send a signal twice
@@ -50,8 +51,8 @@ class Launch:
     """Settings of one attempt of a run.
 
     words: arguments of each of the `world` ranks. environment: variables from the user. nproc: number of ranks on this machine, or on each
-    machine of `hostfile` (None: its slots). module: program of a rank. grace_s: see `start`. caught: signals received so far, each with its
-    time (time.monotonic). ready: the warm process for quick restarts.
+    machine of `hostfile` (None: its slots). module: program of a rank. grace_s: seconds that ranks have to save after a signal. caught:
+    signals received so far, each with its time (time.monotonic). ready: the warm process for quick restarts.
     """
 
     words: list[str]
@@ -160,8 +161,8 @@ def _attempt(launch: Launch, token: str, folder: Path) -> End:
 
 
 def _started(launch: Launch, env: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes] | Forked, list[Rank]]:
-    """Fork the ranks from the warm process, which has already imported their modules (`launch.ready`), if there is one and it is able to;
-    otherwise start the launcher. Return (the process that ends after all ranks: their forked parent or the launcher; the ranks, [] if the
+    """Fork the ranks from the warm process (`launch.ready`), which has already imported their modules. If there is none or it
+    fails, start the launcher. Return (the process that ends after all ranks: their forked parent or the launcher; the ranks, [] if the
     launcher has still to start them). env: variables of the new processes. folder: the status folder."""
     world, nproc, here = launch.world, launch.nproc, launch.hostfile is None
     visible = devices(launch.environment, nproc or 1, launcher=launch.launcher) if here else None
@@ -292,9 +293,9 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
 
 
 def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
-    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago: time for others to write their status
-    files. token: the launch's. seen: rank or "machine N" -> time (time.monotonic) at which its status file was first seen; this call adds
-    new ones. now: time.monotonic()."""
+    """Return whether a rank or launcher on another machine failed more than `_leave_s` seconds ago, so that others have had time to write
+    their status files. token: marks the files of this attempt's launchers. seen: rank or "machine N" -> time (time.monotonic) at which its
+    status file was first seen; this call adds new ones. now: time.monotonic()."""
     codes: dict[object, tuple[int, float]] = {
         rank: (found.get("exit", FAILED), _leave_s(found)) for rank, found in status.read(folder).items()
     }

@@ -1,9 +1,9 @@
 """Conditions of the rules of `moe doctor` (moe/records/rules.py), tested on windows of a run: means over a few consecutive steps.
 
 A condition of one window is a function (window, recipe) -> measured value and sentence, or None. `lasting` turns it into a condition of the
-run: it must hold in the last LASTING windows, so that chance is no alarm. Loads count only after the warm-up and the run's first
-quarter, because a new router is uneven. A balance loss needs time to work: with it, loads count after half of the run, and once the sum of
-the learning rates allows a large change of the logits.
+run: it must hold in the last LASTING windows, so that chance raises no alarm. Loads count only after the warm-up and the run's first
+quarter, because a new router loads experts unevenly. A balance loss needs time to work: with it, loads count after half of the run, and
+once the sum of the learning rates allows a large change of the logits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from moe.router.methods.catalog import method_of
 LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # windows count once the learning rates add up to this share of the initial weights' size: AdamW moves weights by about lr
-CROWDED = 0.75  # a layer is crowded if (busiest load / fair share - 1) exceeds this share of its maximum, E / k - 1,
+MOVED = 0.25  # windows count once learning rates sum to this share of the initial weights' size: an AdamW step moves weights by about lr
+CROWDED = 0.75  # a layer (k of E experts a token) is crowded if busiest load / fair share - 1 exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # an expert with a smaller load / fair share is dead: it hardly learns; share of dead experts for an alarm
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
-DROPPED = 0.5  # share of dropped choices: more are lost than computed
+DROPPED = 0.5  # alarm above this share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 CERTAIN = 0.01  # entropy / ln E of a router that is certain of every token: its softmax hardly has a gradient
-ECHO, UNEVEN = -0.25, 0.5  # loads swing if a layer's `echo` is at most the first and its `uneven` at least the second (windows.py)
+ECHO, UNEVEN = -0.25, 0.5  # loads swing if deviations from the fair share correlate with the next step's by <= ECHO, with RMS >= UNEVEN
 ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
 NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
 BEYOND = 10.0  # a learning rate above this many times the initial weights' size replaces the weights in every step: no warm-up helps
@@ -245,7 +245,7 @@ def balanced_by(run: Run) -> bool:
 
 
 def fixed_load(run: Run) -> bool:
-    """Return whether no loss and no bias can change the loads, because of the selection method."""
+    """Return whether the selection method itself sets the loads, so that a balance loss has no effect or a harmful one."""
     return method_of(run.router).is_balanced is not None
 
 

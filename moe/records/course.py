@@ -13,15 +13,15 @@ from moe.records.windows import Window
 PARTS = 10  # the run is divided into this number of equal parts, whose mean losses are compared
 LEAST_STEPS = 20  # a run with fewer steps is not judged
 LEAST_OF_PART = 8  # least number of steps in a part for which the noise of its mean can be estimated
-LONG = 0.05  # a fault: the loss is above its first value in at least this share of the steps, and in one step by over 10 %
+LONG = 0.05  # share of steps with a loss above the first value that makes a fault, if the loss of one step is over 10 % above it
 ERRORS = 4.0  # number of standard errors by which the loss must rise between two parts; it must also rise by 2 %
-BEFORE = 20  # number of steps before a step, with whose median loss it is compared
+BEFORE = 20  # a step's loss is compared with the median loss of this number of previous steps
 SPIKE, SPIKES = 8.0, 3  # number of standard deviations above that median that make a spike; number of spikes that make a fault
 
 
 class Found(NamedTuple):
-    """A rule's condition that holds. since: the first step at which it holds. value: the measured number. said: a sentence about the
-    fault."""
+    """A fault that a rule found. since: the first step that shows it. value: the measured number, such as a loss. said: a sentence about
+    the fault."""
 
     since: int
     value: float
@@ -58,9 +58,9 @@ def course(windows: Sequence[Window]) -> Found | None:
 
 
 def spikes(windows: Sequence[Window], *, after: int) -> Found | None:
-    """Return the fault that the loss spikes: at least SPIKES steps after step `after`, none of which follows another, have a loss more than
-    SPIKE standard deviations, and a tenth, above the median of the steps before. The deviation is estimated from the median distance to
-    the median, which spikes do not change."""
+    """Return the fault that the loss spikes at least SPIKES times after step `after`; None: no fault. In a spike, the loss is more than
+    SPIKE standard deviations, and more than a tenth, above the median of the BEFORE previous steps; successive such steps are one spike.
+    The standard deviation is estimated from the median absolute deviation of these previous steps, which spikes hardly change."""
     steps, losses = (np.concatenate([getattr(window, of) for window in windows] or [np.empty(0)]) for of in ("steps", "losses"))
     if len(losses) <= BEFORE:
         return None

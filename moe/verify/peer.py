@@ -53,9 +53,10 @@ def main(
     """Run `moe verify --peer`: compare each pair of a model and a layout with one process, and print a row for it. Returns 0 if all are
     equal, 1 if a pair deviates or could not be compared.
 
-    model: comma-separated names, by default the adapter's MODELS; "others": the models that its function `others` returns. degrees: ep, tp,
-    fsdp -> number of ranks; None: 2 for each axis that the peer supports. only: run only pairs whose row contains this text in model or
-    layout. pin: ranks replay the choices of experts that the single process made. timeout_s: time limit for one recording."""
+    model: comma-separated names, by default the adapter's MODELS; "others": all further models of the installed release, if the adapter
+    lists them (`others`). degrees: ep, tp, fsdp -> number of ranks; None: 2 for each axis that the peer supports. only: run only pairs
+    whose row contains this text in model or layout. pin: ranks replay the choices of experts that the single process made. timeout_s: time
+    limit for one recording."""
     adapter = _adapter(peer)
     known = degrees or dict.fromkeys(adapter.DEGREES, 2)
     for name, degree in known.items():

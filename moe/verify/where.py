@@ -3,7 +3,8 @@ rounding explains.
 
 A line is one tensor of a Tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step, the phases
 are in this order: outputs of modules from embedding to head; losses and loads of MoE layers; loss; recomputed outputs; gradients from head
-to embedding; gradient norms; moments and weights after the update. The losses of all steps after the TAPED ones are last.
+to embedding; gradient norms; moments and weights after the update. Only the first TAPED steps are recorded; the losses
+of later steps come last.
 
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
@@ -222,9 +223,9 @@ class Standard:
 
 
 def last_module(errors: str) -> str:
-    """Return text that names the step and the last module of the rank that failed first; "" if no rank raised an error. errors: text of the
-    ranks' errors, which a tape (a recording of modules, tape.py) extends by the last module. Other ranks fail later, because they wait for
-    the first one."""
+    """Return text that names the step and the last module of the rank that failed first; "" if no rank raised an error. errors: the ranks'
+    error messages, to which the tape (a recording of modules, tape.py) adds the last module. Other ranks fail only later, because they wait
+    for this rank."""
     found = [(int(step or 0), depth(name), said) for said, name, step in re.findall(rf"{LAST}((\S+)(?:.* step (\d+))?.*)", errors)]
     return min(found, default=(0, (), ""))[2]
 

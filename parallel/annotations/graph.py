@@ -4,8 +4,8 @@
 
 Each operator has a rule in einsum notation, as in GShard (arXiv 2006.16668, section 3.2) and GSPMD (arXiv 2105.04663, section 3.5). A
 letter is a factor: it has one role and one size in the whole graph (`dims`). Sharding a factor shards every tensor of the operator that has
-its letter: `b` is data parallelism, `f` is Megatron's column-parallel and row-parallel layer. If the output lacks the factor, ranks have
-partial sums.
+its letter: sharding `b` is data parallelism, and sharding `f` Megatron's column-parallel and row-parallel layer. If the output lacks the
+factor, ranks have partial sums.
 
     b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (query heads for each key head)
     c channels (of a head)  f hidden  e experts  u slots (an expert's capacity for one sequence)  m expert_hidden  n shared_hidden
@@ -42,7 +42,7 @@ class Operator:
     rule: einsum rule: letters of each input, in the order of `inputs`, and of the output. flops: of the unsharded product in a forward
     pass; 0 if the operator is not a product. whole: factors (letters) that cannot be sharded. statistics: factors over which a norm or the
     loss computes one or two numbers for each position; if these factors are sharded, ranks all-reduce only the numbers. layer: index, from
-    0, of the operator's block of the model; -1: before the first block; the number of blocks: after the last block."""
+    0, of the operator's Transformer layer; -1: before the first layer; the number of layers: after the last layer."""
 
     name: str
     kind: Kind

@@ -28,7 +28,8 @@ _MOST_STARTED = 8
 
 
 class Buckets:
-    """Sums the gradient of each of `parameters` (name -> parameter) over the axes that its layout's summed_over() returns."""
+    """Sums the gradient of each of `parameters` (name -> parameter) over the ranks that hold a copy of the
+    parameter but see different tokens (Layout.summed_over)."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Layouts, mesh: Mesh) -> None:
         self.parameters, self.layouts, self.mesh = parameters, layouts, mesh

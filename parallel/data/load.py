@@ -1,7 +1,7 @@
 """Loads weights and optimizer states into an engine, a few MiB at a time, so that resuming needs no more memory than training.
 
-load(name, kind, box) returns the values in a box (a slice for each dim) of this rank's shard of parameter `name` (kind "weight") or of one
-of its optimizer states.
+load(name, kind, box) returns the values in a box (a slice for each dim) of this rank's shard of parameter `name`. kind: "weight", or the
+name of an optimizer state, to read this state of the parameter instead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def held_of(parameter: Tensor, optimizer: Optimizer) -> Iterator[tuple[str, Tens
 def fill_stepped(
     parameter: nn.Parameter, optimizer: Optimizer, load: Callable[[str, Box], Tensor], *, kept: StateDims, steps: int, start: Sequence[int]
 ) -> None:
-    """Fill a parameter of a torch optimizer with load("weight", box), and each of its optimizer states with load(state, box). `kept`: these
-    states, as Rule.kept returns them. `start`: index, in the tensor that `load` reads, of the parameter's first element. `steps`: the
-    optimizer's step counter."""
+    """Fill a parameter of a torch optimizer with load("weight", box), and each of its optimizer states with load(state, box). `kept`: name
+    of each state -> dim of the parameter over which the state is a mean; None: it has the parameter's shape. `start`: index, in
+    the tensor that `load` reads, of the parameter's first element. `steps`: the optimizer's step counter."""
     fill(parameter.data, partial(load, "weight"), start=start)
     if not parameter.requires_grad:
         return  # frozen: it has no optimizer states
@@ -69,8 +69,8 @@ def fill_stepped(
 
 
 def kept_of(parameter: nn.Parameter, optimizer: Optimizer, kept: StateDims) -> dict[str, Tensor]:
-    """Return a dict: name -> tensor of the parameter's optimizer states; zeros for a state that does not exist yet. kept: the states, as
-    Rule.kept returns them."""
+    """Return a dict: name -> tensor of the parameter's optimizer states; zeros for a state that does not exist yet. kept: name of
+    each state -> dim of the parameter over which the state is a mean; None: it has the parameter's shape."""
     state = optimizer.state.get(parameter, {})
     return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}
 

@@ -46,8 +46,8 @@ FILE_BYTES = 256 * 2**20  # bytes of tensors after which a rank begins another f
 
 @dataclass(frozen=True)
 class Piece:
-    """A part `tensor` of the whole tensor `name`. shape: of the whole tensor. start: index, in the whole tensor, of the part's first
-    element."""
+    """The part `tensor` of the whole tensor `name`. shape: of the whole tensor. start: index in the whole tensor at which the part
+    begins."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,8 +67,8 @@ def save(
     """Write a checkpoint and return its folder. Collective. Raise BadInput on all ranks if a rank cannot write, or has a value that is
     not finite.
 
-    held: ("weight" or an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, which rank 0 writes.
-    keep: number of newest checkpoints that are not removed; none is removed if `prune` is False."""
+    held: ("weight" or name of an optimizer state, piece) for all tensors that this rank owns. state: the trainer's state, written by rank
+    0. keep: number of newest checkpoints that are not removed; none is removed if `prune` is False."""
     begin(folder, step, world)
     agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
     agreed(folder, step, world, lambda: commit(folder, step, state, world, keep if prune else None) if world.index == 0 else None)

@@ -1,4 +1,4 @@
-"""Raises an error of one rank on all ranks, with the same line, so that no rank waits for a failed rank.
+"""Raises an error of one rank on all ranks, with the same message, so that no rank waits for a failed rank.
 
     rank 0   work() ----------------------------------.   a maximum over ranks finds the first rank that failed; if none did: continue
     rank 1   work() raises ValueError: boom ----------'   a sum over ranks sends the bytes of its line to all ranks, which raise it
@@ -20,7 +20,7 @@ from parallel.mesh.collectives import device_of, largest, sum_over
 from parallel.mesh.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 40_000  # most bytes of a line: four fields of at most 800 characters (`cut`), each character at most 12 bytes in JSON
+_LONGEST = 40_000  # most bytes of a line: 4 fields of a BadInput, each of at most 800 characters (`cut`), each of at most 12 bytes in JSON
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from parallel.process.libc import keep_freed_memory
 # B sequences of a rank, L length, D model
 
 Step = Callable[[int], float]  # takes the training step with this number and returns this rank's loss
-WORLD, BATCH, LENGTH, VOCABULARY, CAPACITY = 2, 8, 256, 256, 1.25
+WORLD, BATCH, LENGTH, VOCABULARY, CAPACITY = 2, 8, 256, 256, 1.25  # ranks, B, L, number of token ids, capacity factor
 
 
 def main(*, peers: str = "deepspeed,transformers", only: str | None = None, rounds: int = 9, json: str | None = None) -> int:
@@ -80,7 +80,8 @@ def recipe(precision: str, *, ep: int) -> dict[str, Any]:
 
 
 def tokens_of(step: int, rank: int) -> Tensor:
-    """Return token ids, int64 [B, L + 1]. Ids of a sequence rise by a constant (modulo the vocabulary), which a small model soon learns."""
+    """Return the token ids of a rank in a training step, int64 [B, L + 1]. Ids of a sequence rise by a constant (modulo the
+    vocabulary), which a small model soon learns."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     start_B1 = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride_B1 = torch.randint(1, 4, (BATCH, 1), generator=generator)

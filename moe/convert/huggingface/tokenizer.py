@@ -1,4 +1,4 @@
-"""Converts tokenizer.json to the tokenizer of a run, and back, with the sentinel tokens of an encoder-decoder.
+"""Converts tokenizer.json to the tokenizer of a run, and back, with the sentinel tokens of an encoder-decoder (T5's <extra_id_0>, ...).
 
 read_tokenizer(folder, config, run)    returns the tokenizer's description; if it cannot be used, the byte tokenizer's, and the reason
 write_tokenizer(folder, described)     writes tokenizer.json and tokenizer_config.json if they are missing, and a changed chat template
@@ -27,7 +27,7 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")  # only `got` is read, below
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
-        if len(known) > room:  # checked before the library reads it, which is slow with millions of ids
+        if len(known) > room:  # checked before `tokenizers` reads it, which is slow with millions of ids
             raise BadInput("tokenizer.json", got=f"{counted(len(known), 'id')} for {held}", needed="", fix="")
         content = _without_sentinels(content, run)
         if _is_bytes(content, _ends(source, config)):
@@ -44,7 +44,8 @@ def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict
 
 
 def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
-    """Return whether `tokenizer` is the tokenizer.json that `write_tokenizer` writes for the byte tokenizer."""
+    """Return whether `tokenizer` is the tokenizer.json that `write_tokenizer` writes for the byte tokenizer. ends: id that ends
+    a text, or None."""
     plain = Bytes.for_others()
     return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
 
@@ -107,7 +108,7 @@ def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: R
     ends = tokenizer.token_bytes[tokenizer.separator].decode()
     if not (part / "tokenizer.json").is_file():
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        # the library accepts added tokens only if their ids follow the tokenizer's ids without a gap
+        # `tokenizers` accepts added tokens only if their ids follow the tokenizer's ids without a gap
         if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:
             model = _with_sentinels(model, run, tokenizer.separator, ends)
         (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")

@@ -7,7 +7,7 @@
 A row is a copy of a token for one of its experts.
 
 All dispatchers give the same results (GShard, arXiv 2006.16668). A new dispatcher is a file here, a line in catalog.py, and its name and
-keys in moe/recipe/sections. Recipes are checked before torch is loaded, so these files import it inside functions.
+keys in moe/recipe/sections. Recipes are checked before torch is loaded, so these files import torch inside functions.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Dispatcher(ABC):
 class Exchange(ABC):
     """An opened dispatcher: for all layers of a model, or for one layer if `layer` returned it. Only its buffers persist between calls.
     `axes`: axes over which rows are sent. `etp`: the axis over which each expert's matrices are sharded. `placement`: the expert at each
-    place (placement.py); None: expert p at place p. `meanwhile`: computes the part of the layer that needs no other rank. `run` may call it
-    once, while rows are being sent; if `run` does not, the layer calls it.
+    place, with places numbered over the ranks of ep in order; None: expert p at place p. `meanwhile`: computes the part of the layer that
+    needs no other rank. `run` may call it once, while rows are being sent; if `run` does not, the layer calls it.
     """
 
     axes: tuple[Axis, ...] = ()

@@ -3,8 +3,8 @@
     candidates -> legal? -> lower bound of the seconds -> fits? (recompute: none, then selective, then full) -> tighter bounds -> seconds
 
 The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds takes its next step: its memory is
-computed, then tighter bounds, and at last its exact seconds. It is ranked when these are smaller than the bounds of all other plans, of
-which neither memory nor exact seconds need be computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT)
+computed, then tighter bounds, and at last its exact seconds. It is ranked when these are smaller than the bounds of all other plans. Memory
+and exact seconds of those plans need not be computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT)
 come last. Among equally fast plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
 
 A plan that fits without recompute is not tried with recompute, which is slower. `full` recompute needs the least memory: if a plan does not
@@ -53,8 +53,8 @@ class Refused:
 @dataclass(frozen=True)
 class Ranking:
     """Result of `choose`. tried: number of plans that were tried. ranked: the `top` best that can run and fit, best first. fitting: number
-    of plans that were found to fit. refused: plans that cannot run or do not fit. Plans that are certainly slower than `ranked` are in
-    neither number, because their memory is not computed."""
+    of plans that were found to fit. refused: plans that cannot run or do not fit. Plans that are certainly slower than `ranked` are
+    counted in neither `fitting` nor `refused`, because their memory is not computed."""
 
     tried: int
     fitting: int

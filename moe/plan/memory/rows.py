@@ -26,7 +26,7 @@ def most_rows(network: Network, plan: Plan) -> float:
 
 
 def padding(network: Network, plan: Plan, stack: Stack) -> float:
-    """Mean number of rows of zeros that are added to the rows of a rank's experts with adapters, so that matrix products have few different
+    """Mean number of zero rows that pad the rows of a rank's experts with LoRA in 16 bits, so that matrix products have few different
     shapes."""
     e = network.experts
     if e is None or e.fused or network.adapters is None or plan.compute_bytes >= FP32_BYTES:
@@ -74,7 +74,7 @@ def experts_kept(n: Network, plan: Plan, stack: Stack) -> float:
 
 def router_kept(n: Network, stack: Stack, itemsize: int) -> float:
     """Bytes that the router and its losses keep for each token: in fp32 the jitter and the jittered input, the inputs of the norm and of
-    the noise's matrix, logits and probabilities; and `Router.kept`. itemsize: bytes of an element of activations."""
+    the noise's matrix, logits and probabilities; and what routing keeps (`r.kept`). itemsize: bytes of an element of activations."""
     e = n.experts
     assert e is not None
     r, held = e.router, 0.0

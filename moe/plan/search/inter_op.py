@@ -23,7 +23,7 @@ import numpy as np
 
 from parallel.errors import BadInput, counted
 
-Time = Callable[[int, int, int, int], float]
+Time = Callable[[int, int, int, int], float]  # (first layer, end layer, devices, number of later stages) -> seconds, or inf
 
 
 @dataclass(frozen=True)

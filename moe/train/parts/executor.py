@@ -38,12 +38,13 @@ from parallel.pipeline.schedule import Schedule, Watcher
 from parallel.pipeline.weights import Versions
 from parallel.watch import watchdog
 
-Each = Callable[[int, Output], Tensor | None]  # called after a forward pass, as the module's docstring says
+Each = Callable[[int, Output], Tensor | None]  # (number of the micro-batch, its Output) -> loss; None: no backward pass starts here
 Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch's tokens, [B, L] -> shape of the tensor sent between stages
 
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """Start the recipe's data-parallel engine for this rank's model; return an executor of it. rule: a user's optimizer. Collective."""
+    """Start the recipe's data-parallel engine for this rank's model; return an executor of it. rule: a user's optimizer;
+    None: the recipe's. Collective."""
     model.own_loss = OwnLoss(run.train.loss) if run.train.has_own_loss else None
     engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:

@@ -69,8 +69,9 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key whose value is a plug-in -> hash of the
-    plug-in's file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) without the recipe. name: the recipe's. origins: recipe key -> source of its value.
+    from_step: step of the checkpoint to resume; None: the newest. allow_changes: recipe keys that may differ from the checkpoint's
+    although they change what the model computes. code: recipe key whose value is a plug-in -> hash of the plug-in's file."""
 
     name: str
     out: Path
@@ -97,7 +98,7 @@ class Start:
 
     found: Reader | None  # the run's own checkpoint, which it resumes; None for a new run
     source: Reader | None  # the checkpoint of --init_from; None without --init_from
-    base: Reader | None  # the model to which this run adds adapters; None without adapters
+    base: Reader | None  # the model to which this run adds LoRA adapters; None without LoRA
     resumed: Resumed
     writes: bool = False  # whether this rank writes the run's folder: rank 0, if steps are left
 
@@ -113,7 +114,7 @@ def open_job(run: Run, arguments: RunArguments) -> Job:
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own or run.data.source == "chat" else read()
     if data.has_pairs and not run.train.has_own_loss:
-        needed, fix = "train.loss: cross-entropy would train both", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
+        needed, fix = "a loss for pairs: cross-entropy would train both chats", "--train.loss dpo:dpo, with a copy of docs/use/dpo.py"
         raise BadInput("train.loss", got="cross_entropy with pairs of chats", needed=needed, fix=fix)
     run = in_steps(run, data, arguments.say)
     if not (done := _is_done(run, start.found, out, mesh)):
@@ -202,7 +203,7 @@ def _restore(run: Run, arguments: RunArguments, mesh: Mesh, training: Training, 
     if found is not None:
         training.rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
-        if start.base is not None:  # before `resume`, which loads the adapters and the counters
+        if start.base is not None:  # before `resume`, which loads the LoRA adapters and the counters
             state.begin(start.base, engine, mesh, log=lines.append, whole=whole)
         counters, scale, recipe = training.counters, training.scale, run.model_dump(mode="json")
         state.resume(found, engine, mesh, counters=counters, scale=scale, data=data.key, recipe=recipe, log=lines.append, whole=whole)
@@ -295,8 +296,8 @@ def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
-    """Build this rank's share of the model; return its executor. rule: a user's optimizer. table: token id -> experts, for hash routers.
-    Collective."""
+    """Build this rank's share of the model; return its executor. rule: a user's optimizer; None: the recipe's. table: token id ->
+    experts, for hash routers. Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):
@@ -329,8 +330,8 @@ def title(run: Run, world: World) -> list[str]:
 
 
 def trained_parameters(run: Run) -> int:
-    """Return the number of trained parameters: of the adapters if there are any, else of all weights. Parts in train.freeze are not
-    counted."""
+    """Return the number of trained parameters: of the LoRA adapters if there are any, else of all weights. Modules in train.freeze are
+    not counted."""
     layouts = {global_name(name): layout for name, layout in whole_layouts(run).items()}
     return sum(prod(layouts[name].shape) for name in trained(layouts) if not is_frozen(name, run.train.freeze))
 

@@ -1,4 +1,5 @@
-"""Draws the random numbers of the plain twin (twin.py) by the hash of parallel/numerics/random.py, reimplemented with 64-bit integers.
+"""Draws the random numbers of the plain twin (the reference model of `moe verify`) by the hash of parallel/numerics/random.py, here
+reimplemented with 64-bit integers.
 
 h(x) = two rounds of xor-shift and multiply, 32 bits     number = 0.5 + signed h(h(token * 0x9E3779B9 + key) + column * 668265263) / 2^32
 """
@@ -27,7 +28,7 @@ def uniform(key: int, places_T: Tensor, width: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash the lower 32 bits of int64 numbers by two rounds of multiply-xorshift."""
+    """Hash the lower 32 bits of int64 numbers by two rounds of xor-shift and multiply."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x & _LOW
         x = (x ^ (x >> shift)) * factor

@@ -11,7 +11,7 @@ from parallel.data.kinds.catalog import ENGINES, PLAIN, planned
 from parallel.mesh.mesh import divisors
 
 WORLDS = divisors(BATCH)  # numbers of ranks that divide the batch
-THREE = ("dense", "gshard", "deepseek")
+THREE = ("dense", "gshard", "deepseek")  # models of most cases
 _BY_KFAC = ("kfac", "kfac_at_once", "kfac_t5")  # models that K-FAC updates
 
 
@@ -55,9 +55,9 @@ def _with_engines(kinds: Iterable[str], worlds: Sequence[int], *, models: Iterab
 
 
 def tiled_cases() -> list[Case]:
-    """Return cases of tiled networks, heads and losses, with ep and etp. In 16 bits feed-forward networks are not tiled, because the
-    measured tolerance does not include the rounding of their tiles; tests/parallel/data/test_tiling.py tests these.
-    """
+    """Return cases in which feed-forward networks and the output head are computed in tiles and the loss in chunks, with ep and etp. In 16
+    bits feed-forward networks are not tiled, because the measured tolerance does not include the rounding of their tiles. Tiles in 16 bits
+    are tested in tests/parallel/data/test_tiling.py."""
     return [
         Case(model, kind, world, ep, m, precision, recompute, etp, tiles=5 if precision == "fp32" else 1, head_tiles=3, chunks=chunks)
         for world in WORLDS

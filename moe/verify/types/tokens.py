@@ -87,7 +87,8 @@ def _balance(
     spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
 ) -> Iterator[str]:
     """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, then three lists with an entry for
-    each expert: sum, minimum and maximum over tokens of the gradient of its probability). scale: loss scale. bound: as in `of_tokens`."""
+    each expert: sum, minimum and maximum over tokens of its probability's gradient; without tokens only the sum). scale: loss scale.
+    bound: as in `of_tokens`."""
     once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
     whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
     total = spec.balance_weight * experts * scale

@@ -2,7 +2,8 @@
 
     {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
 
-A file has F and B of each stage at each clock (MHz), in seconds (s) and joules (j). If it has no I and W, each counts as half of B.
+A file has time (s, seconds) and energy (j, joules) of each stage's forward (F) and backward pass (B) at each clock (MHz). The two halves of
+a split backward pass, input gradient (I) and weight gradient (W), are optional: each defaults to half of B.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def read_profile(path: str | Path) -> MeasuredProfile:
         found.append({Op(name): _clocks(clocks) for name, clocks in stage.items()})
         for op, clocks in found[-1].items():
             if not clocks:
-                raise wrong(f"stage {at} {op} without a clock of a time and an energy above 0")
+                raise wrong(f"stage {at} {op} without a clock, or with a clock, time or energy that is no number above 0")
     return MeasuredProfile(tuple(found), float(idle))
 
 
