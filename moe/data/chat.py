@@ -227,8 +227,9 @@ def _texts(line: bytes | dict[str, Any], where: str, template: ChatTemplate | No
 
 
 def _row(line: bytes | dict[str, Any], where: str, field: str | None) -> dict[str, Any]:
-    """Return a line's JSON object, or a table's row, without null fields. field: name of the field that holds the messages; if given,
-    return only this field, as "messages", and "tools". Raises BadInput if it is not a JSON object, or lacks this field."""
+    """Return a line's JSON object, or a table's row, without null fields. field: name of the field that holds the messages. If given,
+    the result has only this field, renamed to "messages", and "tools" if the row has it. Raises BadInput for a line that is not a JSON
+    object or lacks this field."""
     try:
         row = line if isinstance(line, dict) else json.loads(line)
     except (ValueError, RecursionError) as error:

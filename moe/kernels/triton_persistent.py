@@ -1,4 +1,5 @@
-"""A variant of the kernels `triton`: a persistent grid computes the two products of contiguous rows, A W2 and dH W1^T + dG W3^T.
+"""A variant of the kernels `triton`: a persistent grid computes the two products that read their rows in order, without a gather:
+A W2 and dH W1^T + dG W3^T (letters as in triton/network.py).
 
     multiprocessor 0    loads       tile 0 .... | tile 132 ......... | tile 264 ...
                         products      tile 0 .... | tile 132 ......... | tile 264 ...

@@ -43,8 +43,8 @@ class Meant:
         return list(self.keys) if self.unit is None else [self.unit.partition(",")[0]]
 
     def fix(self, value: Any, *, typed: bool) -> Fix:
-        """Return the fix for a recipe that sets the other tool's name to `value`. The fix names keys for a recipe file or, if `typed`,
-        flags for a command line."""
+        """Return the fix for a recipe that has the other tool's key (such as hidden_size) with this value. The fix names keys of a recipe
+        file or, if `typed`, flags of a command line."""
         if self.flag is not None:
             return Words(f"remove it, and give moe {VERB_OF.get(self.flag, 'train')} {self.flag}", Remove("it"))
         if self.unit is not None:

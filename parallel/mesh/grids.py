@@ -51,7 +51,7 @@ class Grid:
 
     @property
     def channels(self) -> int:
-        """Number of shards of a weight's inputs, which are the model's channels."""
+        """Number of shards of the model's channels (model.d_model)."""
         return self.columns * (self.depth if self.kind == "3d" else 1)
 
     @property

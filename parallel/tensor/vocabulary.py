@@ -151,7 +151,7 @@ def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
 
 class _Merged(torch.autograd.Function):
     """Merge [log-sum-exps, targets' logits] [2, N] over ranks. Backward sends nothing: each rank multiplies the log-sum-exp's gradient,
-    which is equal on every rank, by the probability that the softmax gives to its rows."""
+    which is equal on every rank, by the total probability of its own part of the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, scores_2N: Tensor, axis: Axis) -> Tensor:

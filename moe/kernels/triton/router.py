@@ -221,9 +221,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 @triton.jit(do_not_specialize=["G", "B", "slots", "stride", "N"])
 def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, stride, N, BALANCE: tl.constexpr, Z: tl.constexpr,
            BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
-    """Add up `parts`, the sums that `choose` wrote. `counted`, `kept`: counted_GE and kept_TK of Together. Rows of `counted` are `stride`
-    elements apart, and `kept` has N elements. Write E times each expert's share of its group's counted choices into share [G, E]. Also
-    write Fused's loss, counts and means; after the means, the number of tokens (at least 1).
+    """Add up `parts`, the sums that `choose` wrote. For each group of tokens, write into share [G, E] the fraction of the group's counted
+    choices that each expert got, times E. Also write the fields loss, counts and means of Fused; after the means, the number of tokens (at
+    least 1). `counted`, `kept`: counted_GE, whose rows are `stride` elements apart, and kept_TK of Together, with N elements.
     BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)

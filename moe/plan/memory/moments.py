@@ -1,10 +1,13 @@
-"""Lists the moments of a step at which a pipeline rank's memory may be at its peak, with the bytes at each. Model states are left out.
+"""Lists the points in time of a step at which a pipeline rank's memory may be at its peak ("moments"), with the bytes at each. Bytes of
+model states are added elsewhere (memory.py); a moment only notes the parameters whose gradient does not exist yet.
 
     loss        logits in two dtypes and their gradients
-    work        backward pass of a layer: recomputed activations, gradients inside the layer and of its largest matrix, dispatched rows
+    work        backward pass of a layer: its recomputed activations, the gradients of its largest activations and of its largest matrix,
+                and its dispatched rows
     embedding   gradient of the embedding, after the activations of the micro-batch are freed
     sums        gradients of weights: their reduction with ZeRO stage 3, or action W if a schedule splits the backward pass into I and W
-    head, bucket, forward     moments of ZeRO stage 3 at which other weights are gathered or gradients unreduced (temporary.py)
+    head, bucket, forward     only with ZeRO stage 3, for its gathered weights and unreduced gradients: backward pass of the head, reduction
+                              of a bucket of gradients, forward pass (temporary.py)
 
 At each moment, the micro-batches in flight keep their activations (in_flight.py, kept.py). Gradients that are freed between steps exist
 only after the first backward pass. The list is cached. It depends on the data-parallel engine only with ZeRO stage 3.
@@ -89,9 +92,10 @@ class RankMoments:
 
 
 class _AtWork(NamedTuple):
-    """A layer in its backward pass. Later layers are those above it in the stack, which have ended their backward pass. gone: bytes that
-    later layers of its stage have freed. to_come: parameters of the stage that have no gradient yet. freed: parameters of the later layers.
-    behind: parameters with gradients being reduced. done: parameters of the later layers and the head."""
+    """A layer in its backward pass. Later layers are those above it in its stage, which have ended their backward pass. gone: bytes of
+    activations that later layers have freed. to_come: parameters of the stage that have no gradient yet. freed: parameters of later layers
+    that FSDP had gathered and has freed. behind: parameters with gradients being reduced. done: parameters with complete gradients: those
+    of later layers and, on the last stage, an untied head's."""
 
     of: LayerBytes
     gone: float

@@ -63,7 +63,8 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    gathers: Literal["layers", "elements", "moments"] = "layers"  # unit of `gathered`; `moments`: bytes of each moment instead (moments.py)
+    # unit of the field `gathered`; moments: gathered weights are computed for each moment of a step instead (moments.py)
+    gathers: Literal["layers", "elements", "moments"] = "layers"
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with tensor.sequence_parallel, the backward pass gathers products' inputs again instead of keeping them
     outputs: Literal["freed", "kept"] = "freed"  # whether a stage keeps its outputs after it sends them

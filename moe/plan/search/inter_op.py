@@ -95,7 +95,8 @@ def _sums(t: Any, layers: int, devices: int, submeshes: Sequence[int]) -> tuple[
         for j, n in enumerate(submeshes):
             if n > devices or not np.isfinite(t[s - 1, j]).any():
                 continue
-            # both[l, k, d]: the first of s stages has layers l to k - 1 on n of d devices; the other stages have the rest
+            # both[l, k, rest]: seconds if the first of s stages has layers l to k - 1 on n devices, and the other stages have the layers
+            # from k on `rest` devices; so d = n + rest
             both = t[s - 1, j][:layers, :, None] + sums[s - 1][None, :, : devices + 1 - n]
             end = both.argmin(axis=1)
             value = np.take_along_axis(both, end[:, None, :], axis=1)[:, 0]

@@ -94,7 +94,8 @@ def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, 
     groups = sequences / (tp if apart else 1) / e.router.group if e.router.group else 1
     gathered = Message(axis, "all_gather", tokens * (e.router.decides + each), ranks)
     back = Message(axis, "reduce_scatter", tokens * ranks * each, ranks)
-    aligned = apart or plan.tensor == "sliced" or e.router.group == 0  # kernels need equal parts of a group on all ranks
+    # whether each rank has an equal part of every group: only then can the router's kernel count the gathered choices itself
+    aligned = apart or plan.tensor == "sliced" or e.router.group == 0
     sent = 0 if router == "kernels" and e.router.gathered_counts and aligned else groups * e.router.counts
     counts = Message(axis, "all_reduce", sent, ranks)
     return tuple(m for m in (gathered, counts) if m.handed), (back,) if each else ()

@@ -90,7 +90,7 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int
 
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Kinds) -> list[Stage]:
-    """Return the times of one micro-batch on each stage or rank of these kinds. Equal kinds are computed once."""
+    """Return the times of one micro-batch on each rank (or stage) that `kinds` lists, in its order. Equal kinds are computed once."""
     # leaves out the number of micro-batches, the engine and the other stages: plans that differ only in these share cached stages
     added = 0 if plan.microbatches == 1 else plan.storage.gradients
     alike = network, of_layer(plan), cluster, program, plan.recompute, plan.recompute_every, added, plan.pp > 1

@@ -2,12 +2,13 @@
 
     before the step     ranks' copies of a weight or optimizer state must have equal hashes; a differing copy is replaced
     first pass          forward and backward; gradients and the step's numbers are hashed, then dropped
-    second pass         forward and backward again: hashes must equal the first pass's on every rank; weights and states are unchanged
+    second pass         forward and backward again: hashes must equal the first pass's on every rank, and those of weights and optimizer
+                        states must be as before the step; a changed tensor is replaced by another rank's copy
     after the update    copies are compared again. Every save compares them too, so that no checkpoint holds a corrupt copy
 
 Random numbers depend only on seed, step, layer and token, so both passes should compute the same bits. If their hashes differ, passes are
-repeated until two agree, and the step uses these gradients. If a tensor has no intact copy, all ranks end with a line that names the
-checkpoint to resume from.
+repeated until two agree, and the step uses these gradients. If no two of ATTEMPTS passes agree, or a tensor has no intact copy, all ranks
+end with a line that names the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from parallel.watch.audit import Finding, Held, by_change, by_majority, copies_o
 
 ATTEMPTS = 6  # largest number of passes (forward and backward) of one step
 MOST_NAMED = 3  # largest number of differing tensors or layers that a message names
-Pass = tuple[Tensor, dict[str, int]]  # (hashes of the gradients and of the step's numbers, hashes by layer)
+Pass = tuple[Tensor, dict[str, int]]  # (hashes of gradients and of the step's numbers, hashes of layers' outputs)
 
 
 class Auditor:

@@ -71,9 +71,9 @@ def others() -> tuple[str, ...]:
 
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
-    """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases have
-    no ep without another axis: there, ep alone is left out unless it is the only axis in `degrees`. For MODELS, ep alone (in
-    newer releases: ep with one other axis) also has a pair for each implementation of the experts' matrix products."""
+    """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases
+    spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with an empty plan, and only if `degrees` has no other
+    axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products."""
     alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:

@@ -227,7 +227,8 @@ class Watch(TorchDispatchMode):
         both = (pieces(global_name(name), layout, self.mesh, tensor) for tensor in (self.held["weight"][name], gradient))
         for weight, part in zip(*both, strict=True):
             flows = self.seen.flows[-1].setdefault(weight.name, [])
-            # a unique number instead of a hash: each part has only one owner, so equal parts are not copies, and all of them count
+            # laws.py counts entries with equal hashes once, as copies. Here each part is recorded by its owner alone, so a unique number
+            # in place of the hash makes equal parts count too
             flows.append([self.mesh.rank * 2**20 + len(flows), *_flow(weight.tensor, part.tensor)])
             if weight.name == "head.weight":
                 g_VD = part.tensor.double()

@@ -105,7 +105,9 @@ class Choices(TorchFunctionMode):
         what topk or argmax chose here. best: the scores of these choices."""
         if self.tokens is None:
             fix = "record without pin"
-            raise BadInput("pin", got="a router in a model without token ids", needed="token ids [B, L]", fix=fix)
+            raise BadInput(
+                "pin", got="a call of the model without token ids", needed="token ids [B, L], by which choices are matched", fix=fix
+            )
         lead = 2 if scores.shape[:2] == self.tokens.shape else 1
         if lead == 1 and scores.shape[0] != self.tokens.numel():
             return own

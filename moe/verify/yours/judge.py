@@ -216,8 +216,8 @@ class Comparison:
         return [1.0 if shared else self._scale_of(rank) for rank in range(len(self.ranks))]
 
     def _scale_of(self, rank: int) -> float:
-        """Return one rank's factor of `scales`, measured at the first output gradient of the backward pass that the rank has. This is for
-        ranks without a common module, such as pipeline stages."""
+        """Return one rank's factor of `scales` if no module is on all ranks, as with pipeline stages. It is measured at the first output
+        gradient of the single process's backward pass that this rank also has; 1 if there is none."""
         for key in (k for k in self.order if k.kind == "output gradient" and k in self.ranks[rank].pieces):
             piece = self.pieces(key)[rank]
             if piece is not None and (best := self.best(key, rank, piece, 0.0, scale=False)) is not None:
