@@ -149,7 +149,7 @@ def _split(run: Run) -> str:
 
 
 def _widths(run: Run) -> dict[str, int]:
-    """Return name of each kind of network -> number of its hidden units on one rank."""
+    """Return for each kind of network: name of its width in messages -> number of its hidden units on one rank."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
     widths = {f"model.d_ff{_split(run)}": m.d_ff // run.tp_grid().units} if len(sparse) < m.num_layers or m.ahead else {}

@@ -83,7 +83,7 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def _own(name: str, size: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `size` (flag -> value) with None for every option that the schedule `name` does not have."""
+    """Return a copy of `size` (flag -> value) with None for options that the schedule `name` lacks, and for chunks if it fixes them."""
     kind = kind_of(name)
     return size | {option: None for option in OPTIONS if kind.option != option} | ({} if kind.chunks is None else {"chunks": None})
 

@@ -123,7 +123,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
     for which, side in (("the source", before), ("the new model", run)):
         if side.experts.free and side.model.layers_with_experts():
             got = f"{counted(side.experts.free, 'expert')} without parameters in {which}"
-            needed = "0: such experts cannot be converted to or from networks"
+            needed = "0, because no weights can be converted to or from such experts"
             raise BadInput("experts.skip, experts.zero", got=got, needed=needed, fix="do not convert this model")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network has none, and an expert's bias is multiplied by its gate"
@@ -221,7 +221,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
         return
     if old.residual or old.shared_gate:
         got = f"a dense layer from experts with {'a residual network' if old.residual else 'gated shared experts'}"
-        needed = "experts alone: such a network's weight in the sum differs between tokens, so one dense network cannot replace both"
+        needed = "no such network: its weight in the sum differs between tokens, so one dense network cannot replace it and the experts"
         raise BadInput("--to", got=got, needed=needed, fix="keep experts in these layers")
     learned = before.router.expert_scale == "learned"  # trained scales multiply the gates, so gates do not sum to a constant
     if (learned or gate_sum(before.router) is None) and not settings.approximate:

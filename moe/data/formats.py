@@ -121,7 +121,7 @@ def whole(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def decoding(path: Path, encoding: str) -> Iterator[None]:
-    """Convert an error while text is decoded to BadInput."""
+    """Return a context in which an error of decoding text becomes BadInput."""
     try:
         yield
     except UnicodeError as error:
@@ -212,7 +212,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _table(path: Path, what: str) -> Iterator[Any]:
-    """Import pyarrow. Convert its errors while the table is read to BadInput. what: beginning of the error message about a cell."""
+    """Yield the module pyarrow, whose errors in the context become BadInput. what: beginning of the error message about a cell."""
     arrow = needed_package("pyarrow", path)
     try:
         yield arrow

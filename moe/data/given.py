@@ -37,8 +37,8 @@ _LOOKED_AT = 8  # number of training samples that are hashed to identify the dat
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples `first` to `first + num_windows - 1` of an indexable source, as `Sequences` (moe/data/order.py). `name`: train or validation,
-    for error messages."""
+    """Samples `first` to `first + num_windows - 1` of an indexable source, with the interface of `Sequences` in moe/data/order.py. `name`:
+    train or validation, for error messages."""
 
     source: Any
     max_length: int
@@ -72,8 +72,8 @@ class Stream:
     vocab_size: int
     say: Callable[[str], object]
     _rows: Iterator[Any] = field(default_factory=lambda: iter(()))
-    _at: int = -1  # number of samples read so far; -1: the source is not opened
-    _read: int = 0  # number of samples read since the source was last opened
+    _at: int = -1  # index of the next sample, not reset when the source is iterated again; -1: the source is not opened
+    _read: int = 0  # number of samples read in the current iteration of the source
 
     def batch(self, step: int, shard: TokenShard) -> Ints:
         """Return one rank's part of the batch of step `step`, int64 of shape `shard.shape`. The first step is 0. Raises BadInput for a

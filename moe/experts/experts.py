@@ -46,8 +46,8 @@ class Routed(NamedTuple):
 
 
 def _with_adapters(network: Network, scale: float, name: str, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-    """Return each row times the matrix `name` of its expert (ByProduct.times), plus the term of LoRA's adapters if the network has them.
-    `scale`: LoRA's factor of this term."""
+    """Return each row times its expert's matrix `name` (`weight_EIO`), plus the product with LoRA's adapters if the network has them.
+    `scale`: LoRA's factor of this product. `counts`: number of rows of each expert."""
     if not network.adapters:
         return frozen_product(rows_RI, cast(Blocks, weight_EIO), counts)
     return grouped_product(rows_RI, weight_EIO, counts, *network.adapters[name], scale=scale)
@@ -57,7 +57,7 @@ class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
     in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
     None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
-    `swiglu`: bounds and slope of that activation. `products`: which operands of products are quantised, by name (PRODUCTS).
+    `swiglu`: bounds and slope of that activation. `products`: which operands of matrix products are quantised, a name in PRODUCTS.
 
     The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
     its layout).

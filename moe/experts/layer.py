@@ -125,8 +125,8 @@ class MoELayer(nn.Module):
         return add_unrouted()(y_TD), report
 
     def _routed(self, x_TD: Tensor, context: Context, groups: Groups, dispatcher: Exchange) -> tuple[Tensor, LayerReport]:
-        """Return (the output of the routed experts, without shared and residual networks; the report). `groups`: the groups of these
-        tokens."""
+        """Return (the output of the routed experts, without shared and residual networks; the report). `groups`: length of the tokens'
+        sequences, and the ranks that hold other tokens of these sequences."""
         routing = self.router(x_TD, sequence_tokens=groups.sequence_tokens, shards=groups.shards, context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         sent = _without_free(routing, self.experts.num_experts) if self.free else routing

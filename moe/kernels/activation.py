@@ -1,6 +1,6 @@
 """The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
 
-swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
+h and g are the input times w1 and w3; swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as in GPT-OSS:
 
     swiglu = h' sigmoid(alpha h') * (g' + offset)    with h' = min(h, limit), g' = clamp(g, -limit, limit)
 """

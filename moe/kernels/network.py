@@ -67,7 +67,8 @@ class Network:
     def compute(
         self, rows_RD: Tensor, multiply: Callable[[str, Tensor, Tensor, Tensor | None], Tensor], *, dropped_RF: Tensor | None
     ) -> Tensor:
-        """Return the network's output for rows [R, D]. `multiply(name, rows, matrices, biases)` returns rows W + b of each expert."""
+        """Return the network's output for rows [R, D]. `multiply(name, rows, matrices, biases)` returns rows W + b of each expert.
+        `dropped_RF`: dropout's factors for the hidden units; None: no dropout."""
         gate_RF = None if self.w3 is None else multiply("w3", rows_RD, self.w3, self.b3)
         hidden_RF = activate(multiply("w1", rows_RD, self.w1, self.b1), gate_RF, *self.activation)
         return multiply("w2", hidden_RF if dropped_RF is None else hidden_RF * dropped_RF, self.w2, None)

@@ -9,7 +9,7 @@ from moe.kernels.network import Counts, Network, numbers
 from moe.kernels.rows import Plan
 from parallel.numerics.weight_gradient import product
 
-# T tokens, K choices, R rows, E experts, D model, F hidden, O output width of a matrix
+# T tokens, K choices (experts) of each token, R rows (kept choices), E experts, D model, F hidden, I input and O output width of a matrix
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:

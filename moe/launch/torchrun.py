@@ -1,5 +1,5 @@
 """`python -m moe.launch.torchrun CODES.json [torchrun's arguments]` runs torchrun, and writes the failed ranks' exit codes to CODES.json
-instead of printing torchrun's traceback. torchrun's log files go into the folder CODES, which is removed with the file.
+instead of printing torchrun's traceback. torchrun's log files go into the folder CODES next to it. `moe train` removes both at the end.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def verdict(
         silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not write the reason: is the disk full?"
         error = statuses.get(bad[0], {}).get("error") or silent
         return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
-    # time of death of failed ranks that are not in `ranks`: inf (listed last) if this process killed the rank; else 0, before it was found
+    # time of death of failed ranks that are not in `ranks`: inf (listed last) if this process killed the rank; else 0 (listed first)
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []

@@ -28,7 +28,7 @@ class Choices(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Kept values. hidden: layer number -> the block's output [B, L, D], with gradient. routing: number of a layer with experts -> its
+    """Kept values. hidden: layer number -> the layer's output [B, L, D], with gradient. routing: number of a layer with experts -> its
     choices. A field that `keep` does not name is empty."""
 
     hidden: dict[int, Tensor]

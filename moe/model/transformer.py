@@ -180,8 +180,8 @@ class Transformer(nn.Module):
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
         self.ahead = nn.ModuleList(PredictionDepth(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: StageLayers(range(self.config.num_layers), begins=True, ends=True)}
-        # three functions that parallelism replaces. whole_sequences: gathers sequences from the ranks' shards. whole_rows: the same for an
-        # encoder's sequences joined to the decoder's. inner_sequences: returns the sequences that this rank's attention computes
+        # three functions that parallelism replaces. whole_sequences: gathers sequences from the ranks' shards. whole_rows: the same if
+        # a sequence is the encoder's tokens, then the decoder's. inner_sequences: returns the sequences that this rank's attention computes
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL
         self.whole_rows = self.whole_sequences
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL
@@ -361,8 +361,8 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def divided_over(model: nn.Module) -> Axis:
-    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all the same tokens in other layers. If there
-    is no such axis, return one of size 1."""
+    """Return the axis whose ranks each compute a part of the tokens in MoE layers, but all compute the same tokens in other layers. If
+    there is no such axis, return one of size 1."""
     spreads = (layer.spread for layer in moe_layers(model) if layer.spread is not None)
     return next((replace(spread.axis, label="numbers of MoE layers") for spread in spreads), Axis("tp"))
 

@@ -196,7 +196,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
-# (log-probabilities of targets [B, L], function that selects these tokens from a tensor of this rank's own tokens) -> summed loss
+# (log-probabilities of targets [B, L], function: tensor of this rank's own tokens -> tensor of these targets' tokens) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 

@@ -21,15 +21,15 @@ START = 0  # first token that a decoder reads (T5: the id of padding)
 SEPARATOR = 0  # id of the token before each document, in the tokenizers bytes and bpe
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square or variance in a norm, unless a recipe sets another value
 PADDING = -100  # stands in place of a token id: torch's default ignore_index, a target that a loss ignores
-_BEGIN = 2**32  # larger than any id; subtracted from the mark of a chat's first token, which distinguishes it from marks of later tokens
+_BEGIN = 2**32  # larger than any id; subtracted from the mark (`marked`) of a chat's first token, to tell it from marks of later tokens
 MXFP4_BLOCK = 32  # number of elements that share a scale
 FP8_BLOCK = 128  # in published fp8 checkpoints, each square of 128 x 128 elements of a matrix shares a scale
 BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  # bytes of an element, with its share of a block's scale
 
 
 class Decoding(NamedTuple):
-    """Cost of decoding a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. kernels: number of GPU
-    kernels. moved: bytes that these kernels read and write per element."""
+    """Cost of decoding a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. moved: bytes that GPU
+    kernels read and write per element. kernels: number of these kernels."""
 
     temporary: float
     moved: float

@@ -36,9 +36,9 @@ MAX_POINTS = 1024  # largest number of points of the loss curve in memory
 @dataclass
 class State:
     """Data that the display shows. steps: number of steps of the run. world: number of processes. lines: printed under the title. ramp:
-    characters of growing height, with which curves and loads are drawn. step, evaluation: latest lines of metrics.jsonl. losses: points of
-    the loss curve, each a mean over `losses_per_point` steps. recent: losses of steps that do not fill a point yet. seconds: durations of
-    the last 20 steps."""
+    characters of growing height, with which curves and loads are drawn. step, evaluation: the latest training and the latest
+    evaluation line of metrics.jsonl. losses: points of the loss curve, each a mean over `losses_per_point` steps. recent: losses of steps
+    that do not fill a point yet. seconds: durations of the last 20 steps."""
 
     steps: int
     recipe: str

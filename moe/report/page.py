@@ -36,7 +36,7 @@ Pictures = dict["Plot", bytes]  # drawn plot -> its PNG file
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
-    """`moe report RUN`: write the report, and if `json` is given, the list of its files. Returns the path of report.html."""
+    """`moe report RUN`: write the report and, if `json` is given, the list of its files to that path. Returns the path of report.html."""
     folder = Path(run_dir)
     page = write_report(folder)
     if json is not None:

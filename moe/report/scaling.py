@@ -62,7 +62,7 @@ def _figure(curves: Mapping[int, tuple[Array, Array]]) -> Figure:
     speedups = [step_of_loss(at, losses.mean(0), float(fewest[:, -1].mean())) for at, losses in curves.values()]
     below.plot(counts, [float(steps[-1]) / step if step else np.nan for step in speedups], color=style.LINES[1], marker="s", markersize=4)
     below.axhline(1, color=style.MUTED, linewidth=1)
-    below.set_ylabel("times fewer steps\nto the first one's loss")
+    below.set_ylabel("times fewer steps to the last\nloss with the fewest experts")
     below.set_xscale("log", base=2)
     below.set_xticks(counts, [str(count) for count in counts])
     below.set_xlabel("experts")

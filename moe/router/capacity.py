@@ -55,7 +55,7 @@ def kept_choices(
     import torch
 
     if expert_TK.shape[0] % num_groups:
-        needed, fix = f"a divisor of {expert_TK.shape[0]} tokens", Set("router.group", "sequence")
+        needed, fix = f"a divisor of the number of tokens, {expert_TK.shape[0]}", Set("router.group", "sequence")
         raise BadInput("router.group", got=counted(num_groups, "group"), needed=needed, fix=fix)
     if slots_each is None:
         return torch.ones_like(expert_TK, dtype=torch.bool) if active_TK is None else active_TK

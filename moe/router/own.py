@@ -2,7 +2,7 @@
 before a run.
 
     router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
-    router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient
+    router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64: K different experts for each token; no gradient
 
 preferred_TE: the scores with noise and selection bias. A token's result must not depend on other tokens, so that it does not change with
 the layout, and no token sees a later one.

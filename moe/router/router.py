@@ -346,8 +346,8 @@ class Router(nn.Module):
         if sequences % each == 0:
             return max(1, sequences // each)
         if self.training:
-            fix = Set("router.group", "sequence")
-            raise BadInput("router.group", got=counted(each, "sequence"), needed=f"a divisor of the micro-batch's {sequences}", fix=fix)
+            needed, fix = f"a divisor of the micro-batch's {counted(sequences, 'sequence')}", Set("router.group", "sequence")
+            raise BadInput("router.group", got=counted(each, "sequence"), needed=needed, fix=fix)
         return 1  # evaluation uses one group, because it may have fewer sequences than a group in training
 
 

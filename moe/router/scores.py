@@ -34,7 +34,7 @@ _EDGE = 2.0**-24  # uniform numbers stay this far from 0 and 1, where their loga
 
 
 def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
-    """Return the scores [T, E] that select experts and give gates (unless softmax is over the chosen experts)."""
+    """Return the scores [T, E] that select experts and, unless softmax is over the chosen experts only, give the gates."""
     if spec.score == "softmax":
         return logits_TE.softmax(-1)
     if is_plugin(spec.score):

@@ -78,7 +78,7 @@ def compute(
     """Run the steps of a case (ten, or case.steps) as rank `rank`. Return its Result, in which tensors are zero outside the part that this
     rank owns (see `owned`). kernels: value of experts.kernels; None: the case's. meshes: meshes of earlier cases, to be reused. tape:
     records the first steps. delayed_as: a case with PipeDream or 2BW; `case`, on one process, then computes gradients with the older
-    weights that the stages of `delayed_as` use. watch: notes what ranks sum and hold (moe/verify/types/).
+    weights that the stages of `delayed_as` use. watch: is called during each step (see `Watcher`).
     """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels or case.kernels})})
@@ -89,7 +89,7 @@ def compute(
     model, layouts = build(run, mesh, device=device, spread=spread)
     if case.slices:
         in_slices(model, case)
-    if case.parts > 1:  # after in_slices, because it copies the layers
+    if case.parts > 1:  # after in_slices, because in_parts copies the layers
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     if case.blocks > 1:
         in_blocks(model, case.blocks)
@@ -186,7 +186,7 @@ def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
 
 
 def _reports(numbers: Numbers) -> dict[str, Tensor]:
-    """Return name of a router -> its losses and counts, in the order of `_report` in twin.py."""
+    """Return name of a router -> its four losses, number of choices with a slot, and choices per expert, as `_report` in twin.py does."""
 
     def row(n: LayerNumbers) -> Tensor:
         return torch.tensor([n.balance_loss, n.importance_loss, n.load_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)

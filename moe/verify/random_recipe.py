@@ -47,7 +47,7 @@ _TINY: Values = {
 _NOT_DRAWN = ("data.", "train.", "dispatch.busiest", "degrees.")  # `_layout` draws degrees; the other keys hardly change a step
 _DRAWN = ("data.objective", "train.seed", "train.deterministic", "train.audit_every", "train.freeze")  # drawn in spite of _NOT_DRAWN
 _NEVER = ("given", "triton", "triton_persistent")  # an optimizer object, which YAML cannot hold; kernels that need a GPU
-# axis -> key that is drawn if the axis has several ranks
+# axis -> key that `_layout` may draw if the axis has several ranks
 _KINDS = {"pp": "pipeline.schedule", "tp": "tensor.kind", "sp": "sequence.kind", "ep": "dispatch.kind"}
 _FEWEST, _MOST = 3, 12  # number of keys with random values, in addition to degrees and _KINDS
 _ROUNDS = 40  # largest number of refusals of one recipe

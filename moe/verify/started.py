@@ -41,7 +41,8 @@ _LEAVE_S, _POLL_S = 10.0, 0.05  # seconds that processes may take to end after t
 
 def run_started(chosen: list[Case], world: int, *, taped: bool = False, timeout_s: float | None = None) -> Iterator[tuple[Case, Ran]]:
     """Run cases of `world` ranks. Yield (case, outcome) when a case has ended. The outcome is its result or, if ranks failed, the text
-    of their errors. taped: also record the first steps. timeout_s: time limit for a case of up to four ranks; eight get twice that."""
+    of their errors. taped: also record the first steps. timeout_s: limit for a case of up to four ranks; eight get twice that. None:
+    LIMIT_S of layouts.py."""
     left = list(chosen)
     while left:
         ready, done = few_meshes(left), 0

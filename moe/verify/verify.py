@@ -57,11 +57,11 @@ def main(
 ) -> int:
     """Run `moe verify`: print a table with a row for each layout of up to `nproc` processes (None: 2). Returns 1 if a layout fails.
 
-    kinds: comma-separated names of moe/verify/kinds.py. only: run only rows whose layout, kind or precision contains this text. json: file
-    of the table. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time. go_on: keep the
-    rows of `json` that passed, run the others. recipe: a user's recipe, of which a small version is tested instead of the project's models.
-    device: "cuda" or "cpu": ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the CPU. say: prints
-    a line.
+    kinds: comma-separated kinds of parallelism (KINDS). only: run only rows whose layout, kind or precision contains this text. json: file
+    to which the table is written. timeout_s: time limit for a layout of up to four ranks (None: 120); eight ranks have twice this time.
+    go_on: keep the rows of `json` that passed, run the others. recipe: a user's recipe, of which a small version is tested instead of the
+    project's models. device: "cuda" or "cpu": ranks are started as `moe train` starts them, on this device; None: ranks are forked, on the
+    CPU. say: prints a line.
     """
     nproc = _nproc_on(device, nproc)
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool
@@ -179,7 +179,7 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
 def place_of(case: Case, row: dict[str, Any]) -> str:
     """Run a failed case once more with a Tape (a record of its tensors), and return text about the first value that deviates."""
     if not known(case.run()):
-        return "unknown: the twin does not have the optimizer"
+        return "unknown: the plain twin does not implement this recipe"
     ((_, ran),) = run_world([case], case.world, taped=True)
     return _where(case, ran, Standard(Expected.of(twin_of(case))), row)
 

@@ -135,8 +135,8 @@ class Engine(Protocol):
 
 
 class OfStages(ABC):
-    """Base class of engines, with the methods for pipeline stages: no sum of gradients starts before `reduce`. Engines that start sums
-    earlier override these methods."""
+    """Base class of engines. Its methods for pipeline stages start no sum of gradients before `reduce`. Engines that start sums earlier
+    override them."""
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)

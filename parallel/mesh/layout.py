@@ -9,7 +9,7 @@
     norm, tokens cut over tp     DENSE    {}                               dp, sp, tp                 dp, sp, tp
     1D: outputs cut over tp      DENSE    {0: "tp"}                        dp, sp                     dp, sp
     1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
-    2D, 2.5D: a block            GRID     {0: "tp_col", 1: "tp_row"}       dp, sp, tp_depth           dp, sp, tp_depth
+    2D, 2.5D: a matrix           GRID     {0: "tp_col", 1: "tp_row"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
     3D: a first product's weight GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp

@@ -4,8 +4,8 @@
     X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, 5 times (Newton-Schulz)        X: nearly orthogonal
     W  <-  W - lr s X - lr decay W                    s: a factor that depends on the matrix's shape (`scale`)
 
-W weights, G gradient, M momentum, lr learning rate. Each expert is a separate matrix. If several ranks hold copies or shards of a matrix,
-one of them computes the iterations (parallel/optim/shared.py).
+W weights, G gradient, M momentum, lr learning rate, |U| Frobenius norm. Each expert is a separate matrix. If several ranks hold copies or
+shards of a matrix, one of them computes the iterations (parallel/optim/shared.py).
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 

@@ -215,7 +215,7 @@ def _check_one(schedule: Schedule, stage: int, microbatch: int, actions: list[tu
         raise _wrong(schedule, got, needed, "move the backward passes to the rank of the forward pass")
     if len({action.version for _, action in actions}) > 1:
         got = " ".join(str(action) for _, action in actions)
-        raise _wrong(schedule, got, "the backward on its forward's version", "write the same version after @ in both")
+        raise _wrong(schedule, got, "the backward pass on the weight version of its forward pass", "write the same version after @ in both")
 
 
 def _check_updates(schedule: Schedule) -> None:

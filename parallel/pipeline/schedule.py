@@ -86,9 +86,9 @@ class Schedule:
     """The order of actions of each rank (`orders`), and the ranks that hold each stage (`homes`).
 
     homes: for each stage one rank, or several ranks if the stage has replicas, which train different micro-batches.
-    microbatches: number in all batches of the schedule together. microbatches_per_update: number whose gradients one update (U) applies.
-    pairs: nodes of each F that runs as one block with the next action, a B. The block waits for both inputs, and sends both results at its
-    end."""
+    microbatches: number in all batches of the schedule together. microbatches_per_update: number of micro-batches whose gradients one
+    update (U) applies. pairs: the node of each F that runs as one block with the next action, a B. The block waits for both inputs, and
+    sends both results at its end."""
 
     name: str
     homes: tuple[tuple[int, ...], ...]

@@ -55,7 +55,8 @@ def version_of(package: str) -> str:
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove lock files of killed compilations, for which torch would wait for ever, but keep those in use. Return the removed paths."""
+    """Remove lock files that killed compilations left, because torch would wait for them for ever. Keep locks in use. Return the removed
+    paths."""
     locks = [path for path in folder.glob("*/lock") if path.is_file()]
     stale = [path for path in locks if not _is_open(path)]
     for path in stale:

@@ -30,7 +30,7 @@ from parallel.sequence.softmax import repeated
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Ulysses over the ranks of `axis`, each of which holds a chunk of the positions that `inside` expects."""
+    """Ulysses over the ranks of `axis`. Each rank holds a chunk of the positions; `inside` gets the joined chunks of these ranks."""
 
     axis: Axis
     inside: Callable[..., Tensor]

@@ -1,1 +1,1 @@
-"""Reads, writes and locks files: checkpoints, which can be saved in the background, and files that a user names."""
+"""Reads and writes checkpoints (saved in the background, if wanted) and files that a user names. Locks a run's folder."""

@@ -1,4 +1,4 @@
-"""Writes checkpoints with global names, which can be read on any other mesh. Only safetensors and JSON, so loading runs no code.
+"""Writes checkpoints that any other mesh can read: tensors have global names. Only safetensors and JSON, so loading runs no code.
 
     checkpoints/step-120/
         rank-00000.safetensors     tensors that this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"

@@ -1,6 +1,6 @@
 """Saves checkpoints asynchronously: a step waits only for a copy into CPU memory, which a thread writes while training continues.
 
-    main thread     copy this rank's tensors | step | step | step | ...           settle: before the next save, and at the end
+    main thread     copy this rank's tensors | step | step | step | ...    settle (wait for writers) before the next save and at the end
     writer                                   | write its files ...... | rank 0: waits for all parts, then commits
 
 Writers of different ranks communicate only through the folder: a rank's part is complete when its record, `rank-00003.json`, exists. So

@@ -3,8 +3,9 @@ that hold up the others, or None.
 
 failed    an error ended a rank
 silent    a rank sends no report: it is stopped, killed, or behind a broken link
-differ    ranks of a group ran different n-th collectives (the first such n is named), or unequal numbers by the same point of the step
-behind    a rank waits for no other, and has run fewer collectives of a group, or sent fewer messages, than a rank that waits for it
+differ    ranks of a group ran different n-th collectives (the first such n is named), or had run unequal numbers of collectives at the
+          same point of the step
+behind    a rank waits for no other, but another rank waits for it: for a collective that it has not run, or a message that it has not sent
 circle    ranks wait for each other
 lost      a message was sent, but its receiver still waits for it
 engine    ranks wait inside a library's own collectives, which are not recorded; their lines of Python code show which ranks differ
@@ -161,7 +162,7 @@ def _both(at: Mapping[int, Call]) -> str:
     found = next((r for r in others if at[r].text() != at[first].text()), None)
     number = at[first].number
     if found is None:
-        return f"before collective {number} over {at[first].axis}, which their records no longer contain"
+        return f"in a collective over {at[first].axis} before number {number}; their records no longer contain it"
     return f"at collective {number} rank {first} made {at[first].text()}, but rank {found} {at[found].text()}"
 
 
@@ -217,13 +218,13 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     lost = _lost(answers, {rank for rank in roots if answers[rank]["waits"] != "no"})
     if lost is not None:
         return lost
-    where = "; ".join(f"rank {r} is {_idle(answers[r])} at {_named(answers[r])} ({answers[r]['place']})" for r in roots[:3])
+    where = "; ".join(f"rank {r} {_idle(answers[r])} at {_named(answers[r])} ({answers[r]['place']})" for r in roots[:3])
     who = f"{_ranks(roots)} {'is' if len(roots) == 1 else 'are'} missing ({where})"
     return Finding("behind", tuple(roots), f"{who}{_waits(waiting - set(roots), answers)}")
 
 
 def _idle(answer: Mapping[str, Any]) -> str:
-    return f"since {answer['idle']:.0f} s"
+    return f"has been for {answer['idle']:.0f} s"
 
 
 def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
@@ -245,7 +246,7 @@ def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
         return None
     others = sorted(set(answers) - {r for r, a in answers.items() if a["waits"] == "yes"})
     if others:
-        where = "; ".join(f"rank {r} is {_idle(answers[r])} in {_at(answers[r])} ({answers[r]['place']})" for r in others[:3])
+        where = "; ".join(f"rank {r} {_idle(answers[r])} in {_at(answers[r])} ({answers[r]['place']})" for r in others[:3])
         who = f"{_ranks(others)} {'is' if len(others) == 1 else 'are'} missing ({where})"
         return Finding("engine", tuple(others), f"{who}{_waits(sure, answers)}")
     places = Counter(a["place"] for a in answers.values())

@@ -509,7 +509,11 @@ CASES: list[tuple[str, str, str]] = [
         "router.top_groups: got 3, needed at most expert_groups=2",
         "set it to 2",
     ),
-    (T + "--router.preset deepseek_v3", "router.top_groups: got 4 groups of 1 expert, needed at least a token's 8 choices", "set it to 8"),
+    (
+        T + "--router.preset deepseek_v3",
+        "router.top_groups: got 4 groups of 1 expert, needed at least 8 experts, one for each choice of a token",
+        "set it to 8",
+    ),
     (
         T + "--router.select hash --router.balance_weight 0 --router.bias_rate 0.1",
         "router.bias_rate: got 0.1 with select hash, needed null",

@@ -1,7 +1,7 @@
 """T5 and Switch in transformers: config.json and tensor names. Encoder and decoder each number their layers from 0. Needs no torch.
 
     encoder.block.{i}.layer.0.SelfAttention.q.weight       layers.{i}.attention.q.weight
-    decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: layers of the encoder
+    decoder.block.{i}.layer.1.EncDecAttention.q.weight     layers.{n + i}.cross.q.weight       n: number of encoder layers
     ...layer.{1 or 2}.mlp.experts.expert_{e}.wi.weight     layers.{l}.experts.{e}.w1           transposed; l: i or n + i
 
 Switch's `expert_capacity` is a number of slots that does not depend on the sequence's length. In a recipe it is router.min_capacity, with a

@@ -107,8 +107,8 @@ NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention
 @dataclass(frozen=True)
 class Key:
     """A key of config.json and the recipe's key with the same meaning. `theirs`: names in config.json; all are read, the first is written.
-    `ours`: name in a recipe. `absent`: value of a key that config.json does not have, or REQUIRED. `values`: value in config.json -> value
-    in the recipe; None: the values are equal."""
+    `ours`: name in a recipe. `absent`: value that config.json means if the key is missing; REQUIRED: the key must be there. `values`: value
+    in config.json -> value in the recipe; None: the values are equal."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -185,8 +185,8 @@ class Family:
     recipe values that all models of the family have. `experts`: a key of EXPERTS; None: dense. `rows`: all tensors but those in EXPERTS.
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
-    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. Without
-    `picks_layers` and `leading`, all layers have experts. `halves`: the model has an encoder and a decoder. `base`, `turning`: defaults of
+    mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. `halves`: the
+    model has an encoder and a decoder. If none of these three is set, experts are in all layers. `base`, `turning`: defaults of
     rope_theta and partial_rotary_factor; `turning` None: all channels are rotated.
     """
 

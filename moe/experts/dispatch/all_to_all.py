@@ -1,4 +1,4 @@
-"""Uneven all-to-all: rank i of ep holds the i-th chunk of experts. One all-to-all sends a row (copy of a token) for each kept
+"""Uneven all-to-all: each ep rank holds num_experts / ep experts. One all-to-all sends a row (copy of a token) for each kept
 choice to the rank of the chosen expert, another brings the results back.
 
 With `overlap_chunks` above 1, the experts of a rank are cut into chunks, and one chunk's rows are sent while another computes:
@@ -37,7 +37,7 @@ class AllToAll(Dispatcher):
 
     def traffic(self, load: Load) -> Traffic:
         rows = Message("ep", "all_to_all", load.rows * load.row_bytes, load.ranks, calls=self.chunks, busiest=load.busiest)
-        first = min(1.0, 2 / self.chunks)  # share of the rows that are sent while other parts of the layer compute: two chunks
+        first = min(1.0, 2 / self.chunks)  # share of the rows that are sent while shared experts compute: those of the first two chunks
         return Traffic.there_and_back(Message("ep", "counts", 8 * load.bins, load.ranks), rows=rows, meanwhile=first)
 
     def open(self, mesh: Mesh, sizes: Sizes) -> Exchange:

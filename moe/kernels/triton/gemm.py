@@ -5,7 +5,7 @@
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
     weights   dW = left^T right over one expert's rows, left or right gathered, or neither
 
-All sums are fp32. Weights are contiguous.
+dX is the gradient of X, and so on; O is the layer's output for each token. All sums are fp32. Weights are contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 # M a tile's rows, N its columns, K the dim of the sum; R rows, D model, F hidden, E experts
-# EVEN: True if the blocks divide the matrices' dims, so that loads and stores need no mask for columns
+# EVEN: True if the block sizes divide the matrices' dims, so that loads and stores need no mask for columns
 
 
 @triton.jit

@@ -244,8 +244,9 @@ def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: t
 
 @triton.jit(do_not_specialize=["R"])
 def combine_backward(grad, rows, gate, choice, row, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, reading grad once. `row`: the row of each
-    choice. A row that is not in `row`, such as an empty slot, changes no gate's gradient.
+    """For a row r with choice c = choice[r] of token t = c // K, compute grad_rows[r] = gate[c] * grad[t] and
+    grad_gate[c] = <grad[t], rows[r]>, reading grad once. `row`: the row of each choice. A row that is not in `row`, such as an empty slot,
+    changes no gate's gradient.
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     choice_R = tl.load(choice + row_R, mask=row_R < R, other=0)

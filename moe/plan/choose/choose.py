@@ -90,7 +90,8 @@ class _Waiting(NamedTuple):
 
     against: the plan is not recommended. printed: `seconds`, rounded to the printed digits. tight: see TIGHT. seconds: a lower bound or the
     exact time. exact: `seconds` is exact. held_bytes: 0 as long as it is not computed. kinds: number of kinds of parallelism (`_kinds`).
-    number: position among the given plans. level: index of the function that returned `seconds`; UNKNOWN: none yet.
+    number: position among the given plans. level: which function returned `seconds`: an index in `least`, or
+    len(least) for the exact function; UNKNOWN: none yet.
     """
 
     against: bool
@@ -178,8 +179,8 @@ class Held:
 
     def first_that_fits(self, plan: Plan, kinds: Sequence[Recomputed]) -> tuple[Plan, float]:
         """Return (plan with the first of `kinds` of recompute with which it fits, its bytes). If it fits with none, return (plan with the
-        last kind, its bytes). If the plan did not fit with a smaller micro-batch before, that plan's bytes are returned as a lower
-        bound."""
+        last kind, its bytes). If the plan did not fit with a smaller micro-batch before, the bytes with that micro-batch are returned,
+        as a lower bound."""
         alike, last, none_fits = plan.but(microbatch=1, microbatches=1), kinds[-1], self.limit_bytes * ROUNDED
 
         def held(kind: Recomputed) -> float:

@@ -180,7 +180,7 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     if kind is not None:
         yield from _schedule(kind, plan)
     if any(placed not in plan.carrier.offloads for placed in _offloaded(plan)):
-        yield f"with degrees.pp={pp} only optimizer states can be offloaded, and only to cpu: FSDP carries out ZeRO stages 2 and 3"
+        yield f"with degrees.pp={pp} only optimizer states can be offloaded, and only to cpu, because FSDP then runs ZeRO stages 2 and 3"
 
 
 def _schedule(kind: ScheduleKind, plan: Plan) -> Iterator[str]:

@@ -95,7 +95,7 @@ def fullest_ranks(
 
 
 def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool], ...]:
-    """Return the moments of a step at which the rank's memory may peak, and the moment after the step's first backward pass. Each is a pair
+    """Return the points in time of a step at which the rank's memory may peak, and the one after the step's first backward pass, as pairs
     (micro-batches in flight, whether no gradients of weights exist yet). Gradients of weights exist as soon as an action B (backward pass)
     or W (gradients of weights) has ended."""
     found = [(of, max(of.gradients) < 2 if of.gradients else microbatches == 1 or min(of.kept) == microbatches) for of in rank.moments]

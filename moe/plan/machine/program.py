@@ -42,10 +42,12 @@ class Program:
     shared: Literal["waited", "overlapped"] = "waited"  # rows are sent to experts before the shared network runs, or while it runs
     transfers: Literal["parts", "whole"] = "parts"  # between stages, each tp rank sends its part of the tensor, or the whole tensor
     interleaved_transfers: Literal["waited", "overlapped"] = "waited"  # whether ranks wait for messages between interleaved stages
-    dispatch: Literal["all_to_all", "by_node"] = "all_to_all"  # sends a row for each choice, or a token once to each rank and node (DeepEP)
+    # all_to_all sends a row for each choice; by_node sends a token once to each node, and there once to each rank, that needs it (DeepEP)
+    dispatch: Literal["all_to_all", "by_node"] = "all_to_all"
     dispatch_kernels: tuple[int, int] = (45, 45)  # (forward, backward) kernels of router and dispatch; fitted to Megatron-Core
     capacity_kernels: int = 0  # forward kernels among dispatch_kernels that only a layer with a capacity needs
-    router: Literal["kernels", "operations"] = "operations"  # torch operations send counts of choices; GPU kernels count gathered choices
+    # ranks that route together send each other counts of choices (operations), or each counts the gathered choices itself (kernels)
+    router: Literal["kernels", "operations"] = "operations"
     exchange_kernels: tuple[int, int] = (4, 4)  # (forward, backward) kernels of the exchange over ep and etp
     experts: Literal["grouped", "each"] = "grouped"  # products of a rank's experts: one kernel for all, or one for each expert
     engine: float = 0.0  # time that the engine adds to each micro-batch, as a fraction of the micro-batch's time

@@ -1,6 +1,7 @@
 """Coefficients of activation memory: the tensors that a training program keeps from the forward to the backward pass.
 
-Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element:
+Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element.
+The fields norm, rms, statistics, lse and maps are numbers of bytes too:
 
     norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
@@ -63,7 +64,7 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    # unit of the field `gathered`; moments: gathered weights are computed for each moment of a step instead (moments.py)
+    # unit of the field `gathered`; moments: not used, since gathered weights are computed for each point in time of a step (moments.py)
     gathers: Literal["layers", "elements", "moments"] = "layers"
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with tensor.sequence_parallel, the backward pass gathers products' inputs again instead of keeping them
@@ -74,7 +75,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # a deferred weight gradient needs a product's input and the gradient of its output: their bytes as kept / in the compute dtype
+    # a deferred weight gradient needs a product's input and its output's gradient: their bytes as kept / those in the compute dtype
     pending: float = 1.0
 
 

@@ -1,1 +1,1 @@
-"""Shardings of a model's single operators, annotated as in GSPMD or named as in Mesh-TensorFlow."""
+"""Shards each operator of a model, by annotations of tensors (GSPMD) or by names of dims (Mesh-TensorFlow)."""

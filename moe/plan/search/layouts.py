@@ -32,7 +32,8 @@ from parallel.errors import BadInput, counted
 
 # ways to split the experts' weights over the mesh: "dim:mesh axis", separated by commas; "": not split
 EXPERTS = ("", "experts:rows", "experts:columns", "experts:rows, expert_hidden:columns", "experts:columns, expert_hidden:rows")
-_FIRST = (".q.weight", ".q_up.weight", ".w1.weight")  # ends of the names of matrices that are annotated: queries, first of a network
+# names of matrices to annotate end with these: the query projections, and the first matrix of a feed-forward network
+_FIRST = (".q.weight", ".q_up.weight", ".w1.weight")
 SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annotations, which `annotated` explains
 
 
@@ -63,8 +64,8 @@ def mesh_tf(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: A
 
 
 def gspmd(graph: Graph, machine: Machine, microbatches: int = 1, *, allowed: Allowed = lambda plan: True) -> SearchResult:
-    """Find the set of annotations in SETS with the fewest seconds that the trainer can run. Raises BadInput if none fits. allowed: returns
-    whether the recipe can be trained with a plan."""
+    """Find the fastest set of annotations (SETS) that the trainer can run. Raises BadInput if none fits. allowed: returns whether the
+    recipe can be trained with a plan."""
     found = _best(_annotated(graph, machine), machine, microbatches, allowed, "gspmd")
     return _found("gspmd", found, found[1], "")
 

@@ -1,6 +1,6 @@
 """Predicts the seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, pointwise work, collectives.
 
-    n tokens of the rank, D width, A and K channels of all heads of queries and of keys, F hidden units; t tp ranks
+    n tokens of the rank, D width, A channels of all query heads together, K channels of all key heads, F hidden units; t tp ranks
 
     forward products    (rows x inputs x outputs)   n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two products for each of these: gradient of the input, gradient of the weights
@@ -103,10 +103,10 @@ def _products(
     adapters' products belong to the forward pass and to the gradients of inputs. decoding: cost of decoding a frozen matrix that is stored
     in blocks (mxfp4, fp8); None: no blocks. matrices: number of matrices that each pass decodes, for each expert.
 
-    streams: number of pointwise kernels in the (forward, backward) pass that take time on the device. kernels: number of pointwise kernels
-    that the host launches. cast: if the program computes products in a narrower dtype (fp8), add the time to cast their operands.
-    by_product: whether the times of a product's two gradients are added to each other first. This changes only the last digits; both orders
-    exist so that predictions stay equal to the tables in docs/benchmarks.
+    streams, kernels: numbers of pointwise kernels in the (forward, backward) pass. `streams` bounds the device's time: each takes at least
+    the device's launch_us. `kernels` counts all that the host launches, for the host's time. cast: if the program computes products in a
+    narrower dtype (fp8), add the time to cast their operands. by_product: whether the times of a product's two gradients are added to each
+    other first. This changes only the last digits; both orders exist so that predictions stay equal to the tables in docs/benchmarks.
     """
     device, kind = cluster.device, _kind(plan, program)
     together, times = (count, 1) if program.experts == "grouped" else (1, count)

@@ -1,6 +1,6 @@
 """Predicts the seconds of a pipeline stage for one micro-batch, and the timeline of all stages.
 
-    layers of a stage   number of layers x layer_time.py; the last stage also has the head
+    layers of a stage   number of layers x seconds of a layer (layer_time.py); the last stage also has the head
     host and device     a pass takes the longer of the two times, plus a part of the shorter (Program.alone)
     timeline            the schedule's order of actions with these seconds, simulated
 
@@ -28,7 +28,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule, placed
 from parallel.pipeline.schedules.kind import Placed
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 
-ACCUMULATE_BYTES = 2  # per gradient of a micro-batch: it is read in 16 bits to be added to the running sum
+ACCUMULATE_BYTES = 2  # bytes per element of a micro-batch's gradient, which is read in 16 bits and added to the running sum
 MOST_ACTIONS = 4000  # limit for the number of actions in a picture, above which their bars are too narrow
 
 Counts = tuple[int, ...]  # numbers of layers: (dense, with experts); in an encoder-decoder: the encoder's two, then the decoder's two
@@ -91,7 +91,7 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, sizes: tuple[int
 
 def times_of(network: Network, plan: Plan, cluster: Cluster, program: Program, kinds: Kinds) -> list[Stage]:
     """Return the times of one micro-batch on each rank (or stage) that `kinds` lists, in its order. Equal kinds are computed once."""
-    # leaves out the number of micro-batches, the engine and the other stages: plans that differ only in these share cached stages
+    # `alike` leaves out the number of micro-batches, the engine and the other stages: plans that differ only in these share cached stages
     added = 0 if plan.microbatches == 1 else plan.storage.gradients
     alike = network, of_layer(plan), cluster, program, plan.recompute, plan.recompute_every, added, plan.pp > 1
     made = [_stage(*alike, kind) for kind in kinds.distinct]
@@ -153,9 +153,9 @@ def _stage(
     staged: bool,
     kind: Kind,
 ) -> Stage:
-    """Return the times of a stage or rank. small: result of `of_layer`. added: bytes of a gradient that each micro-batch adds to the
-    running sums; 0 if there is one micro-batch. staged: the plan has pipeline stages. recompute, every: Plan.recompute and
-    Plan.recompute_every. kind: kind of the stage or rank."""
+    """Return the times of a stage or rank. small: the plan with only the settings that layer times depend on (`of_layer`). added: bytes
+    of an element of the gradients' running sums, to which each micro-batch adds; 0 if there is one micro-batch. staged: the plan has
+    pipeline stages. recompute, every: Plan.recompute and Plan.recompute_every. kind: kind of the stage or rank."""
     layers, repeated, first, last = kind
     held = _held(network, small.only(counts.DIVIDES), layers, first, last)
     ahead = sum(repeats(network.layers + depth, every) for depth in range(network.ahead)) if last else 0

@@ -28,11 +28,11 @@ class Experts(Section, alters="shape", off_without="model.moe_every or model.moe
     zero: int = key(0, "number of zero-computation experts that add nothing to the token (MoE++)", ge=0, le=100_000, alters="function")
     biases: bool = key(False, "a bias after each matrix product of an expert (GPT-OSS)")
     shared: int = key(0, "number of shared experts, which process every token; stored as one wider network", ge=0)
-    shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: of an expert", gt=0, of="experts.shared")
+    shared_d_ff: int | None = key(None, "hidden width of one shared expert; null: as experts.d_ff", gt=0, of="experts.shared")
     shared_gate: bool = key(False, "the shared experts' output is multiplied by sigmoid(w x) (Qwen2-MoE)", of="experts.shared")
     residual: bool = key(False, "a dense network in each MoE layer, mixed with its experts by a learned softmax (PR-MoE)")
     dropout: float = key(0.0, "dropout rate of the experts' hidden units; Switch: 0.4 in fine-tuning", ge=0, lt=1, alters="training")
-    rebalance_every: int = key(0, "steps between moves of experts that even out the ranks' loads; 0: never", ge=0, alters="cost")
+    rebalance_every: int = key(0, "steps between rebalancings, which move experts to even out ranks' loads; 0: never", ge=0, alters="cost")
     kernels: Literal["auto", "reference", "cpu", "triton", "triton_persistent", "grouped_mm"] = key(
         "auto", "implementation of routing and experts; auto: triton on a GPU, else cpu", alters="cost"
     )
@@ -87,7 +87,8 @@ class Router(RouterSpec, _Published):
 
     @model_serializer(mode="wrap")
     def _as_written(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the section's values, with "preset" for a value that equals the preset's, so that a recipe can change its preset later."""
+        """Return the section's values, with "preset" for a value that equals the preset's: if the recipe's preset is changed later, these
+        values change with it."""
         return {key: "preset" if key in RouterSpec.model_fields and key not in self.own else value for key, value in inner(self).items()}
 
     @property

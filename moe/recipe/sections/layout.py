@@ -17,7 +17,8 @@ class Parallel(Section, alters="cost"):
 
     dp: int | Literal["auto"] = key("auto", "data parallelism: ranks that share the batch; auto: all processes that are left")
     ep: int | Literal["auto"] = key(
-        "auto", "expert parallelism: ranks that share the experts; auto: largest divisor of dp * sp * tp / etp and the number of experts"
+        "auto",
+        "expert parallelism: ranks that share the experts; auto: greatest common divisor of the number of experts and dp * sp * tp / etp",
     )
     etp: int = key(1, "expert tensor parallelism: ranks that share each expert's matrices, split by hidden units", ge=1)
     tp: int = key(1, "tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says", ge=1)

@@ -41,7 +41,7 @@ class GroupLimited(Method):
         each = num_experts // spec.expert_groups
         if spec.num_choices > spec.top_groups * each:
             got = f"{counted(spec.top_groups, 'group')} of {counted(each, 'expert')}"
-            needed = f"at least a token's {spec.num_choices} choices"
+            needed = f"at least {counted(spec.num_choices, 'expert')}, one for each choice of a token"
             raise BadInput("router.top_groups", got=got, needed=needed, fix=Set("it", -(-spec.num_choices // each)))
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:

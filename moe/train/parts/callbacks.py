@@ -118,7 +118,7 @@ def _overridden(callback: Callback) -> list[str]:
 
 
 def check(each: object) -> None:
-    """Raise BadInput unless `each` is a list of Callback objects, and all methods of these objects named on_... are in EVENTS."""
+    """Raise BadInput unless `each` is a list of Callback objects whose methods named on_... are all in EVENTS."""
     if not isinstance(each, list | tuple):
         got = f"a {type(each).__name__}"
         raise BadInput("callbacks", got=got, needed="a list of callbacks", fix="write callbacks=[...]")

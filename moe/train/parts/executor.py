@@ -43,7 +43,7 @@ Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # shape of a micro-batch'
 
 
 def start_executor(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
-    """Start the recipe's data-parallel engine for this rank's model; return an executor of it. rule: a user's optimizer;
+    """Start the recipe's data-parallel engine for this rank's model, and return the executor that uses it. rule: a user's optimizer;
     None: the recipe's. Collective."""
     model.own_loss = OwnLoss(run.train.loss) if run.train.has_own_loss else None
     engine = start_engine(run, model, layouts, mesh, rule=rule)

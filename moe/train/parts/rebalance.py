@@ -46,8 +46,8 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
-    same methods in the same order. load: layer -> how often each expert was chosen since the last such step. placements: layer -> ids
-    of the layer's experts, ep rank 0's experts first."""
+    same methods in the same order. load: layer -> how often each expert was chosen since experts could last be moved. placements: layer
+    -> ids of the layer's experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.run, self.engine, self.mesh = run, engine, mesh

@@ -77,8 +77,8 @@ def make_writable(out: Path, world: World) -> None:
 
 
 def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Rename `folder` (with --fresh) or, if `after` is a step, move the folder's checkpoints of later steps into a new folder. Return the
-    new folder on rank 0; None on other ranks, and if there is no such folder or checkpoint. Collective."""
+    """If `after` is None (--fresh), rename `folder`; otherwise move its checkpoints of steps above `after` into a new folder. Return the
+    renamed or new folder on rank 0; None on other ranks, and if there is nothing to rename or move. Collective."""
     process.barrier()
     aside = _renamed(folder, after) if world.rank == 0 else None
     process.barrier()

@@ -67,9 +67,9 @@ def described(base: Reader) -> dict[str, str]:
 
 
 def moved_base(found: Reader, given: Path | None) -> Path | None:
-    """Return the folder to which the base model of the adapters `found` was moved, as --init_from (`given`) says. A checkpoint `given` is
-    returned itself. A run's folder gives its checkpoint with the base's name (step-N), if there is one and the base is no longer at its old
-    place. Otherwise return None."""
+    """Return the folder to which the base model of the adapters `found` was moved, or None if `given`, the value of
+    --init_from, does not lead to it. A checkpoint `given` is that folder. In a run's folder it is the checkpoint with the base's name
+    (step-N), if the base is no longer at its old place."""
     if given is None or (given / "manifest.json").is_file():
         return given
     there = Path((found.state.get(WHERE) or {}).get("path", ""))

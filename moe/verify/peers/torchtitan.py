@@ -1,5 +1,5 @@
-"""Adapter of torchtitan: tiny random models of its families, built and parallelized by its own functions with FSDP2, tensor and expert
-parallelism.
+"""Adapter for `moe verify --peer torchtitan`: runs tiny random models of its families, built and parallelized by torchtitan's own functions
+with FSDP2, tensor and expert parallelism.
 
 The last word of a layout's name ("tp2 fsdp2 full_dtensor") is torchtitan's SPMD backend. partial_dtensor: weights are DTensors inside
 layers that are sharded. full_dtensor: weights and activations are DTensors everywhere. spmd_types, torchtitan's default, cannot run: torch
@@ -58,7 +58,7 @@ def load() -> None:
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
     """Yield a comparison for each model, each subset of the axes in `degrees` and each backend. Subsets with ep alone are left out, because
-    torchtitan spreads experts over the ranks of tp and fsdp."""
+    torchtitan spreads experts over the ranks of tp and fsdp. pin: routers repeat the single process's choices of experts."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
@@ -72,8 +72,8 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
 
 
 def _layers(model: str, heads: int) -> tuple[Any, Any, Any]:
-    """Return torchtitan's module of the family, the class of its configuration and the configurations of two layers. heads: number of
-    key-value heads."""
+    """Return torchtitan's module for the model's family, the class of the model's configuration, and the configurations of two layers.
+    heads: number of key-value heads."""
     from torchtitan.models import deepseek_v3, llama3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 

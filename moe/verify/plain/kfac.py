@@ -36,7 +36,7 @@ class Watched(dict[str, Tensor]):
         return {name: (_sum(x), _sum(torch.zeros_like(y) if y.grad is None else y.grad)) for name, (x, y) in self.rows.items()}
 
 
-Moments = dict[str, tuple[Tensor, Tensor]]  # as from Watched.moments
+Moments = dict[str, tuple[Tensor, Tensor]]  # name of a matrix -> (sum of a a^T, sum of g g^T) over a step's rows
 
 
 def _sum(rows: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _sum(rows: Tensor) -> Tensor:
 
 @dataclass
 class PlainKfac:
-    """K-FAC's factors over the updates. factors: name -> [A, G] so far; None: no row yet. used: name -> (P, Q)."""
+    """K-FAC's state between updates. factors: name of a matrix -> [A, G]; None: no row yet. used: name -> (P, Q)."""
 
     settings: Kfac
     updates: int = 0
@@ -54,8 +54,8 @@ class PlainKfac:
     used: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def begin_update(self, moments: Moments) -> None:
-        """Add `moments` to the factors if a refresh begins in this step, and compute P and Q if one ends. Called before each update.
-        moments: as from Watched.moments."""
+        """Average this step's sums `moments` into A and G if a refresh begins in this step; compute P and Q if one ends. Called before each
+        update."""
         since = self.updates % self.settings.refresh_every
         for name, sums in moments.items() if since == 0 else ():
             held = self.factors.setdefault(name, [None, None])

@@ -122,7 +122,8 @@ def samples(one: Piece, here: Piece, rank: int) -> Samples:
 
 
 def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
-    """Return the index in `one` of each hash in `here`. Tries a contiguous part, every n-th, then any order. None if a hash is missing."""
+    """Return the index in `one` of each hash in `here`; None if one is missing. A hash stands for a sequence of the first input. Tries a
+    contiguous part, every n-th, then any order."""
     if not here or len(here) > len(one):
         return None
     number, size = len(one) // len(here), len(here)

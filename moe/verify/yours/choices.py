@@ -1,8 +1,8 @@
 """Replays the single process's routing choices on ranks, so that a tie between two experts neither hides nor fakes an error
 (`record(pin=)`).
 
-    one process     the indices that each topk or argmax over a token's scores returns are stored, by module and number of the call in it
-    several ranks   topk and argmax return these indices for the rank's tokens; values are the rank's scores there, with their gradients
+    one process     the indices that each topk or argmax over a token's scores returns are stored, with module and number of the call
+    several ranks   topk and argmax return these indices for the rank's tokens; topk's values are the rank's own scores at these indices
 
 The scores of the experts that the rank itself would have chosen are recorded as outputs of the router. At a tie they equal the single
 process's; they differ if a choice is wrong. A router is refused if its choices cannot be replayed: it gets another number of tokens,

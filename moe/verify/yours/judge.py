@@ -31,8 +31,8 @@ from moe.verify.yours.values import MASTER, Deviation, Key, Piece, Recorded, Rec
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-# largest bound of a relative deviation, which is twice the effect of rounding. A larger one could hide that one of four terms is missing
-# from a sum
+# if the bound of a value is larger than this, a value within it counts as not compared: such a bound could hide that one of four terms is
+# missing from a sum. A bound is about twice the effect of rounding, here 12.5 %
 LOOSE = 0.25
 TOO_LOOSE = "rounding alone changes this value, or its gradient, by more than 12.5 %"
 
@@ -52,7 +52,8 @@ class Comparison:
     # (parameter, rank) -> parts of the single process's parameter that the rank may hold, each with the deviation (`tried`)
     layouts: dict[tuple[str, int], list[tuple[Part, float]]] = field(default_factory=dict)
     shifts: list[dict[str, int]] = field(default_factory=list)  # for each rank: module prefix -> shift of layer numbers (`renamed`)
-    # module -> index [rows of the single process] of the ranks' row with the same input; None: inputs deviate (rows.py)
+    # module -> for each row of the single process, the index, in the joined rows of all ranks, of the row with the same input; None: inputs
+    # deviate (rows.py)
     rows: dict[str, Tensor | None] = field(default_factory=dict)
 
     @staticmethod
@@ -131,8 +132,8 @@ class Comparison:
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
-        If only a sample of a weight is recorded, the last entry is the norm of all its elements. Its explained difference, relative to this
-        norm, is the sample's explained difference relative to the sample's norm."""
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements. In it, the same relative difference counts
+        as explained as in the sample."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
@@ -236,7 +237,7 @@ class Comparison:
         return summed
 
     def seen(self, key: Key, bound: float) -> list[Seen] | None:
-        """Return each rank's elements, aligned with the single process's; None if they cannot be aligned (`refused` has the reason)."""
+        """Return each rank's elements of a value, aligned with the single process's; None if they cannot be aligned (reason: `refused`)."""
         whole, own = joined(self._whole(key)), self.pieces(key)
         if key.kind in OF_PARAMETERS:
             return self._parameter(key, own)

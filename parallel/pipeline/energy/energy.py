@@ -73,8 +73,8 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Return for each rank the number of forward passes that its warm-up has in addition to 1F1B's: floor(T_B (p - s - 1) / T_F) on stage s
     of p. T_B: time of a backward pass at full clock. T_F: time of a forward pass at the clock of least energy. most: limit of this number,
-    given by a rank's memory; None: no limit. idle_power: watts of a rank that waits. A rank gets at most one more than the previous rank,
-    which prevents deadlock."""
+    given by a rank's memory; None: no limit. idle_power: watts of a rank that waits. A rank gets at most one pass more than the previous
+    rank, which prevents deadlock."""
     extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
@@ -276,7 +276,7 @@ class ClockedGraph:
         return [node for node in nodes if ends[vertices[node]] + tails[vertices[node]] >= longest]
 
     def change(self, node: Node, clock: Clock) -> None:
-        """Set the clock of one action, which must not be a gradient sum (S). Recomputes only the times that depend on it."""
+        """Set the clock of one action, which must not be an all-reduce (S). Recomputes only the times that depend on it."""
         changed = self.graph.vertices[node]
         was, self.times[changed] = self.times[changed], clock.time
         times, ends, tails, before, after = self.times, self.ends, self.tails, self.graph.before, self.graph.after

@@ -99,7 +99,7 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
             gpus.lock(rank, nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
             gpus.release()
     except nvml.NVMLError as error:
-        raise NoControl(f"the clocks of these GPUs may not be set: {error} (it needs root)") from None
+        raise NoControl(f"the clocks of these GPUs may not be set: {error} (setting them needs root)") from None
     return gpus
 
 

@@ -25,7 +25,7 @@ from parallel.pipeline.schedules.two_bw import two_bw, two_bw_refusal
 from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
-ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule: 1f1b splits no backward pass, and no step leaves micro-batches in flight
+ADVISED = "1f1b"  # proposed if a recipe cannot have its schedule, because 1f1b splits no backward pass and drains the pipeline each step
 _OLDER = "gradients are computed with older weights, so losses differ from those of one process; better: zb_h1"
 
 
@@ -82,7 +82,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         _batches(dualpipe_v), "a forward together with a backward pass, on a V", chunks=2, placed="v", refusal=dualpipe_v_refusal, rounds=3
     ),
     "dualpipe": ScheduleKind(
-        _batches(dualpipe), "dualpipe_v's pairs in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
+        _batches(dualpipe), "as dualpipe_v, but in two directions, replicas of each stage", placed="both_ways", refusal=dualpipe_refusal
     ),
     "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches),

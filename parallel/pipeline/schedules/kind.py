@@ -54,7 +54,7 @@ class ScheduleKind:
     chunks: the only possible number of stages per rank; None if the user can choose.
     batches: number of batches (steps) if the caller gives none.
     option: name of the Size field that only this schedule uses.
-    placed: rank of each stage. `line`: s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
+    placed: rank of each stage s. `line`: s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
     refusal: size -> error for an impossible `stages`, `pipelines` or `microbatches`, with the nearest possible value; None if possible.
     seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates the step.
     peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.
@@ -97,5 +97,5 @@ class ScheduleKind:
 
     @cached_property
     def update_every(self) -> int | None:
-        """Micro-batches of one update if the schedule updates more than once a batch; None if an update uses all of the batch."""
+        """Number of micro-batches of an update if the schedule updates more than once a batch; None if an update uses the whole batch."""
         return self._example.microbatches_per_update if self._example.num_updates > 1 else None

@@ -208,7 +208,7 @@ def test_one_that_cannot_be_given_back_does_not_keep_the_others() -> None:
     [
         (FakeNvml(starts=False), "NVML does not start: Driver Not Loaded"),
         (FakeNvml(gpus=1), "1 GPU here, 2 needed: one a rank"),
-        (FakeNvml(allowed=False), "the clocks of these GPUs may not be set: Insufficient Permissions (it needs root)"),
+        (FakeNvml(allowed=False), "the clocks of these GPUs may not be set: Insufficient Permissions (setting them needs root)"),
     ],
 )
 def test_without_gpus_or_the_right_to_set_them_one_line_says_so(

@@ -112,7 +112,7 @@ def test_check_refuses_missing_repeated_and_misplaced_actions() -> None:
         check(replace(good, orders=((*good.orders[0], Action(Op.F, 0, 1)), good.orders[1])))
     with pytest.raises(BadInput, match="got 1F0 on rank 0, needed stages only on the ranks that hold them"):
         check(replace(good, orders=((Action(Op.F, 1, 0), *good.orders[0]), good.orders[1])))
-    with pytest.raises(BadInput, match="got 0F0 0B0@1, needed the backward on its forward's version"):
+    with pytest.raises(BadInput, match="got 0F0 0B0@1, needed the backward pass on the weight version of its forward pass"):
         check(
             replace(good, orders=(tuple(a._replace(version=1) if a == Action(Op.B, 0, 0) else a for a in good.orders[0]), good.orders[1]))
         )

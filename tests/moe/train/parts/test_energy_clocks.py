@@ -243,7 +243,7 @@ def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("allowed", "why"),
     [
         (None, "this rank computes on a CPU, and plans are for GPUs"),
-        ((False, False), "the clocks of these GPUs may not be set: Insufficient Permissions (it needs root)"),
+        ((False, False), "the clocks of these GPUs may not be set: Insufficient Permissions (setting them needs root)"),
         ((True, False), "rank 1 cannot set its GPU's clock"),
     ],
 )
