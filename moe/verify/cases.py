@@ -306,7 +306,7 @@ class Case:
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
-        scale = "none" if self.precision != "fp16" else "dynamic" if self.overflow else 1024.0
+        scale = 1024.0 if self.precision == "fp16" else "none"
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
