@@ -20,6 +20,7 @@ from moe.records.conditions import (
     certain,
     cold_start,
     crowded,
+    drifted,
     dropped,
     enough_warmup,
     equal_tokens,
@@ -124,7 +125,9 @@ def _causal(run: Run) -> Fix:
     return Set("router.select", "top_k") & Set("router.queue", "tokens_first") & Set("router.balance_weight", 0.01) & causal
 
 
-_LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates", "router's entropy")
+_LOADS = (
+    "uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "selection bias", "router saturates", "router's entropy",
+)  # fmt: skip
 
 RULES = (
     Rule(
@@ -181,6 +184,13 @@ RULES = (
         ("moe.load",),
         lasting(swings, when=lambda run: bool(run.router.bias_rate)),
         lambda run: Set("router.bias_rate", 0.001),
+        hides=("uneven load", "dropped choices", "selection bias"),
+    ),
+    Rule(
+        "selection bias",
+        ("moe.bias_min", "moe.bias_max"),
+        drifted,
+        lambda run: Set("router.bias_rate", (run.router.bias_rate or 0.0) / 10),
         hides=("uneven load", "dropped choices"),
     ),
     Rule(
