@@ -94,7 +94,7 @@ def test_a_run_is_trained_used_and_written_from_the_wheel(site: Path, tmp_path: 
 
 
 def test_measurements_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    """A row of `moe verify`, a plan of clocks, a layer of `moe bench`, and a calibration with small sizes. All measurements are imported."""
+    """A row of `moe verify`, a plan of clocks, a layer of `moe bench` and a calibration, small; all measurements are imported."""
     smaller = """
 import importlib
 from moe.bench.layers import dispatch, layers

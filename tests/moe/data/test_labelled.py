@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from moe.checks.begins import check_data
+from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.order import TrainSet
-from moe.recipe.load import build_run
+from moe.recipe.load import build_run, load
 from moe.recipe.sections import Data, Run
 from moe.recipe.shapes import PADDING
 from moe.train.start.restore import choose, restore
@@ -88,6 +89,17 @@ def test_rows_without_labels_predict_every_id_and_long_rows_are_cut(tmp_path: Pa
     train = opened(section(written(tmp_path / "rows.jsonl", rows)), tmp_path, said=said)
     assert train.windows.read(np.array([0])).tolist() == [[*range(LENGTH + 1)]] and train.num_windows == 1
     assert any("2 chats, 15 tokens, 15 of them predicted, 1 chat cut to model.max_length, 2 chats left out" in line for line in said)
+
+
+def test_a_command_line_takes_rows_of_ids_and_refuses_a_key_of_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", rows_of(4))
+    words = {"data.source": "chat", "data.tokenizer": "ids", "data.vocab_size": "40", "data.validation_share": "0.3"}
+    for place in (path, tmp_path):
+        run = load("switch_tiny", words | {"data.path": str(place)})[0].resolve(1)
+        check_run(run, 1)
+        assert run.vocab_size == VOCABULARY and opened(run.data, tmp_path).num_windows == 3
+    with pytest.raises(BadInput, match="data.text_key: got messages, but the data are token ids"):
+        load("switch_tiny", words | {"data.path": str(path), "data.text_key": "messages"})
 
 
 def recipe(home: Path, path: Path, **sections: dict[str, Any]) -> Run:
