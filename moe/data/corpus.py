@@ -217,9 +217,10 @@ def check_first_documents(data: Data, *, text_key_set_by: str) -> None:
     """Read the first documents of the first JSONL file and of the first table. Raises BadInput if one cannot be read or has no text under
     the key. text_key_set_by: as in `find_corpus`."""
     corpus = find_corpus(data, text_key_set_by=text_key_set_by)
-    for name in (next(filter(kind, corpus.names), None) for kind in (corpus.by_lines, corpus.by_rows)):
-        for _ in islice(() if name is None else read_file(corpus, name), formats.FIRST):
-            pass
+    for kind in (corpus.by_lines, corpus.by_rows):
+        for name in islice(filter(kind, corpus.names), 1):
+            for _ in islice(read_file(corpus, name), formats.FIRST):
+                pass
 
 
 def _read_lines(path: Path, text_key: formats.TextKey, encoding: str) -> Iterator[Document]:

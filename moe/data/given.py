@@ -227,8 +227,8 @@ def ids_of(columns: Mapping[str, Ints], what: str, *, vocab_size: int, other: st
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         larger = Set("data.tokenizer", "ids") & Set("data.vocab_size", wrong + 1, said=f"at least {wrong + 1}")
-        fix = "give ids of the vocabulary" if wrong < 0 else other or larger
-        raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
+        got, needed = f"the id {wrong}", f"ids from 0 to {vocab_size - 1}"
+        raise BadInput(what, got=got, needed=needed, fix="give ids of the vocabulary" if wrong < 0 else other or larger)
     labels = columns.get(_LABELS, ids)
     predicted = labels != PADDING
     if len(shifted := np.flatnonzero(predicted & (labels != ids))):

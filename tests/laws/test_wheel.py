@@ -111,9 +111,9 @@ own_step.STEPS, own_step.WARM_UP = 2, 1
 """
     commands = [
         "energy --stages 2 --microbatches 2",
-        "verify --kinds data --only 'switch ddp dp1 fp32' --nproc 1",
+        "plan --calibrate --nproc 1 --out machine.yaml",  # before torch computes here: it forks ranks
+        "verify --kinds data --only 'switch dp1 ep1 m1 ddp fp32' --nproc 1",
         "bench dispatch --only 'fp32 balanced' --peers none --rounds 1 --json layer.json",
-        "plan --calibrate --nproc 1 --out machine.yaml",
     ]
     wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, smaller + RUN, json.dumps(commands)).items() if code}
     assert wrong == {} and (tmp_path / "layer.json").is_file() and (tmp_path / "machine.yaml").is_file()
