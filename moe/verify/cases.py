@@ -155,6 +155,7 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
     "adafactor": {
         "optimizer": {"kind": "adafactor"},
         "router": {"preset": "glam", "min_capacity": 1},
+        "experts": {"biases": True},
         "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
     "kfac": {  # factors from steps 0, 3 and 6, with inverses that are used from steps 1, 4 and 7 on
@@ -190,8 +191,13 @@ OTHER: dict[str, dict[str, Any]] = {  # norms over all heads; other optimizers; 
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
-    "ahead_windows": {  # layer 1 and the first depth of multi-token prediction have a window
-        "model": {"ahead": 2, "sliding_window": 4, "sliding_layers": [1, 2]},
+    "ahead_windows": {  # layer 1 and the first depth of multi-token prediction have a window; factors
+        "model": {
+            "ahead": 2,
+            "sliding_window": 4,
+            "sliding_layers": [1, 2],
+            "scales": {"embedding": 1.3, "residual": 0.7, "head": 1.6},
+        },
         "router": {"preset": "glam", "min_capacity": 1},
     },
     "t5_packed": {
