@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from moe.checks.clash import check_others, clash
+from moe.checks.clash import clash
 from moe.checks.frozen import check_freeze, check_lora
 from moe.checks.model import check_encoder_decoder, check_model
 from moe.checks.optimizer import check_optimizer
@@ -99,7 +99,6 @@ def _check_free(run: Run) -> None:
     key = "experts.skip" if run.experts.skip else "experts.zero"
     if not method_of(run.router).tokens_choose:
         raise clash(run, "router.select", key, "top_k", "a token must be able to choose no computation", Set(key, 0))
-    check_others(run, key, {"experts.rebalance_every": (0, "loads count only experts that compute")}, Set(key, 0))
 
 
 def _check_networks(run: Run) -> None:
