@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput, did_you_mean, some
@@ -34,16 +35,21 @@ def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "tr
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
     """Check a new run in folder `out`. Raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set that checkpoint
-    aside. Also raise it for LoRA without a source, and for chats that need a template, if neither recipe nor source has one."""
+    aside. Without a source, raise it if the run trains LoRA adapters, if its tokenizer.json is missing, or if its chats need a template and
+    it has none; with a source, if its chats need a template and neither recipe nor source has one."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
     if source is None and run.lora.rank:
         raise no_base(run.lora.rank)
+    if source is None and run.data.tokenizer_file is not None:
+        from moe.data.tokenizer_file import check_file
+
+        check_file(run.data.tokenizer_file)
     if source is not None and not (source / "manifest.json").is_file() and not has_checkpoint(source):
         raise no_checkpoint(source)
     if run.data.source == "chat" and not (source and _has_template(source)):
-        check_chats(run.data)
+        check_data(run.data, None, vocab_size=run.vocab_size)
 
 
 def _has_template(source: Path) -> bool:
@@ -56,14 +62,21 @@ def _has_template(source: Path) -> bool:
         return True
 
 
-def check_chats(data: Data) -> None:
-    """For a model without a chat template: raise BadInput if the recipe's chats need one, and the recipe names none."""
-    from moe.data.chat import ChatFiles, check_readable, messages_field
+def check_data(data: Data, chat: dict[str, Any] | None, *, vocab_size: int) -> None:
+    """Read the first samples of the recipe's files. Raise BadInput if a chat, a JSONL line or a table has another form, and if chats need a
+    template that is missing. chat: value of `Tokenizer.chat` of the model that the run begins with; None: it has no template. vocab_size:
+    of the model."""
+    from moe.data.chat import ChatFiles, check_first, messages_field
+    from moe.data.corpus import check_first_documents
 
-    given = [(each.path, each.text_key or data.text_key, each.encoding or data.encoding) for each in data.sources]
-    for path, text_key, encoding in given or [(data.path or "", data.text_key, data.encoding)]:
-        if path and Path(path).expanduser().exists():  # check_run refuses a path that is missing
-            check_readable(ChatFiles(path, messages_field(text_key), named_encoding(encoding)), data.chat_template)
+    for one, text_key_set_by in data.each():
+        if one.path is None or not Path(one.path).expanduser().exists():  # check_run refuses a path that is missing
+            continue
+        if one.source == "chat":
+            files = ChatFiles(one.path, messages_field(one.text_key), named_encoding(one.encoding))
+            check_first(files, chat, one.chat_template, vocab_size=vocab_size, only_ids=one.tokenizer == "ids")
+        elif one.tokenizer != "ids" and not one.is_own:
+            check_first_documents(one, text_key_set_by=text_key_set_by)
 
 
 def check_stays(out: Path, *, fresh: bool, source: Path | None) -> None:

@@ -130,9 +130,6 @@ def _check_ahead(run: Run) -> None:
     works: dict[str, tuple[object, str]] = {
         "model.kind": ("decoder", "T5 and Switch have no multi-token prediction"),
         "train.loss": ("cross_entropy", "the blocks of multi-token prediction are trained with this loss"),
-        "model.scales.residual": (1, "blocks of multi-token prediction are not scaled"),
-        "model.scales.embedding": (1, "blocks of multi-token prediction are not scaled"),
-        "model.scales.head": (1, "blocks of multi-token prediction are not scaled"),
     }
     check_others(run, "model.ahead", works, off)
     if run.degrees.tp > 1 and run.tensor.kind in GRIDS:

@@ -25,9 +25,6 @@ def check_optimizer(run: Run) -> None:
     if o.kind in ("muon", "adafactor"):
         keys = ("tiling.ffn", "tiling.head") if o.kind == "adafactor" else ("tiling.ffn",)
         check_others(run, "optimizer.kind", {key: (1, "a tile is a part of a matrix") for key in keys}, _ADAMW)
-    if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
-        needed = "adamw, muon, sgd or kfac: adafactor would average over experts, because it treats a stack of biases as a matrix"
-        raise clash(run, "optimizer.kind", "experts.biases", "adamw", "", Set("experts.biases", False), needed=needed)
     if o.kind == "kfac":
         _check_kfac(run)
 

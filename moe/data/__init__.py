@@ -98,10 +98,7 @@ def open_data(
         return replace(made, train=CorruptedTrain(made.train, objective), validation=CorruptedValidation(made.validation, objective))
     if data_config.sources:
         each: list[Dataset] = []
-        for source in data_config.sources:  # all sources use the tokenizer of the first source
-            text_key, named = source.text_key or data_config.text_key, f"text_key of {source.path} in data.sources"
-            own = {"text_key": text_key, "encoding": source.encoding or data_config.encoding}
-            one = data_config.model_copy(update={"path": source.path, "sources": ()} | own)
+        for one, named in data_config.each():  # all sources use the tokenizer of the first source
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
             sized = partial(opened, one, max_length=max_length, vocab_size=vocab_size)
             each.append(sized(tokenizer=tokenizer, as_key=as_key, text_key_set_by=named))
@@ -165,7 +162,8 @@ def _chats(
     if description is None and data.tokenizer == "bpe":
         needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"
         raise BadInput("data.tokenizer", got="bpe with data.source=chat", needed=needed, fix=Set("it", "bytes") | "add --init_from MODEL")
-    tokenizer = with_template(Bytes() if description is None else load(description), data.chat_template)
+    new = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
+    tokenizer = with_template(new if description is None else load(description), data.chat_template)
     if vocab_size < tokenizer.vocab_size:
         needed = f"at least the tokenizer's {tokenizer.vocab_size}"
         raise BadInput("model.vocab_size", got=vocab_size, needed=needed, fix=Set("model.vocab_size", None))

@@ -7,6 +7,7 @@ tokens are predicted.
                                                           begins as `moe generate --prompt` does, with BOS if the tokenizer has one
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
     {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, in one sequence (for a train.loss that compares them)
+    {"input_ids": [...], "labels": [...]}                 token ids of another program; an id with the label -100 is not predicted
 
 A content may also be a list of {"type": "text", "text": "..."}, which are joined. An assistant's message with "weight": 0 is not predicted.
 
@@ -32,7 +33,8 @@ import numpy.typing as npt
 
 from moe.data import formats
 from moe.data.chat_template import ASSISTANT, ChatTemplate, Span
-from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load
+from moe.data.given import IDS, columns_of, ids_of
+from moe.data.tokenizer import Bpe, Bytes, Ids, Tokenizer, load
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
@@ -43,8 +45,9 @@ _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user",
 _WEIGHT = "weight 1, or 0 for an assistant's message that is not predicted"
 _OTHER_WEIGHTS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask")  # other programs' keys for weight
 _PART = re.compile("train|test|valid|dev|eval")  # first word of a file's name that tells its split, as on the Hugging Face hub
+_OTHER_IDS = "tokenize the text with this model's tokenizer"
 _SEVERAL = "name several in data.sources"
-_FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected"
+_FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected, or input_ids"
 _WRITE = 'write {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
@@ -145,12 +148,18 @@ def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> 
     ids, predicted, lengths, cut, left_out, each = bytearray(), bytearray(), [0], 0, 0, 0
     least = math.inf  # smallest model.max_length with which a left-out chat would keep a predicted token
     for where, line in files.rows():
-        texts = _texts(line, where, template, files.field)
-        each = each or len(texts)  # number of chats in each line: 1, or 2 for pairs
-        if len(texts) != each:
+        row = _row(line, where, files.field)
+        if IDS in row:
+            made = [_sample(row, where, tokenizer)]
+        elif isinstance(tokenizer, Ids):
+            raise _no_ids(row, where)
+        else:
+            made = [_encoded(text, tokenizer) for text in _texts(row, where, template)]
+        each = each or len(made)  # number of chats in each line: 1, or 2 for pairs
+        if len(made) != each:
             said = "pairs" if each == 2 else "single chats"
             raise BadInput(where, got=f"another form than the {said} before", needed="the same form in all lines", fix="write two files")
-        made, room = [_encoded(text, tokenizer) for text in texts], (max_length + 1) // each
+        room = (max_length + 1) // each
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):
             left_out += each
@@ -176,13 +185,20 @@ def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> 
     return Encoded(np.frombuffer(ids, np.uint32), shown, starts, about, each == 2)
 
 
-def check_readable(files: ChatFiles, given: str | None) -> None:
-    """For a model without a chat template: raise BadInput if the first chat of `files` needs one, and `given`, the recipe's
-    data.chat_template, is None. Also raises BadInput for a template's file that cannot be read."""
-    with_template(Bytes(), given)
-    if given is None:
-        for where, line in islice(files.rows(), 1):
-            _texts(line, where, None, files.field)
+def check_first(files: ChatFiles, chat: dict[str, Any] | None, given: str | None, *, vocab_size: int, only_ids: bool) -> None:
+    """Raise BadInput if one of the first chats of `files` cannot be read or rendered, or needs a template and there is none. chat: value of
+    `Tokenizer.chat` of the model. given: the recipe's data.chat_template. vocab_size: of the model. only_ids: whether data.tokenizer is
+    ids. Also raises BadInput for a template's file that cannot be read."""
+    tokenizer = with_template(load(Bytes().describe() | ({} if chat is None else {"chat": chat})), given)
+    template = template_of(tokenizer, files.changed())
+    for where, line in islice(files.rows(), formats.FIRST):
+        row = _row(line, where, files.field)
+        if IDS in row:
+            ids_of(columns_of(row, where), where, vocab_size=vocab_size, other=None if only_ids else _OTHER_IDS)
+        elif only_ids:
+            raise _no_ids(row, where)
+        else:
+            _texts(row, where, template)
 
 
 def messages_field(text_key: str) -> str | None:
@@ -211,10 +227,19 @@ def template_of(tokenizer: Tokenizer, date: datetime | None = None) -> ChatTempl
     return ChatTemplate(own["template"], tokens, date, own.get("tool_use")) if "template" in own else None
 
 
-def _texts(line: bytes | dict[str, Any], where: str, template: ChatTemplate | None, field: str | None) -> list[Text]:
-    """Return the chat of a line, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`: None if the
-    model has none. `field`: see `_row`. Raises BadInput for another form."""
-    row = _row(line, where, field)
+def _no_ids(row: dict[str, Any], where: str) -> BadInput:
+    fix = "write the token ids" | Set("data.tokenizer", "bytes")
+    return BadInput(where, got=f"an object with {', '.join(row) or 'nothing'}", needed=f"{IDS}, because data.tokenizer is ids", fix=fix)
+
+
+def _sample(row: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return the ids [n] of a row that another program has tokenized, and whether each is predicted."""
+    return ids_of(columns_of(row, where), where, vocab_size=tokenizer.vocab_size, other=None if isinstance(tokenizer, Ids) else _OTHER_IDS)
+
+
+def _texts(row: dict[str, Any], where: str, template: ChatTemplate | None) -> list[Text]:
+    """Return the chat of a row, or its pair of a chosen and a rejected one. `where`: file and line, for errors. `template`: None if the
+    model has none. Raises BadInput for another form."""
     if not {"chosen", "rejected"} <= row.keys():
         return [_text(row, where, template)]
     both = [row["chosen"], row["rejected"]]

@@ -21,6 +21,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -210,6 +211,16 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
             yield Document(name, *decoded(formats.whole(path), corpus.encoding))
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def check_first_documents(data: Data, *, text_key_set_by: str) -> None:
+    """Read the first documents of the first JSONL file and of the first table. Raises BadInput if one cannot be read or has no text under
+    the key. text_key_set_by: as in `find_corpus`."""
+    corpus = find_corpus(data, text_key_set_by=text_key_set_by)
+    for kind in (corpus.by_lines, corpus.by_rows):
+        for name in islice(filter(kind, corpus.names), 1):
+            for _ in islice(read_file(corpus, name), formats.FIRST):
+                pass
 
 
 def _read_lines(path: Path, text_key: formats.TextKey, encoding: str) -> Iterator[Document]:

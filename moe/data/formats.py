@@ -26,6 +26,7 @@ from parallel.store.files import UTF_8, read_text
 PACKED = (".gz", ".zst")
 JSONL = (".jsonl", ".ndjson", ".jsonlines")
 TABLES = (".parquet", ".arrow", ".feather")
+FIRST = 8  # number of documents, or chats, that are read to check a file before long work
 LONGEST_BYTES = 256 << 20  # limit of one unpacked document, line or cell
 _ZST_READ_BYTES = 1024  # compressed bytes in a read: few, because 4 bytes can unpack to 128 KiB
 _ZST_WINDOW_BYTES = 1 << 31  # the longest window that the zstd program writes (--long=31)

@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moe.data.order import TrainSet, ValidationSet
 from moe.data.token_shard import Ints, TokenShard
@@ -31,7 +32,7 @@ from moe.recipe.shapes import PADDING, marked
 from parallel.errors import BadInput, counted
 from parallel.fixes import Set
 
-_IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
+IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
 _LOOKED_AT = 8  # number of training samples that are hashed to identify the data
 
 
@@ -191,25 +192,50 @@ def _length(name: str, side: Any) -> int | None:
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted becomes -101 - id, which is below 0.
     `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of
-    the vocabulary."""
+    the vocabulary, of which one is predicted."""
+    columns = columns_of(sample, what)
+    count = len(columns[IDS])
+    if not 2 <= count <= max_length + 1:
+        fix = "cut it" | Set("model.max_length", count - 1) if count > 1 else _NOTHING
+        raise BadInput(what, got=counted(count, "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
+    ids, predicted = ids_of(columns, what, vocab_size=vocab_size)
+    if not predicted[1:].any():  # the first id is never predicted, because no id precedes it
+        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="an id as at least one label after the first", fix=_NOTHING)
+    found = np.full(max_length + 1, PADDING, dtype=np.int64)
+    found[:count] = np.where(predicted, ids, marked(ids))
+    return found
+
+
+def columns_of(sample: Any, what: str) -> dict[str, Ints]:
+    """Return column name -> column of a sample, without the padding that attention_mask shows. A sequence alone is the column input_ids.
+    `what`: the sample's name in error messages. Raises BadInput for other columns, unequal lengths, and values that are no whole
+    numbers."""
     columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
-    ids = columns[_IDS]
+    count = len(columns[IDS])
     for name, column in columns.items():
-        if len(column) != len(ids):
-            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{len(ids)}, one for each id", fix=f"mend {name}")
-    if _MASK in columns:
-        ids = ids[: _unmasked(columns, what)]
-    if not 2 <= len(ids) <= max_length + 1:
-        fix = "cut it" | Set("model.max_length", len(ids) - 1) if len(ids) > 1 else _NOTHING
-        raise BadInput(what, got=counted(len(ids), "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
-    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        if len(column) != count:
+            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{count}, one for each id", fix=f"mend {name}")
+    kept = _unmasked(columns, what) if _MASK in columns else count
+    return {name: column[:kept] for name, column in columns.items()}
+
+
+def ids_of(columns: Mapping[str, Ints], what: str, *, vocab_size: int, other: str | None = None) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Return a sample's ids, int64 [n], and whether each is predicted: its label is not PADDING. `columns`: from `columns_of`. `what`: the
+    sample's name in error messages. `other`: fix for an id that is too large; None: a larger data.vocab_size. Raises BadInput for an id
+    outside the vocabulary, and for a label that is neither PADDING nor the id at its position."""
+    ids = columns[IDS].astype(np.int64)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         larger = Set("data.tokenizer", "ids") & Set("data.vocab_size", wrong + 1, said=f"at least {wrong + 1}")
-        fix = "give ids of the vocabulary" if wrong < 0 else larger
-        raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
-    found = np.full(max_length + 1, PADDING, dtype=np.int64)
-    found[: len(ids)] = _labelled(ids, columns[_LABELS][: len(ids)], what) if _LABELS in columns else ids
-    return found
+        got, needed = f"the id {wrong}", f"ids from 0 to {vocab_size - 1}"
+        raise BadInput(what, got=got, needed=needed, fix="give ids of the vocabulary" if wrong < 0 else other or larger)
+    labels = columns.get(_LABELS, ids)
+    predicted = labels != PADDING
+    if len(shifted := np.flatnonzero(predicted & (labels != ids))):
+        at = int(shifted[0])
+        got, needed = f"{labels[at]} at index {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
+        raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
+    return ids, predicted
 
 
 _NOTHING = "leave the sample out: nothing is predicted in it"
@@ -220,9 +246,9 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
     """Return column name -> column of a sample; a sequence alone is the column input_ids. `what`: the sample's name in error messages.
     Raises BadInput for missing and unknown columns."""
     if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
-        return {_IDS: sample}
+        return {IDS: sample}
     names = list(sample.keys())
-    if _IDS not in names:
+    if IDS not in names:
         fix = "name the column with the ids input_ids"
         raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix=fix)
     unread = [str(name) for name in names if name not in _COLUMNS]
@@ -234,7 +260,7 @@ def _columns(sample: Any, what: str) -> dict[str, Any]:
 
 
 def _numbers(column: Any, what: str) -> Ints:
-    what = what.removesuffix(f", {_IDS}")
+    what = what.removesuffix(f", {IDS}")
     try:
         found = np.asarray(column)
     except Exception as error:
@@ -260,20 +286,6 @@ def _unmasked(columns: dict[str, Ints], what: str) -> int:
         needed = f"{PADDING} wherever attention_mask is 0: padding is not predicted"
         raise BadInput(f"{what}, {_LABELS}", got="a label in the padding", needed=needed, fix=f"write {PADDING} for the padding")
     return count
-
-
-def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
-    """Return the ids; an id with the label PADDING is replaced by -101 - id. `what`: the sample's name in error messages. Raises BadInput
-    for a label that is neither PADDING nor the id at its position, and if all labels are PADDING."""
-    left_out = labels == PADDING
-    wrong = np.flatnonzero(~left_out & (labels != ids))
-    if len(wrong):
-        at = int(wrong[0])
-        got, needed = f"{labels[at]} at index {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
-        raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from the ids before it")
-    if left_out[1:].all():  # the first id is never predicted, because no id precedes it
-        raise BadInput(f"{what}, {_LABELS}", got=f"only {PADDING}", needed="an id as at least one label after the first", fix=_NOTHING)
-    return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 
 def _key(about: str, some: list[Ints], validation: Samples) -> str:

@@ -22,6 +22,7 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")  # without
 def read_file(named: str) -> Tokenizer:
     """Return the tokenizer of the tokenizer.json at path `named`. Raises BadInput for a file that cannot be read or used, and for one
     without a token that ends a text."""
+    check_file(named)
     model, vocabulary = _content(named)
     folder = user_path(named, what="data.tokenizer").parent
     chat, _ = chat_of(folder, [])
@@ -35,6 +36,13 @@ def read_file(named: str) -> Tokenizer:
         return Given(model, vocabulary[end], chat)
     except BadInput as bad:
         raise _unusable(f"{named}: {bad.got}") from None
+
+
+def check_file(named: str) -> None:
+    """Raise BadInput if there is no file `named`, the recipe's data.tokenizer."""
+    if not user_path(named, what="data.tokenizer").is_file():
+        needed, fix = "a tokenizer.json that exists", "check the spelling and the folder you are in"
+        raise BadInput("data.tokenizer", got=named, needed=needed, fix=fix)
 
 
 def ids_of(named: str) -> int:

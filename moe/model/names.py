@@ -29,6 +29,11 @@ def is_bias(name: str) -> bool:
     return last in ("b1", "b3", "bias") or last.endswith("_bias")
 
 
+def is_stack_of_biases(name: str) -> bool:
+    """Return whether the parameter with this name has a bias of each expert of a layer, [experts, outputs]."""
+    return name.rpartition(".")[2] in ("b1", "b3", "output_bias")
+
+
 def stack_of(name: str) -> str | None:
     """Return the global name of the tensors in a stack of experts, with `{}` for the expert's index; None if `name` is no stack."""
     found = _EXPERT_MATRIX.fullmatch(global_name(name))

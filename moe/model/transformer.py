@@ -316,7 +316,10 @@ class Transformer(nn.Module):
     def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """Return x unchanged. In the backward pass, the gradient of the multi-token prediction loss is added to x's gradient. `matrix`: the
         head's weights."""
-        summed = partial(self._summed_loss, matrix=matrix)
+
+        def summed(x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+            return self._summed_loss(scaled(x_BLD, 1 / self.config.scales.head), targets_BL, matrix)
+
         loss = multi_token_loss(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
         )

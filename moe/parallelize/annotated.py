@@ -2,15 +2,17 @@
 
     program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)        annotations: shardings, also some that no tensor.kind has
     ranks = Annotated(program, device_mesh(mesh), compute_of(run))
-    values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
-    ranks(values | tokens and targets)["loss"]                                       loss of each token, [sequences, length]
+    values = {name: ranks.placed(name, t) for name, t in (values_of(model, program.graph) | inputs_of(run, tokens, targets)).items()}
+    ranks(values)["loss"]                                                            loss of each token, [sequences, length]
 
-Weights, loss and gradients equal the Transformer's in fp32. MoE layers are refused: a graph does not say which tokens an expert gets.
+With multi-token prediction, depth i also has "ahead.i.loss", which training multiplies by `model.ahead_weight / model.ahead`. Weights, loss
+and gradients equal the Transformer's in fp32. MoE layers are refused: a graph does not say which tokens an expert gets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -18,33 +20,27 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.kernels.activation import activate
-from moe.nn.rotary import rotate
-from moe.recipe.sections import Rope, Run, Scales
-from moe.recipe.shapes import NORM_EPS
+from moe.nn.core import attend, masked
+from moe.nn.rotary import logit_factor, turned, turns_of
+from moe.nn.vocabulary import capped
+from moe.recipe.sections import Model, Run, Scales
+from moe.recipe.shapes import NORM_EPS, PADDING
 from parallel.annotations.annotated import Compute, Rank
 from parallel.annotations.graph import Graph, Operator
 from parallel.errors import BadInput
-from parallel.fixes import Fix, Remove, Set, written
-from parallel.sequence.softmax import repeated
-
-# keys of `model` that a graph cannot describe -> the only value that is accepted
-_PLAIN: dict[str, str | float | bool | None] = {"positions": "rotary", "qk_norm": "none", "clip_qkv": None, "logit_cap": None, "ahead": 0}
-_PLAIN |= {"qkv_bias": False, "out_bias": False, "attention_sinks": False, "document_mask": False, "dropout": 0}
+from parallel.fixes import Fix, Remove, Set
 
 
 def compute_of(run: Run) -> Compute:
     """Return a function that computes one operator on one rank's shards. Raises BadInput for a model that a graph cannot describe."""
-    m = run.model
-    windows = any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers))
-    latent, kinds = m.latent.key_rank, "train it with a tensor.kind instead of annotations"
+    m, kinds = run.model, "train it with a tensor.kind instead of annotations"
     refused: dict[str, tuple[object, bool, Fix]] = {
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), Set("it", 0) | kinds),
-        "model.latent.key_rank": (latent, latent is not None, Set("it", None)),
+        "model.positions": (m.positions, m.positions != "rotary", Set("it", "rotary")),
         "model.scales": ("factors", m.scales != Scales(), Remove("it")),
-        "model.sliding_window": (m.sliding_window, windows, Set("it", None)),
+        "model.document_mask": ("true", m.document_mask, Set("it", False)),
+        "model.dropout": (m.dropout, m.dropout > 0, Set("it", 0)),
     }
-    for key, value in _PLAIN.items():
-        refused[f"model.{key}"] = (written(getattr(m, key)), getattr(m, key) != value, Set("it", value))
     for key, (got, wrong, fix) in refused.items():
         if wrong:
             raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, without dropout", fix=fix)
@@ -52,21 +48,29 @@ def compute_of(run: Run) -> Compute:
     def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
         if op.kind == "product":
             return torch.einsum(op.rule, *inputs)
-        if op.kind == "pointwise" and op.name.endswith(".act"):
-            return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn, m.gating)
         if op.kind == "pointwise":
-            return inputs[0] + inputs[1]
+            return _pointwise(op, inputs, m)
         if op.kind == "norm":
-            return _norm(op, inputs[0], inputs[1], rank, kind=m.norm, eps=m.norm_eps or NORM_EPS[m.norm])
+            return _norm(op, inputs[0], inputs[1], rank, m)
         if op.kind == "lookup":
-            rows, here = _here(inputs[0], op.terms[1][0], rank)
+            rows, here = _here(inputs[0].clamp_min(0), op.terms[1][0], rank)
             return F.embedding(rows, inputs[1]) * here.unsqueeze(-1)
         if op.kind == "attention":
-            return _attention(op, inputs[0], inputs[1], inputs[2], rank, rope=m.rope)
+            return _attention(op, inputs, rank, m)
         assert op.kind == "loss", op.kind
-        return _loss(op, inputs[0], inputs[1], rank)
+        return _loss(op, capped(inputs[0], m.logit_cap), inputs[1], rank)
 
     return compute
+
+
+def inputs_of(run: Run, tokens_BL: Tensor, targets_BL: Tensor) -> dict[str, Tensor]:
+    """Return name -> integer input of the graph. Targets of multi-token prediction are the later tokens; at a sequence's end they are
+    padding, whose loss is 0."""
+    found = {"tokens": tokens_BL, "targets": targets_BL}
+    for depth in range(run.model.ahead):
+        targets_BL = F.pad(targets_BL[:, 1:], (0, 1), value=PADDING)
+        found[f"ahead.{depth}.targets"] = targets_BL
+    return found
 
 
 def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
@@ -74,18 +78,32 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         size = tuple(graph.dims[letter].size for letter in graph.parameters[name])
-        turned = parameter.ndim == 2 and any(op.kind == "product" and name in op.inputs and op.name != "head" for op in graph.operators)
-        found[name] = (parameter.t() if turned else parameter).detach().reshape(size)
+        readers = [op.name.split(".")[-1] for op in graph.operators if op.kind == "product" and name in op.inputs]
+        transposed = parameter.ndim == 2 and any(reader != "head" for reader in readers)
+        found[name] = (parameter.t() if transposed else parameter).detach().reshape(size)
     return found
 
 
-def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
-    """Apply RMSNorm or LayerNorm (`kind`) with this gain. If channels are sharded, the statistics are summed over ranks."""
-    letter = op.statistics
-    width = rank.factors[letter]
+def _pointwise(op: Operator, inputs: Sequence[Tensor], m: Model) -> Tensor:
+    """Compute an operator on elements: an activation, a sum, a part of the channels, or two tensors joined."""
+    what = op.name.split(".")[-1]
+    if what == "act":
+        return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn, m.gating)
+    if what == "rotary":
+        return inputs[0][..., m.latent_sizes.rank :]
+    return torch.cat(list(inputs), dim=-1) if what == "joined" else inputs[0] + inputs[1]
+
+
+def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, m: Model) -> Tensor:
+    """Apply RMSNorm or LayerNorm over the dims of the gain. If they are sharded, the statistics are summed over ranks."""
+    letters, inner = op.terms[1], ".attention." in op.name  # inner: norms of queries, keys or latents
+    kind = "rmsnorm" if inner else m.norm
+    eps = NORM_EPS[kind] if m.norm_eps is None or "_down_norm" in op.name else m.norm_eps
+    x = x[..., : gain.shape[-1]] if op.name.endswith("kv_down_norm") else x  # the other channels are the rotary key
+    dims, width = tuple(range(-gain.ndim, 0)), prod(rank.factors[letter] for letter in letters)
     if kind == "layernorm":
-        x = x - rank.total(x.sum(-1, keepdim=True), letter, read="in parts") / width
-    mean = rank.total(x.square().sum(-1, keepdim=True), letter, read="in parts") / width
+        x = x - rank.total(x.sum(dims, keepdim=True), letters, read="in parts") / width
+    mean = rank.total(x.square().sum(dims, keepdim=True), letters, read="in parts") / width
     return x * torch.rsqrt(mean + eps) * gain
 
 
@@ -97,24 +115,39 @@ def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
     return torch.where(here, rows - part.start, 0), here
 
 
-def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:
-    """Compute causal attention with rotary positions. The queries may be a shard of the sequence."""
+def _attention(op: Operator, inputs: Sequence[Tensor], rank: Rank, m: Model) -> Tensor:
+    """Compute causal attention with rotary positions, of keys and values or of latents. The queries may be a shard of the sequence."""
     places = rank.region(op.output[1])
-    query_L = torch.arange(places.start, places.stop)
-    key_S = torch.arange(k_BSKC.shape[1])
-    groups = q_BLKGC.shape[3]
-    q = rotate(rearrange(q_BLKGC, "b l k g c -> b (k g) l c"), query_L, rope)
-    k, v = (rearrange(x, "b s k c -> b k s c") for x in (k_BSKC, v_BSKC))
-    k = rotate(k, key_S, rope)
-    heads = q.shape[1]
-    mixed = F.scaled_dot_product_attention(q, repeated(k, heads), repeated(v, heads), attn_mask=query_L.unsqueeze(1) >= key_S)
-    return rearrange(mixed, "b (k g) l c -> b l k g c", g=groups)
+    queries, keys = range(places.start, places.stop), range(inputs[1].shape[1])
+    rope, block = m.rope.at(len(keys)), op.name.split(".")
+
+    def turn(x: Tensor, positions: range) -> Tensor:
+        position_L = torch.arange(positions.start, positions.stop, device=x.device)
+        return turned(x, turns_of(position_L, rope.turning(x.shape[-1]), rope, dtype=x.dtype))
+
+    if m.latent.key_rank is None:
+        q, k, v = (rearrange(x, "b l ... c -> b (...) l c") for x in inputs[:3])
+        if m.clip_qkv is not None:
+            q, k, v = (x.clamp(-m.clip_qkv, m.clip_qkv) for x in (q, k, v))
+        q, k = turn(q, queries), turn(k, keys)
+    else:
+        size, (q, pairs) = m.latent_sizes, (rearrange(x, "b l k c -> b k l c") for x in inputs[:2])
+        content, rotary = q.split([size.content, size.rotary], dim=3)
+        k, v = pairs.split([size.content, size.value], dim=3)
+        q = torch.cat([content, turn(rotary, queries)], dim=3) * logit_factor(rope)
+        k = torch.cat([k, turn(inputs[2].unsqueeze(1), keys).expand(-1, k.shape[1], -1, -1)], dim=3)
+    window = m.window_of(int(block[1]) + (m.num_layers if block[0] == "ahead" else 0))
+    mask = masked(queries, keys, None, bias=None, window=window, like=q)
+    mixed = attend(q, k, v, mask=mask, scale=None, sink_H=inputs[3].flatten() if len(inputs) > 3 else None)
+    return rearrange(mixed, "b h l c -> b l h c").reshape(*inputs[0].shape[:-1], -1)
 
 
 def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
-    """Return each token's cross-entropy. Ranks with shards of the vocabulary exchange maximum, sum of exponentials and target logit."""
+    """Return each token's cross-entropy, 0 if the target is padding. Ranks with shards of the vocabulary exchange maximum, sum of
+    exponentials and target logit."""
     letter = op.statistics
     rows, here = _here(targets_BL, letter, rank)
     target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")
     most = rank.largest(logits_BLV.amax(-1), letter)
-    return most + rank.total((logits_BLV - most.unsqueeze(-1)).exp().sum(-1), letter, read="in copies").log() - target
+    loss = most + rank.total((logits_BLV - most.unsqueeze(-1)).exp().sum(-1), letter, read="in copies").log() - target
+    return loss * (targets_BL != PADDING)

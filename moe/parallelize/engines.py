@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport
-from moe.model.names import is_bias
+from moe.model.names import is_bias, is_stack_of_biases
 from moe.model.transformer import Output, Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
@@ -164,7 +164,7 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
     if s.kind == "muon":
         return Muon(s.muon.momentum, s.muon.scale, s.muon.lr_factor, betas, s.eps, s.weight_decay, decays, matrix)
     if s.kind == "adafactor":
-        return Adafactor(s.adafactor.step, s.weight_decay, decays)
+        return Adafactor(s.adafactor.step, s.weight_decay, decays, is_stack_of_biases)
     if s.kind == "sgd":
         return Sgd(s.sgd.momentum, s.weight_decay, decays)
     return AdamW(betas, s.eps, s.weight_decay, decays)

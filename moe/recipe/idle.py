@@ -94,7 +94,7 @@ def _refusal(run: Run, key: str, condition: str) -> BadInput:
 
 def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
     """Raise BadInput if the data are token ids and a key is set that is read only for text, or if validation_share is set and val.bin has
-    the validation ids. level, is_set: as in `_check_disabled`."""
+    the validation ids. Rows of ids among chats have neither a text nor a val.bin. level, is_set: as in `_check_disabled`."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return
@@ -103,8 +103,8 @@ def _check_ids(data: Data, level: Callable[[str], int], is_set: _IsSet) -> None:
             key, got = f"data.sources[{number}].text_key", f"{source.text_key}, but the data are token ids"
             raise BadInput(key, got=got, needed="text: otherwise this key has no effect", fix=Remove(key))
     ids = max(2, level("data.tokenizer"))
-    idle = {"source": ("text", ids), "text_key": ("text", ids)}
-    if all(user_path(path, what="data.path").is_dir() for path in paths):
+    idle = {"text_key": ("text", ids)} | ({} if data.source == "chat" else {"source": ("text", ids)})
+    if data.source != "chat" and all(user_path(path, what="data.path").is_dir() for path in paths):
         idle["validation_share"] = ("ids without a val.bin", max(ids, level("data.path"), level("data.sources")))
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)

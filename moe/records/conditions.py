@@ -33,6 +33,8 @@ DROPPED = 0.5  # alarm above this share of dropped choices: more are lost than c
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 CERTAIN = 0.01  # entropy / ln E of a router that is certain of every token: its softmax hardly has a gradient
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if deviations from the fair share correlate with the next step's by <= ECHO, with RMS >= UNEVEN
+SCORES = 1.0  # softmax and sigmoid scores are between 0 and 1: an expert whose bias is this much below another's is never chosen before it
+GROWN = 1.1  # biases drift if their range is above this many times its first value: a converted model may begin with a large range
 ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
 NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
 BEYOND = 10.0  # a learning rate above this many times the initial weights' size replaces the weights in every step: no warm-up helps
@@ -137,6 +139,23 @@ def swings(window: Window, run: Run) -> Shown:
         worst.uneven,
         f"the selection bias overshoots: loads of layer {worst.layer} swing by {worst.uneven:.0%} of a fair share each step",
     )
+
+
+def drifted(windows: Sequence[Window], run: Run) -> Found | None:
+    """Condition of the run: in some layer, the selection biases lie further apart than scores can, and further than at the start. The least
+    biased expert is then never chosen before the most biased one, whatever the token."""
+    bounded = run.router.score == "sigmoid" or (run.router.score == "softmax" and run.router.softmax_over == "all")
+    first = {layer.layer: layer.bias_range for layer in windows[0].layers} if windows else {}
+
+    def shown(window: Window, run: Run) -> Shown:
+        apart = [layer for layer in window.layers if layer.bias_range > max(SCORES, GROWN * first.get(layer.layer, 0.0))]
+        worst = max(apart, key=lambda layer: layer.bias_range, default=None)
+        if worst is None:
+            return None
+        said = f"the selection biases of layer {worst.layer} are {worst.bias_range:.2g} apart, and scores at most 1: biases choose experts"
+        return worst.bias_range, said
+
+    return lasting(shown, when=lambda run: bounded and bool(run.router.bias_rate))(windows, run)
 
 
 def saturated(window: Window, run: Run) -> Shown:

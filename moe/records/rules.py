@@ -20,6 +20,7 @@ from moe.records.conditions import (
     certain,
     cold_start,
     crowded,
+    drifted,
     dropped,
     enough_warmup,
     equal_tokens,
@@ -126,7 +127,9 @@ def _causal(run: Run) -> Fix:
 
 
 # rules about the router, which findings about the text, bf16 weights, warm-up or learning rate hide
-_LOADS = ("uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "router saturates", "router's entropy")
+_LOADS = (
+    "uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "selection bias", "router saturates", "router's entropy",
+)  # fmt: skip
 
 RULES = (
     Rule(
@@ -183,6 +186,13 @@ RULES = (
         ("moe.load",),
         lasting(swings, when=lambda run: bool(run.router.bias_rate)),
         lambda run: Set("router.bias_rate", 0.001),
+        hides=("uneven load", "dropped choices", "selection bias"),
+    ),
+    Rule(
+        "selection bias",
+        ("moe.bias_min", "moe.bias_max"),
+        drifted,
+        lambda run: Set("router.bias_rate", (run.router.bias_rate or 0.0) / 10),
         hides=("uneven load", "dropped choices"),
     ),
     Rule(

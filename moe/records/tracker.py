@@ -126,6 +126,6 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             even = len(load) / (sum(load) or 1.0)
             spread = {"max": max(load) * even, "mean": sum(load) / len(load) * even, "min": min(load) * even}
             found += [(f"{where}/load_{name}", value) for name, value in spread.items()]
-        keys = ("dropped", "balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
+        keys = ("dropped", "balance_loss", "importance_loss", "load_loss", "z_loss", "entropy", "bias_min", "bias_max", "bias_mean_abs")
         found += [(f"{where}/{key}", layer.get(key)) for key in keys]
     yield from ((tag, float(value)) for tag, value in found if value is not None)

@@ -27,7 +27,8 @@ MOST, MIN_STEPS = 40, 5  # largest number of windows in a run, and smallest numb
 class Layer:
     """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
     over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (loads alternate between high and low)
-    to 1. dropped: share of choices. z_loss, entropy: of the router's softmax."""
+    to 1. dropped: share of choices. z_loss, entropy: of the router's softmax. bias_range: largest minus least selection bias, NaN if
+    unknown."""
 
     layer: int
     load_E: Array
@@ -36,6 +37,7 @@ class Layer:
     dropped: float
     z_loss: float
     entropy: float
+    bias_range: float
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class _Sums:
         self._squares = self._echoes = self._last = self._kept = self._dropped = 0.0
         self._z: list[float] = []
         self._entropy: list[float] = []
+        self._bias_range: list[float] = []
 
     def add(self, layer: Mapping[str, Any]) -> None:
         load_E = np.array(layer["load"], dtype=float)
@@ -106,6 +109,8 @@ class _Sums:
             self._kept, self._dropped = self._kept + layer["kept"], self._dropped + layer["dropped"]
         self._z += [layer["z_loss"]] if _number(layer.get("z_loss")) else []
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
+        least, largest = layer.get("bias_min"), layer.get("bias_max")
+        self._bias_range += [largest - least] if _number(least) and _number(largest) else []
 
     def layer(self, number: int) -> Layer:
         echoed = self._squares - self._last  # without the last step, because each step is compared with its next one
@@ -117,6 +122,7 @@ class _Sums:
             dropped=self._dropped / max(1, self._kept + self._dropped),
             z_loss=_mean(self._z),
             entropy=_mean(self._entropy),
+            bias_range=_mean(self._bias_range),
         )
 
 

@@ -80,6 +80,11 @@ class History:
         total_S = kept_S + dropped_S
         return np.divide(dropped_S, total_S, out=np.full_like(total_S, np.nan), where=total_S > 0)
 
+    def bias_range_S(self, layer: int) -> Array:
+        """Return the layer's largest minus its least selection bias, for each training step."""
+        least_S, largest_S = (_numbers([found.get(key) for found in self._layer(layer)]) for key in ("bias_min", "bias_max"))
+        return largest_S - least_S
+
     def _layer(self, layer: int) -> list[Mapping[str, Any]]:
         return [next((found for found in line.get("moe") or () if found["layer"] == layer), {}) for line in self.train]
 

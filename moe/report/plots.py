@@ -203,33 +203,43 @@ def _expert_ticks(experts: int) -> Any:
 
 
 def dropped(history: History) -> Figure | None:
-    shares: dict[int, Array] = {layer: history.dropped_S(layer) for layer in history.layers}
-    shares = {layer: share_S for layer, share_S in shares.items() if np.isfinite(share_S).any()}
-    if not shares:
+    shares = {layer: 100 * history.dropped_S(layer) for layer in history.layers}
+    return _by_layer(history.steps_S, shares, title="Dropped choices by layer", label="share of token choices (%)", least_top=1.0)
+
+
+def selection_bias(history: History) -> Figure | None:
+    ranges = {layer: history.bias_range_S(layer) for layer in history.layers}
+    return _by_layer(history.steps_S, ranges, title="Selection bias by layer", label="largest - least bias", least_top=0.001)
+
+
+def _by_layer(steps_S: Array, values: dict[int, Array], *, title: str, label: str, least_top: float) -> Figure | None:
+    """Draw a line for each layer. values: layer -> numbers of the training steps [S]; a layer without a finite number is left out.
+    least_top: smallest upper end of the axis."""
+    values = {layer: values_S for layer, values_S in values.items() if np.isfinite(values_S).any()}
+    if not values:
         return None
     fig = figure()
     ax = fig.subplots()
-    steps_S = history.steps_S
-    few = len(shares) <= 7
-    for (layer, share_S), colour in zip(shares.items(), colours(len(shares)), strict=True):
+    few = len(values) <= 7
+    for (layer, values_S), colour in zip(values.items(), colours(len(values)), strict=True):
         if few and len(steps_S) > 10:
-            ax.plot(steps_S, 100 * share_S, color=colour, alpha=0.28, linewidth=0.8)
-        shown_S = smoothed(share_S) if len(steps_S) > 10 else share_S
-        ax.plot(steps_S, 100 * shown_S, color=colour, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
-    ax.set_title("Dropped choices by layer")
-    ax.set_ylabel("share of token choices (%)")
-    ax.set_ylim(bottom=0, top=max(1.0, 105 * float(np.nanmax([np.nanmax(s) for s in shares.values()]))))
+            ax.plot(steps_S, values_S, color=colour, alpha=0.28, linewidth=0.8)
+        shown_S = smoothed(values_S) if len(steps_S) > 10 else values_S
+        ax.plot(steps_S, shown_S, color=colour, label=f"layer {layer}", linewidth=1.8 if few else 1.2, marker=marker(shown_S))
+    ax.set_title(title)
+    ax.set_ylabel(label)
+    ax.set_ylim(bottom=0, top=max(least_top, 1.05 * max(float(np.nanmax(values_S)) for values_S in values.values())))
     step_axis(ax, steps_S)
     if few:
-        fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(shares))
+        fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(values))
     else:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap
 
-        scale = ScalarMappable(cmap=ListedColormap(colours(len(shares))))
-        scale.set_clim(-0.5, len(shares) - 0.5)
-        ends = [0, len(shares) // 2, len(shares) - 1]
-        fig.colorbar(scale, ax=ax, pad=0.02).set_ticks(ends, labels=[f"layer {list(shares)[i]}" for i in ends])
+        scale = ScalarMappable(cmap=ListedColormap(colours(len(values))))
+        scale.set_clim(-0.5, len(values) - 0.5)
+        ends = [0, len(values) // 2, len(values) - 1]
+        fig.colorbar(scale, ax=ax, pad=0.02).set_ticks(ends, labels=[f"layer {list(values)[i]}" for i in ends])
     return fig
 
 
@@ -254,6 +264,12 @@ PLOTS = (
         "Router losses",
         router_losses,
         "Balance loss: 1 for each layer if load is even (dashed). z loss: grows with the size of the router's logits.",
+    ),
+    Plot(
+        "selection_bias",
+        "Selection bias",
+        selection_bias,
+        "Largest minus least selection bias of each layer's router. Softmax and sigmoid scores are at most 1 apart.",
     ),
     Plot("speed_and_memory", "Speed and memory", speed_and_memory, "Tokens per second of all processes; largest peak memory of a process."),
     Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale if the precision needs one."),

@@ -155,6 +155,7 @@ OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizer
     "adafactor": {
         "optimizer": {"kind": "adafactor"},
         "router": {"preset": "glam", "min_capacity": 1},
+        "experts": {"biases": True},
         "model": {"num_heads": 8, "d_model": 32, "d_ff": 24},
     },
     "kfac": {  # factors are computed in steps 0, 3 and 6; their inverses are used from steps 1, 4 and 7 on
@@ -190,8 +191,13 @@ OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizer
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
-    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2)
-        "model": {"ahead": 2, "sliding_window": 4, "sliding_layers": [1, 2]},
+    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2); factors
+        "model": {
+            "ahead": 2,
+            "sliding_window": 4,
+            "sliding_layers": [1, 2],
+            "scales": {"embedding": 1.3, "residual": 0.7, "head": 1.6},
+        },
         "router": {"preset": "glam", "min_capacity": 1},
     },
     "t5_packed": {
@@ -306,7 +312,7 @@ class Case:
         if self.values is not None:
             return build_run(json.loads(self.values))
         keep = self.attention == "lightseq" and self.recompute == "full"
-        scale = "none" if self.precision != "fp16" else "dynamic" if self.overflow else 1024.0
+        scale = 1024.0 if self.precision == "fp16" else "none"
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",

@@ -110,7 +110,8 @@ def own_order(case: Case) -> Case:
     batches = case.dp * case.microbatches * replicas * case.grid.sequences
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:
-        cut = replace(cut, parts=case.tp, head_tiles=case.head_tiles * case.tp)
+        whole = case.run().optimizer.kind == "adafactor"  # which refuses tiles
+        cut = replace(cut, parts=case.tp, head_tiles=1 if whole else case.head_tiles * case.tp)
     cut = replace(cut, blocks=case.grid.columns)
     return replace(cut, slices=case.sp, attention=case.attention) if case.sp > 1 else cut
 

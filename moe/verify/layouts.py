@@ -119,7 +119,9 @@ def _stepped(
 ) -> Result:
     """Run the steps of a case in which the pipeline, if any, is empty between steps. older: the weights with which gradients are computed.
     The other arguments: as in `compute`."""
-    engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
+    engine, shard = executor.engine, shard_of(run, mesh, case.batch)
+    # an overflow halves a dynamic scale. It is a power of 2, so it rounds nothing in fp32, and later gradients are compared within 1e-5
+    scale = LossScale.of("dynamic" if case.overflow else run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else {}
     lr, clip_norm, world = run.optimizer.lr, run.optimizer.clip_norm, mesh.axis("world")
     losses: list[float] = []
@@ -178,10 +180,20 @@ class _OlderWeights:
 def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
     """Make one parameter's gradient infinite on the last rank while the value of the key "now" in the returned dict is True."""
     on = {"now": False}
+
+    def spoil(grad: Tensor | None) -> Tensor | None:  # None: the weight gradient is deferred (parallel/numerics/weight_gradient.py)
+        return grad * torch.inf if on["now"] and grad is not None else grad
+
     if mesh.rank == mesh.axis("world").size - 1:
         named = reversed(list(engine.module.named_parameters()))
-        spoilt = next(p for name, p in named if p.requires_grad and (".experts." in name or ".ffn." in name))
-        spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
+        path, _, last = next(n for n, p in named if p.requires_grad and (".experts." in n or ".ffn." in n)).rpartition(".")
+        module = engine.module.get_submodule(path)
+
+        def gathered(*_: Any) -> None:
+            first.remove()
+            getattr(module, last).register_hook(spoil)
+
+        first = module.register_forward_pre_hook(gathered)  # FSDP's gathered weight exists only from then on
     return on
 
 

@@ -5,19 +5,20 @@
     W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) if `step` is relative, or lr if it is absolute
 
 W weights, G gradient, R and C optimizer states (one number for each row and column), t number of the step, lr learning rate. A vector has
-one optimizer state, the running mean of its squared gradients. Each expert is a separate matrix. If ranks hold shards of a matrix, they
-all-reduce the sums from which means are computed: this rank's part of R and C, and three numbers for each matrix.
+one optimizer state, the running mean of its squared gradients. Each expert is a separate matrix, and each row of a stack of biases a
+separate vector. If ranks hold shards of a matrix, they all-reduce the sums from which means are computed: this rank's part of R and C, and
+three numbers for each matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.data.engine import Rule, StateDims
 from parallel.data.whole import Cut, Whole
@@ -32,14 +33,22 @@ FLOOR = 1e-3  # lower bound of rms(W) in a relative step
 
 @dataclass(frozen=True)
 class Adafactor(Rule):
-    """Settings of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies."""
+    """Settings of Adafactor. step: relative to rms(W), or absolute. decays: (name, parameter) -> True if weight decay applies. vectors:
+    name of a parameter -> True if it is a stack of vectors."""
 
     step: Literal["relative", "absolute"]
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
+    vectors: Callable[[str], bool]
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
+        return {ROW: -1, COLUMN: -2} if num_dims > 1 and not self.vectors(name) else {SQUARE: None}
+
+    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Group]:
+        parts: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+        for name, parameter in parameters:
+            parts[parameter.ndim == 1 or self.vectors(name)].append((name, parameter))
+        return [group | {"vectors": vectors} for vectors, held in parts.items() for group in super(Adafactor, self).groups(held)]
 
     def build(self, groups: list[Group], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
         return PerWeight(groups, partial(self._update, wholes=wholes or {}))
@@ -47,8 +56,8 @@ class Adafactor(Rule):
     def _update(self, weight: Tensor, state: dict[str, Tensor], group: Group, *, wholes: Mapping[int, Whole]) -> None:
         assert weight.grad is not None
         grad, mean = weight.grad.float(), partial(_mean, cuts=wholes.get(id(weight), Whole(())).cuts)
-        square, dims = grad.square().add_(EPS), tuple(range(max(-2, -weight.ndim), 0))
-        means = {ROW: mean(square, (-1,)).squeeze(-1), COLUMN: mean(square, (-2,)).squeeze(-2)} if weight.ndim > 1 else {SQUARE: square}
+        square, dims = grad.square().add_(EPS), (-1,) if group["vectors"] else (-2, -1)
+        means = {SQUARE: square} if group["vectors"] else {ROW: mean(square, (-1,)).squeeze(-1), COLUMN: mean(square, (-2,)).squeeze(-2)}
         if not state:
             state["step"] = torch.zeros((), device=weight.device)
             state |= {kind: torch.zeros_like(now, dtype=weight.dtype) for kind, now in means.items()}
@@ -56,11 +65,11 @@ class Adafactor(Rule):
         new = state["step"] ** -DECAY  # weight of the newest squares; 1 in the first step
         for kind, now in means.items():
             state[kind].copy_(torch.lerp(state[kind].float(), now, new))
-        if weight.ndim > 1:
+        if group["vectors"]:
+            update = grad * state[SQUARE].float().rsqrt()
+        else:
             rows, columns = state[ROW].float().unsqueeze(-1), state[COLUMN].float().unsqueeze(-2)
             update = grad * (rows / mean(rows, (-2,))).rsqrt() * columns.rsqrt()
-        else:
-            update = grad * state[SQUARE].float().rsqrt()
         update /= mean(update.square(), dims).sqrt().clamp_min(1.0)
         if self.step == "relative":
             update *= mean(weight.float().square(), dims).sqrt().clamp_min(FLOOR)

@@ -131,10 +131,8 @@ WHY: dict[str, str] = {
     "has no backward pass": _FROZEN,
     "it offloads nothing else": _FETCHED,
     "FSDP offloads only the optimizer, and only to cpu": "FSDP shards weights and states, at most 16 bytes a parameter, over all ranks",
-    "a stack of biases": "no published model has biases in experts and trains with Adafactor",
     "T5 and Switch have no": _T5,
     **dict.fromkeys(("latent attention has n", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"), _DEEPSEEK),
-    "blocks of multi-token prediction are not scaled": "Granite has the factors, DeepSeek-V3 the prediction, no model both",
     "blocks are made of whole matrices": _BLOCKS,
     **dict.fromkeys(
         ("one replica of each", "would need the blocks", "as their threads end", "replicas copy", "runs all replicas"), _THREADS
@@ -142,7 +140,6 @@ WHY: dict[str, str] = {
     "experts in blocks stay": "the router is frozen with them, so loads hardly change",
     "a residual network or shared experts": "a residual network is a shared expert whose share is learned",
     "K-FAC preconditions whole matrices": "K-FAC's factor of a d-wide input has d² numbers: d / r times the adapter that it would serve",
-    "loads count only experts that compute": "LongCat-Flash and MoE++, which have such choices, move no experts",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = """
-import contextlib, io, json, sys
+import contextlib, io, json, shlex, sys
 from moe.cli.main import main
 
 found = {}
@@ -24,7 +24,7 @@ for words in json.load(sys.stdin):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            code = main(words.split())
+            code = main(shlex.split(words))
         except SystemExit as left:
             code = left.code
     found[words] = [code, said.getvalue()]
@@ -91,6 +91,32 @@ def test_a_run_is_trained_used_and_written_from_the_wheel(site: Path, tmp_path: 
     ]
     wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, RUN, json.dumps(commands)).items() if code}
     assert wrong == {} and (tmp_path / "runs/a/report.html").is_file() and (tmp_path / "mixtral/model.safetensors").is_file()
+
+
+def test_measurements_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    """A row of `moe verify`, a plan of clocks, a layer of `moe bench` and a calibration, small; all measurements are imported."""
+    smaller = """
+import importlib
+from moe.bench.layers import dispatch, layers
+from moe.calibrate import calibrate, kernels, own_step
+from moe.cli.run.bench import bench_file, bench_names
+
+for name in bench_names():
+    importlib.import_module(f"moe.bench.{bench_file(name).parent.name}.{bench_file(name).stem}")
+dispatch.SHAPES["cpu"] = (layers.Shape(64, 16, 32, 4, 2),)
+kernels.SECONDS, kernels.PRODUCTS, kernels.STREAM_BYTES = 0.01, ((64, 32, 32), (256, 128, 64)), 2**20
+calibrate.SIZES, calibrate.SHARDED = (4096, 65536), (1, 32, 64, 2, 32, 8)
+calibrate.STEPS = ((1, 32, 64, 2, 32, 2), (2, 64, 128, 2, 48, 4), (1, 96, 256, 2, 64, 4))
+own_step.STEPS, own_step.WARM_UP = 2, 1
+"""
+    commands = [
+        "energy --stages 2 --microbatches 2",
+        "plan --calibrate --nproc 1 --out machine.yaml",  # before torch computes here: it forks ranks
+        "verify --kinds data --only 'switch dp1 ep1 m1 ddp fp32' --nproc 1",
+        "bench dispatch --only 'fp32 balanced' --peers none --rounds 1 --json layer.json",
+    ]
+    wrong = {words: said for words, (code, said) in in_wheel(site, tmp_path, smaller + RUN, json.dumps(commands)).items() if code}
+    assert wrong == {} and (tmp_path / "layer.json").is_file() and (tmp_path / "machine.yaml").is_file()
 
 
 def test_the_command_of_the_wheel_starts(site: Path, tmp_path: Path) -> None:

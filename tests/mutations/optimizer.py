@@ -149,6 +149,28 @@ def _to_the_limit(real: Any) -> Any:
     return lambda norm, limit: 1.0 if limit is None else limit / norm
 
 
+def _of_shards(real: Any) -> Any:
+    return lambda x, dims, *, cuts: real(x, dims, cuts=())
+
+
+def _shards_alone(real: Any) -> Any:
+    return lambda self, groups, *, rule, wholes: real(self, groups, rule=rule, wholes={})
+
+
+def _factors_of_experts_alone(real: Any) -> Any:
+    """The sums from which factors of experts are computed stay those of this rank's tokens."""
+
+    def wrong(self: Any) -> None:
+        total = self._total
+        self._total = lambda sums: total({key: tensor for key, tensor in sums.items() if ".experts." not in key[1]})
+        try:
+            real(self)
+        finally:
+            del self._total
+
+    return wrong
+
+
 _DENSE = Case("dense", "ddp", 1, 1, 1, "fp32")
 _SWITCH = Case("switch", "ddp", 1, 1, 1, "fp32")
 _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")
@@ -249,5 +271,29 @@ MUTATIONS = (
         "data",
         Case("mixer", "ddp", 2, 1, 3, "fp32"),
         (Edit("moe.train.loop.step:clip_factor", _to_the_limit),),
+    ),
+    Mutation(
+        "adafactor_means_of_shards",
+        "Adafactor's means over rows, columns and matrices are those of this rank's shard",
+        "no public report known to us; reasoned from pytorch/pytorch#109581",
+        "data",
+        Case("adafactor", "fsdp", 2, 2, 1, "fp32"),
+        (Edit("parallel.optim.adafactor:_mean", _of_shards),),
+    ),
+    Mutation(
+        "muon_of_shards",
+        "Muon makes each rank's shard of a matrix orthogonal instead of the matrix",
+        "no public report known to us; reasoned from mlc-ai/pith-train#58, which gathers the matrices",
+        "tensor",
+        Case("muon", "ddp", 2, 2, 1, "fp32", tp=2, tensor="1d"),
+        (Edit("parallel.optim.muon:MuonOptimizer.__init__", _shards_alone),),
+    ),
+    Mutation(
+        "factors_of_copied_experts_not_summed",
+        "K-FAC's factors of an expert with several copies are computed from the tokens of one copy",
+        "no public report known to us; reasoned from PipeFisher, arXiv 2211.14133, which all-reduces factors",
+        "data",
+        Case("kfac", "ddp", 2, 1, 1, "fp32"),
+        (Edit("parallel.kfac.kfac:Kfac._reduce_sums", _factors_of_experts_alone),),
     ),
 )

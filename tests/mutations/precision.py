@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe.verify.cases import Case
 from tests.mutations.mutation import Edit, Mutation
@@ -14,6 +16,17 @@ from tests.mutations.mutation import Edit, Mutation
 
 def _unscaled_auxiliary(real: Any) -> Any:
     return lambda *args, **rest: [replace(p, context=replace(p.context, auxiliary_scale=p.share)) for p in real(*args, **rest)]
+
+
+def _first_scale(real: Any) -> Any:
+    """Auxiliary losses are multiplied by the loss scale of the first step."""
+    first = list[float]()
+
+    def wrong(*args: Any, loss_scale: float, **rest: Any) -> Any:
+        first.append(loss_scale)
+        return real(*args, loss_scale=first[0], **rest)
+
+    return wrong
 
 
 def _unscaled_ahead(real: Any) -> Any:
@@ -107,6 +120,22 @@ def _kept_when_skipped(real: Any) -> Any:
     return wrong
 
 
+def _shards_kept_when_skipped(real: Any) -> Any:
+    """After an overflow, FSDP's finite gradients are not cleared and are added to the next step's."""
+
+    def wrong(self: Any) -> None:
+        held = {p: grad for p in (self.whole | self.cut).values() if (grad := p.grad) is not None}
+        here = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held.values()]
+        bad = torch.tensor(float(not all(bool(grad.isfinite().all()) for grad in here)))
+        dist.all_reduce(bad)
+        real(self)
+        for (parameter, grad), part in zip(held.items(), here, strict=True) if bad else ():
+            part.nan_to_num_(0.0, 0.0, 0.0)
+            parameter.grad = grad
+
+    return wrong
+
+
 def _loss_in_16_bits(real: Any) -> Any:
     """Softmax and loss are computed in the compute dtype instead of fp32."""
 
@@ -165,6 +194,14 @@ MUTATIONS = (
         "data",
         _FP16,
         (Edit("moe.train.loop.step:passes_of", _unscaled_auxiliary),),
+    ),
+    Mutation(
+        "auxiliary_loss_keeps_the_first_scale",
+        "After an overflow has halved the loss scale, the auxiliary losses are still multiplied by the first scale",
+        "no public report known to us; reasoned from NVIDIA-NeMo/Automodel#1412, there without the scale",
+        "data",
+        _OVERFLOW_1,
+        (Edit("moe.train.loop.step:passes_of", _first_scale),),
     ),
     Mutation(
         "further_tokens_without_loss_scale",
@@ -237,6 +274,14 @@ MUTATIONS = (
         "data",
         _OVERFLOW_1,
         (Edit("parallel.data.ddp:DDP.drop_gradients", _kept_when_skipped),),
+    ),
+    Mutation(
+        "skipped_step_keeps_shards_of_gradients",
+        "The same with FSDP, whose gradients are not those that the optimizer has",
+        "deepspeedai/DeepSpeed#7839, there without FSDP",
+        "data",
+        Case("deepseek", "fsdp", 2, 2, 1, "fp32", overflow=True),
+        (Edit("parallel.data.fsdp:FSDP.drop_gradients", _shards_kept_when_skipped),),
     ),
     Mutation(
         "loss_in_16_bits",

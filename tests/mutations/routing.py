@@ -652,6 +652,14 @@ MUTATIONS = (
         (Edit("moe.model.transformer:summed_loss", _each_counts_alike),),
     ),
     Mutation(
+        "replicas_count_alike",
+        "Auxiliary losses of the replicas of one process are averaged although their numbers of tokens differ",
+        "no public report known to us; reasoned from huggingface/transformers#34191, there in micro-batches",
+        "data",
+        Case("deepseek", "dp", 1, 1, 3, "fp32", padded=True),
+        (Edit("moe.parallelize.engines:_shares", lambda real: lambda args, count: [1 / count] * count),),
+    ),
+    Mutation(
         "routing_not_replayed",
         "A recomputed pass routes again and chooses other experts than the first pass",
         "pytorch/torchtitan#1117",

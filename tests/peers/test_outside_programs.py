@@ -16,7 +16,7 @@ from tests.peers.programs.run import compared, opened, program, record_many, rec
 TRIED = {
     "ddp": ["", "own number of tokens"],
     "fsdp_ep": ["", "rows' gradients in another order"],
-    "tensor": ["wrong slice of the output weight"],
+    "tensor": ["wrong slice of the output weight", "fused weight cut in one block"],
     "megatron_tp": ["2: gathered logits as a part"],
     "megatron_cp": ["5: padding of another group's rank"],
     "deepspeed_moe": ["", "stale master weights", "weights not refreshed from the masters", "bf16 sums"],

@@ -39,7 +39,7 @@ class Published:
     `recomputed`: the printed TFLOP/s count recomputed layers too, a third more. `memory_gib`: as nvidia-smi shows it. `differs`: how the
     recipe or the planner differs from the run. `seen`: constants of the planner were fitted to this run or to similar rows. `recompute`:
     what the run's own software recomputes, if not what the recipe recomputes. `same`: tolerance of the printed number of parameters.
-    `changes`: values of the run that the recipe has otherwise.
+    `changes`: values of the run that the recipe has otherwise. `storage` None: the recipe's, with Adafactor's states.
     """
 
     recipe: str
@@ -48,7 +48,7 @@ class Published:
     active: float | None
     program: Program
     stack: Stack
-    storage: Storage
+    storage: Storage | None
     source: str
     differs: str
     seen: str = ""
@@ -88,15 +88,15 @@ RUNS = (
         device_seconds=574 * 3600 * 1024 / 280e9,
     ),
     Published(
-        *("switch_c", "tpu-v3x16", 1571, None, PROGRAMS["xla"], OURS, FP32),
+        *("switch_c", "tpu-v3x16", 1571, None, PROGRAMS["xla"], OURS, None),
         source="Switch Transformer (arXiv 2101.03961), table 9; no time is printed",
-        differs="Adafactor; the number of cores",
+        differs="the number of cores",
     ),
     *(
         Published(
-            *(f"switch_{name}", cluster, billions, None, PROGRAMS["xla"], OURS, FP32),
+            *(f"switch_{name}", cluster, billions, None, PROGRAMS["xla"], OURS, None),
             source="Switch Transformer (arXiv 2101.03961), table 9; no time is printed",
-            differs="Adafactor; the number of cores",
+            differs="the number of cores",
             same=same,
         )
         for name, cluster, billions, same in (("base", "tpu-v3", 7, 0.06), ("large", "tpu-v3", 26, 0.045), ("xxl", "tpu-v3x8", 395, SAME))
@@ -185,7 +185,7 @@ def row_of(of: Published) -> dict[str, Any]:
     """Return one run's row of the JSON."""
     run, cluster = resolved(of), load_cluster(of.cluster)
     network, plan = network_of(run), plan_of(run)
-    as_run = replace(plan, storage=of.storage, recompute=of.recompute or plan.recompute)
+    as_run = replace(plan, storage=of.storage or plan.storage, recompute=of.recompute or plan.recompute)
     equal = network.balanced  # the run's routing is not printed; programs were fitted to rows that count as balanced
     ours, theirs = step_time(network, plan, cluster), step_time(equal, as_run, cluster, of.program)
     here, there = peak(network, plan), peak(equal, as_run, of.stack)

@@ -32,6 +32,9 @@ def layer_line(rng: random.Random, *, layer: int, experts: int, progress: float,
         "balance_loss": 0.01 * balance,
         "z_loss": 0.002 * (1 + progress),
         "entropy": entropy,
+        "bias_min": -0.05 * progress * (layer + 1),
+        "bias_max": 0.02 * progress,
+        "bias_mean_abs": 0.01 * progress,
     }
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe.cli.run.train import begin
+from moe.cli.run.train import begin, check_model
 from moe.cli.verbs import Train
 from moe.convert.huggingface import PREFIX
 from parallel.errors import BadInput
@@ -59,7 +59,7 @@ def _described(source: Path) -> Iterator[Path]:
 
 def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
     """Return flags for a run that starts from the model in `source`. Convert the model into RUN/base, unless the run has a checkpoint.
-    Raises BadInput for a wrong recipe, before tensors are read, and if the run's checkpoint comes from another model."""
+    Raises BadInput for a wrong recipe or data file, before tensors are read, and if the run's checkpoint comes from another model."""
     from moe.checks.advice import check_for_user
     from moe.convert.huggingface.convert import into_base
     from moe.launch.start import world_size
@@ -72,6 +72,7 @@ def _converted(flags: Train, overrides: dict[str, str], source: Path) -> Train:
         with _described(source) as described:
             run, origins = load(str(described), overrides)
         check_for_user(run, world_size(flags.nproc, launcher=flags.launcher or "deepspeed", hostfile=flags.hostfile), origins)
+        check_model(source, run)
         return into_base(source, base)
 
     then = "moe train runs/BASE/recipe.yaml --init_from runs/BASE"

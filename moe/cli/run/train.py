@@ -32,8 +32,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     run, origins = load(flags.recipe, overrides)
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
-        if str(flags.init_from).startswith(PREFIX):
-            _check_model(flags, run)
+        if (source := _in_huggingface(flags)) is not None:
+            check_model(source, run)
         else:
             check_begins(run, _out(flags), fresh=flags.fresh, source=_named(flags))
         return call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
@@ -54,7 +54,7 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     if checks:
         check_for_user(run, world, origins)
         check_installed(run)
-    source = _begins_with(flags, overrides)  # after the checks, because it may convert a large model
+    source = _begins_with(flags, run, overrides)  # after the checks, because it may convert a large model
     if checks:
         check_begins(run, _out(flags), fresh=flags.fresh, source=source)
         if flags.hostfile is None:
@@ -68,9 +68,10 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
     return start.start(given, restarts=flags.restarts or 0, smaller=smaller, **how)
 
 
-def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
+def _begins_with(flags: Train, run: Run, overrides: dict[str, str]) -> Path | None:
     """Return the folder from which a new run loads its weights (--init_from); None without this flag.
-    For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint."""
+    For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint; the first samples of the run's
+    data are checked before."""
     source, said = _named(flags), str(flags.init_from)
     if source is None or not said.startswith(PREFIX):
         return source
@@ -78,6 +79,7 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     def convert(base: Path) -> list[str]:
         from moe.convert.huggingface.convert import begin_from
 
+        check_model(source, run)
         return begin_from(source, base, recipe=flags.recipe, overrides=overrides)
 
     out = _out(flags)
@@ -105,18 +107,24 @@ def _named(flags: Train) -> Path | None:
     return source
 
 
-def _check_model(flags: Train, run: Run) -> None:
-    """For a new run with the model --init_from hf:PATH: raise BadInput if PATH has no config.json, or lacks the chat template that the
-    recipe's chats need."""
-    from moe.checks.begins import check_chats, has_checkpoint
+def _in_huggingface(flags: Train) -> Path | None:
+    """Return PATH of --init_from hf:PATH if the run has to begin with this model; None if it has a checkpoint, and without this flag."""
+    from moe.checks.begins import has_checkpoint
+
+    if not str(flags.init_from).startswith(PREFIX):
+        return None
+    return None if has_checkpoint(_out(flags)) and not flags.fresh else _named(flags)
+
+
+def check_model(source: Path, run: Run) -> None:
+    """For a new run with the model of transformers in `source`: raise BadInput if it has no config.json, if the first samples of the run's
+    data cannot be read, or if chats need a chat template and there is none."""
+    from moe.checks.begins import check_data
     from moe.convert.huggingface.convert import config_in
     from moe.data.tokenizer_file import chat_of
 
-    source = _named(flags)
-    if source is not None and (flags.fresh or not has_checkpoint(_out(flags))):
-        config_in(source)
-        if run.data.source == "chat" and "template" not in (chat_of(source, [])[0] or {}):
-            check_chats(run.data)
+    config_in(source)
+    check_data(run.data, chat_of(source, [])[0], vocab_size=run.vocab_size)
 
 
 def begin(out: Path, convert: Callable[[Path], list[str]], *, fresh: bool, what: str, said: str, then: str) -> bool:

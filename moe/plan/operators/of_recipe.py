@@ -59,7 +59,7 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
         model(tokens_BL, context)
         trace.head("")
         for number, depth in enumerate(model.ahead):  # multi-token prediction, which runs only in training
-            trace.join_tokens(f"ahead.{number}")
+            trace.join_tokens(f"ahead.{number}", "targets" if number == 0 else f"ahead.{number - 1}.targets")
             block: Any = depth.block
             block(torch.empty(*tokens_BL.shape, run.model.d_model, device="meta"), context)
             trace.layer_norm(f"ahead.{number}.norm", trace.stream)
@@ -286,19 +286,20 @@ class _Trace:
             y = self.add(f"{name}.beside", "pointwise", "bld,bld->bld", y, shared)
         return y
 
-    def join_tokens(self, name: str) -> None:
+    def join_tokens(self, name: str, tokens: str) -> None:
         """Add the operators of one depth of multi-token prediction before its block: norms of the stream and of the embedded next
-        tokens, their concatenation, and its product with `proj`."""
+        tokens, their concatenation, and its product with `proj`. tokens: name of the input whose tokens are embedded."""
         v, y = self.letter("vocab", self.run.vocab_size), self.letter("joined", 2 * self.run.model.d_model)
         self.layer_norm(f"{name}.hidden_norm", self.stream)
         hidden = self.x
-        self.layer_norm(f"{name}.token_norm", self.add(f"{name}.rows", "lookup", f"bl,{v}d->bld", "targets", "embedding"))
+        self.layer_norm(f"{name}.token_norm", self.add(f"{name}.rows", "lookup", f"bl,{v}d->bld", tokens, "embedding"))
         joined = self.add(f"{name}.joined", "pointwise", f"bld,bld->bl{y}", hidden, self.x, whole=f"d{y}")
         self.stream = self.product(f"{name}.proj", f"bl{y},{y}d->bld", joined)
 
     def head(self, before: str) -> None:
-        """Add the product with the vocabulary and the loss. before: beginning of the operators' names."""
+        """Add the product with the vocabulary and the loss. before: beginning of the names of the operators and of their targets."""
         v = self.letter("vocab", self.run.vocab_size)
         matrix = "embedding" if self.run.model.tied_embeddings else self.weight("head.weight", f"{v}d")
         logits = self.add(f"{before}head", "product", f"bld,{v}d->bl{v}", self.x, matrix)
-        self.add(f"{before}loss", "loss", f"bl{v},bl->bl", logits, "targets", statistics=v)
+        self.inputs[f"{before}targets"] = "bl"
+        self.add(f"{before}loss", "loss", f"bl{v},bl->bl", logits, f"{before}targets", statistics=v)

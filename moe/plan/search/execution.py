@@ -27,7 +27,9 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-Key = tuple[int, int, int]  # key of a task: (its kind, number of its operator or edge, number of the part); for a JOIN, arbitrary numbers
+# key of a task: (its kind, number of its operator or edge, number of the part). For a SUM, the second number counts the inputs of all
+# operators; for a JOIN it is that of its SUM, or a number after all inputs for an edge and a direction
+Key = tuple[int, int, int]
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow
 
@@ -153,6 +155,8 @@ class Simulator:
         self.graph, self.machine, self.settings = graph, machine, settings
         self.weight = {op.name: (weight or {}).get(op.layer, 1.0) for op in graph.operators}
         self.number = {op.name: i for i, op in enumerate(graph.operators)}
+        inputs = ((op.name, place) for op in graph.operators for place in range(len(op.inputs)))
+        self.input_number = {key: i for i, key in enumerate(inputs)}
         self._blocks: dict[Any, dict[Key, Task]] = {}  # cache: placed operator or edge -> its tasks
         self._seen: dict[Any, _Regions] = {}  # cache: arguments of `_regions` -> its result
 
@@ -231,16 +235,16 @@ class Simulator:
         count = prod(n for letter, n in placed.degrees if letter and letter not in term)
         if count == 1:
             return {}
-        number, made = self.number[op.name], {}
+        number, which, made = self.number[op.name], self.input_number[op.name, place], {}
         size = self.graph.size(term) * self.settings.gradient_bytes / placed.num_pieces(term)
         seconds = self._all_reduce(size, placed.parts * placed.stride, count) / self.settings.microbatches * self.weight[op.name]
         seconds /= self.graph.readers_of[op.inputs[place]]
         regions = self._regions(op.factors, term, placed)
         for part, device in enumerate(self._devices(placed).tolist()):
-            join = (JOIN, number * 100 + 50 + place, int(regions.group[part]) % 10_000)
+            join = (JOIN, which, int(regions.group[part]))
             same = np.flatnonzero((regions.low == regions.low[part]).all(1) & (regions.high == regions.high[part]).all(1))
             made[join] = Task(-1, 0.0, tuple((BACKWARD, number, int(other)) for other in same))
-            made[SUM, number * 100 + place, part] = Task(self.machine.devices + device, seconds, (join,))
+            made[SUM, which, part] = Task(self.machine.devices + device, seconds, (join,))
         return made
 
     def _regions(self, factors: str, term: str, placed: Placed) -> _Regions:
@@ -300,7 +304,7 @@ class Simulator:
             row = waits[part].tobytes()
             others = np.flatnonzero(waits[part])
             if len(others) > 1 and row not in joins:
-                joins[row] = (JOIN, what[1] * 2_000 + (what[0] == RETURN) * 1_000 + 1_000_000, part)
+                joins[row] = (JOIN, len(self.input_number) + 2 * what[1] + (what[0] == RETURN), part)
                 made[joins[row]] = Task(-1, 0.0, tuple((*source, int(other)) for other in others))
             after = (joins[row],) if row in joins else tuple((*source, int(other)) for other in others)
             a, b = float(inside[part]), float(between[part])

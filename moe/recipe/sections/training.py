@@ -22,7 +22,7 @@ class Source(Section):
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
         "python_stdlib",
-        "text, jsonl, chat: files of data.path; chat: only the assistant's messages are predicted; given: from train(run, data=...)",
+        "text, jsonl, chat: files of data.path; chat: only the assistant's messages, or ids with labels; given: from train(run, data=...)",
     )
     path: str | None = key(None, "a file or folder of text, JSONL, CSV, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight}, optionally with text_key and encoding")
@@ -50,6 +50,15 @@ class Data(Section, alters="training"):
     def tokenizer_file(self) -> str | None:
         """Path of the tokenizer.json, if the recipe names one."""
         return self.tokenizer if self.tokenizer.endswith(".json") else None
+
+    def each(self) -> list[tuple[Data, str]]:
+        """Return this section for each source alone, and the name of the setting that has its text's key."""
+        found = []
+        for source in self.sources:
+            own = {"text_key": source.text_key or self.text_key, "encoding": source.encoding or self.encoding}
+            one = self.model_copy(update={"path": source.path, "sources": ()} | own)
+            found.append((one, f"text_key of {source.path} in data.sources"))
+        return found or [(self, "data.text_key")]
 
     @property
     def name(self) -> str:

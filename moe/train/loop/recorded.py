@@ -15,6 +15,7 @@ from moe.records.metrics import read
 from moe.records.rules import slower
 from moe.train.loop.advance import Made
 from moe.train.loop.step import validation_loss
+from moe.train.parts.numbers import LayerNumbers
 from moe.train.start.job import Job
 from moe.train.start.out_of_memory import EVALUATION, during
 from parallel.errors import BadInput, counted
@@ -46,9 +47,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     figures.seconds += seconds
     if figures.measured is not None:
         figures.measured.after_step(seconds, job.engine)
-    layers = [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers]
-    for layer in layers:
-        del layer["choices"]  # `load` has the same counts as shares, with fewer digits
+    layers = [_layer(layer) for layer in numbers.layers]
     line = {
         "kind": "train",
         "step": c.step,
@@ -75,6 +74,13 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
         job.records.event("alarm", step=c.step, **found.row())
         job.progress.note(found.line)
     return line
+
+
+def _layer(numbers: LayerNumbers) -> dict[str, Any]:
+    """Return a layer's entry of a line. `load` has the same counts as `choices`, as shares with fewer digits."""
+    kept = {name: value for name, value in vars(numbers).items() if name != "choices" and value is not None}
+    rounded = {name: round(value, 6) for name, value in kept.items() if name.startswith("bias_")}
+    return kept | rounded | {"load": [round(share, 5) for share in numbers.load]}
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:

@@ -54,6 +54,7 @@ def accumulate(
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
     passes = with_whole_step(executor, passes, shard)
     found = Sums(executor.model.expert_counts, sequences_NL.device, tokens.inputs, divided=divided_over(executor.model))
+    found.keep_biases(executor.model)
 
     def each(number: int, output: Output) -> Tensor | None:
         loss = output.loss / losses if output.hidden_BLD is None else None

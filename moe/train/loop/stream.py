@@ -73,6 +73,7 @@ def stream(
         load = {layer: sum_over_all(mine, (divided, *shard.axes)) for layer, mine in found[batch].loads().items()}
 
         def change() -> None:
+            found[batch].keep_biases(model)
             engine.step(rate(batch))
             move_biases(model, load)
 

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport
+from moe.model.transformer import moe_layers
 from parallel.mesh.collectives import sum_over_all
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
 ALONE = Axis("tp")  # an axis of one rank
 _MEANS = 7  # number of a layer's packed numbers before each expert's choices: kept, dropped, four mean losses, mean entropy
+_BIAS = 4  # number of a layer's packed numbers after them: ranks with the router's bias, and sums over these ranks of its summary
 
 
 @dataclass(frozen=True)
 class LayerNumbers:
     """Results of one MoE layer in a step, over all ranks. choices: number of tokens that chose each expert, before dropping. kept, dropped:
-    numbers of choices, which are pairs of token and expert. Losses and entropy are means over tokens, without padding."""
+    numbers of choices, which are pairs of token and expert. Losses and entropy are means over tokens, without padding. bias_min, bias_max,
+    bias_mean_abs: summary of the router's selection bias before the update; None without one."""
 
     layer: int
     choices: list[int]
@@ -32,6 +35,9 @@ class LayerNumbers:
     load_loss: float
     z_loss: float
     entropy: float
+    bias_min: float | None = None
+    bias_max: float | None = None
+    bias_mean_abs: float | None = None
 
     @property
     def load(self) -> list[float]:
@@ -71,9 +77,12 @@ class Numbers:
     def layers(self) -> list[LayerNumbers]:
         layers, at = [], 2
         for layer, count in self._expert_counts.items():
-            kept, dropped, balance, importance, load, z, entropy, *choices = self._row[at : at + _MEANS + count]
-            layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, load, z, entropy))
-            at += _MEANS + count
+            kept, dropped, *means = self._row[at : at + _MEANS]
+            choices = self._row[at + _MEANS : at + _MEANS + count]
+            at += _MEANS + count + _BIAS
+            holders, *bias = self._row[at - _BIAS : at]
+            summary = [total / holders for total in bias] if holders else []
+            layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), *means, *summary))
         return layers
 
     @property
@@ -99,6 +108,7 @@ class Sums:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their `_row`s, concatenated
+        self.biases: dict[int, Tensor] = {}  # layer -> 1, and its router's least, largest and mean absolute selection bias
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
         """Add the results of a forward pass. loss: the pass's part of the global mean loss; None before the last stage. layers: reports of
@@ -108,6 +118,15 @@ class Sums:
         if layers:
             key, row = tuple(r.layer for r in layers), torch.cat([_row(r, r.share * share) for r in layers])
             self.rows[key] = self.rows[key] + row if key in self.rows else row
+
+    @torch.no_grad()
+    def keep_biases(self, model: nn.Module) -> None:
+        """Keep a summary of the selection biases of this rank's routers. Call this once a step, before they are updated."""
+        for layer in moe_layers(model):
+            if layer.router.bias_E is not None:
+                bias_E = layer.router.bias_E.double()
+                found = (bias_E.new_ones(()), bias_E.amin(), bias_E.amax(), bias_E.abs().mean())
+                self.biases[layer.layer] = torch.stack(found)
 
     def loads(self) -> dict[int, Tensor]:
         """Return layer -> number of choices of each expert on this rank so far, float64 [E], as copies."""
@@ -125,7 +144,9 @@ class Sums:
         """Return one float64 tensor: flag [1] (None: 0), loss [1], then the numbers of each MoE layer (zeros for layers of other
         stages). All ranks of `divided` have the same flag and loss: all but the first put 0, so that a sum over ranks counts them once."""
         mine, none = self._by_layer(), self.loss.new_zeros(1)
-        parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
+        parts: list[Tensor] = []
+        for layer, count in self.expert_counts.items():
+            parts += (mine.get(layer, self.loss.new_zeros(_MEANS + count)), self.biases.get(layer, self.loss.new_zeros(_BIAS)))
         of_pass = (none if flag is None else flag, self.loss.reshape(1)) if self.divided.index == 0 else (none, none)
         return torch.cat((*of_pass, *parts))
 

@@ -46,12 +46,13 @@ def nothing_to_move(run: Run) -> str | None:
 
 class Rebalancer:
     """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
-    same methods in the same order. load: layer -> how often each expert was chosen since experts could last be moved. placements: layer
-    -> ids of the layer's experts, ep rank 0's experts first."""
+    same methods in the same order. experts: layer -> number of its experts, without those that compute nothing. load: layer -> how often
+    each of them was chosen since experts could last be moved. placements: layer -> ids of the layer's experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
-        self.run, self.engine, self.mesh = run, engine, mesh
+        self.engine, self.mesh = engine, mesh
         self.every = run.experts.rebalance_every if mesh.axis("ep").size > 1 else 0
+        self.experts = {layer: run.experts.of_layer(nth) for nth, layer in enumerate(run.model.layers_with_experts())}
         self.load: dict[int, list[int]] = {}
         self.placements: dict[int, Placement] = {}
 
@@ -66,8 +67,7 @@ class Rebalancer:
         engine's tensors are loaded. Raises BadInput for impossible values. where: names the checkpoint in the error."""
         if state is None or not self.every:
             return
-        experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
-        placements, load = _checked(state, experts, where=where)
+        placements, load = _checked(state, self.experts, where=where)
         self.load = load
         if state["ranks"] != self.mesh.axis("ep").size:
             return
@@ -83,8 +83,9 @@ class Rebalancer:
         if not self.every:
             return
         for layer in numbers.layers:
-            before = self.load.get(layer.layer, [0] * len(layer.choices))
-            self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
+            count = self.experts[layer.layer]
+            before = self.load.get(layer.layer, [0] * count)
+            self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices[:count], strict=True)]
         if step % self.every:
             return
         # the MoE layers of this stage: every rank decides for all layers, but moves experts only in these

@@ -160,10 +160,13 @@ def network(
     ending = "" if "experts" in path.split(".") else ".weight"
 
     def times(x: Tensor, part: str) -> Tensor:
-        y, bias = product(x, weights, f"{path}.w{part}{ending}", cast, multiply=multiply), weights.get(f"{path}.b{part}")
+        return product(x, weights, f"{path}.w{part}{ending}", cast, multiply=multiply)
+
+    def biased(part: str) -> Tensor:
+        y, bias = times(x, part), weights.get(f"{path}.b{part}")
         return y if bias is None else cast(y + cast(bias))
 
-    hidden, up = times(x, "1"), times(x, "3") if f"{path}.w3{ending}" in weights else None
+    hidden, up = biased("1"), biased("3") if f"{path}.w3{ending}" in weights else None
     if ffn == "swiglu" and swiglu != _PLAIN_GATING:
         most = math.inf if swiglu.limit is None else swiglu.limit
         assert up is not None

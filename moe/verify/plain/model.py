@@ -125,16 +125,18 @@ def _ahead_loss(
         known = [[row[i + k] if i + k < length else PADDING for i in range(length)] for row in targets.tolist()]
         wanted = [[_after(row[i : i + k + 2], k + 2) for i in range(length)] for row in targets.tolist()]
         ids = ids_of(torch.tensor(known).flatten())
-        fresh = cast(norm(cast(cast(weights["embedding"])[ids]), weights[f"{name}.token_norm.weight"], model))
+        fresh = times(cast(cast(weights["embedding"])[ids]), model.scales.embedding, cast)
+        fresh = cast(norm(fresh, weights[f"{name}.token_norm.weight"], model))
         both = torch.cat((cast(norm(x, weights[f"{name}.hidden_norm.weight"], model)), fresh), 1)
         x = product(both, weights, f"{name}.proj.weight", cast)
         seen = cast(norm(x, weights[f"{block}.attention_norm.weight"], model))
-        x = cast(x + dropped(run, attention(seen, weights, block, run, length, begins, cast), f"{layer}.attention", tokens, cast))
+        out = attention(seen, weights, block, run, length, begins, cast)
+        x = cast(x + dropped(run, times(out, model.scales.residual, cast), f"{layer}.attention", tokens, cast))
         seen = cast(norm(x, weights[f"{block}.ffn_norm.weight"], model))
         out = network(seen, weights, f"{block}.ffn", ffn=model.ffn, swiglu=model.swiglu, cast=cast)
-        x = cast(x + dropped(run, out, f"{layer}.ffn", tokens, cast))
+        x = cast(x + dropped(run, times(out, model.scales.residual, cast), f"{layer}.ffn", tokens, cast))
         read = cast(norm(x, weights[f"{name}.norm.weight"], model))
-        logits = capped(wide(cast(read @ cast(table).t())), model.logit_cap)
+        logits = capped(wide(cast(times(read, 1 / model.scales.head, cast) @ cast(table).t())), model.logit_cap)
         total = total + F.cross_entropy(logits, predicted(torch.tensor(wanted)).flatten(), reduction="sum", ignore_index=PADDING)
     return total / model.ahead
 

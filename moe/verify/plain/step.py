@@ -78,7 +78,10 @@ class PlainStep:
             by_muon = s.kind == "muon" and p.ndim == 2 and not {"embedding", "head", "bias", "output_bias", *_GATES} & set(name.split("."))
             lr = s.lr * s.muon.lr_factor if by_muon else s.lr
             gradient = gradients[name] * factor
-            if s.kind == "adafactor":
+            if s.kind == "adafactor" and name.endswith(".output_bias"):  # a vector for each expert
+                rows = zip(gradient, p, strict=True)
+                moved = torch.stack([self._by_adafactor(f"{name}.{e}", of_row, row) for e, (of_row, row) in enumerate(rows)])
+            elif s.kind == "adafactor":
                 moved = self._by_adafactor(name, gradient, p)
             else:
                 moved = (self._by_muon if by_muon else self._by_adamw)(name, gradient)

@@ -74,8 +74,8 @@ def tiled_cases() -> list[Case]:
 
 
 def _replica_cases() -> list[Case]:
-    """Cases of the engine dp: two replicas, each in a thread of one process."""
-    return [
+    """Cases of the engine dp: two replicas, each in a thread of one process; in one case they have unequal numbers of tokens."""
+    return [Case("deepseek", "dp", 1, 1, 3, "fp32", padded=True)] + [
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in THREE
         for microbatches in (1, 3)
@@ -100,7 +100,7 @@ def _batch_cases() -> list[Case]:
         for kind in ("ddp", "fsdp", "zero1")
         if world > 1 or kind == "ddp"
         for padded, microbatches in ((True, 3), (False, 1))
-        if (padded or kind != "fsdp") and BATCH % (world * microbatches) == 0
+        if BATCH % (world * microbatches) == 0
         for model in THREE
         for ep in (dict.fromkeys((1, world)) if model != "dense" else [1])
         if 4 % ep == 0
@@ -155,6 +155,8 @@ def _options_cases() -> list[Case]:
         Case(model, "ddp", world, world, m, "fp32", again) for model in _BY_KFAC for world, m, again in ((1, 3, "none"), (2, 1, "full"))
     ]
     found += [Case("kfac", "ddp", 1, 1, 1, "fp32", overflow=True), Case("kfac", "ddp", 2, 2, 3, "fp32", padded=True)]
+    found += [Case("kfac", "ddp", 2, 1, 1, "fp32")]  # each rank has copies of all experts
+    found += [Case(model, "fsdp", 2, 2, 1, "fp32") for model in ("muon", "adafactor")]  # shards of matrices
     found += [Case("kfac_at_once", "ddp", world, world, m, "bf16", casts=casts) for world, m, casts in ((1, 3, "use"), (2, 1, "step"))]
     found += [Case("kfac_at_once", "ddp", 2, 2, 3, "fp16", overflow=True)]
     found += [Case("lora", "ddp", 2, 1, 1, "fp32", etp=2), Case("frozen", "ddp", 2, 2, 1, "fp32")]

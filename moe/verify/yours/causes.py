@@ -248,7 +248,34 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
         if chooses and len(bad) > 1 and all(torch.equal(s.here, bad[0].here) for s in bad):
             return of_tokens + "summed over ranks with a term too many or too few: experts that a rank does not hold must add none"
         return of_tokens + "backward of the operations that use this output (not summed over ranks, masked, or detached)"
-    return of_tokens + "the operations before this module"
+    return _cut_in_one(of, key) or of_tokens + "the operations before this module"
+
+
+def _cut_in_one(of: Comparison, key: Key) -> str:
+    """Return text if a fused weight, such as q, k and v, was cut over ranks in one piece instead of block by block; "" otherwise. key: a
+    wrong input. A weight of the same parent is taken as fused if it has 2 or 3 times as many rows as the input's weight has columns."""
+    cuts = {name: cut for name in _weights_in(of, key.name.rpartition(".")[0]) if (cut := _cut_of(of, name)) is not None}
+    dim, size, _ = cuts.get(f"{key.name}.weight", (0, 0, 0))
+    for name, (other, rows, blocks) in cuts.items() if dim else ():
+        if other == 0 and blocks == 1 and rows in (2 * size, 3 * size):
+            return f"fused weight cut in one piece: each of the {rows // size} blocks (such as q, k, v) of {name} must be cut over ranks"
+    return ""
+
+
+def _weights_in(of: Comparison, module: str) -> list[str]:
+    """Return the names of the matrices in `module` that the single process and the first rank have."""
+    pieces, first = of.one.pieces, of.ranks[0].pieces
+    return [k.name for k in pieces if k in first and k.kind == "weight" and k.name.startswith(f"{module}.") and len(pieces[k][0].shape) > 1]
+
+
+def _cut_of(of: Comparison, name: str) -> tuple[int, int, int] | None:
+    """Return (dim, its whole size, number of blocks) of the cut by which the first rank has a part of a weight; None if it has all."""
+    shape, held = of.one.pieces[Key("weight", name)][0].shape, of.ranks[0].pieces[Key("weight", name)][0]
+    for dim, (own, whole) in enumerate(zip(held.shape, held.whole, strict=True)):
+        if own < whole:  # a DTensor's shard
+            return dim, whole, 2 if held.index else 1
+    part = of.layout(name, 0)
+    return None if part is None or part.cut is None else (part.cut[0], shape[part.cut[0]], part.cut[3])
 
 
 def _inside(of: Comparison, key: Key, bound: float) -> str:

@@ -19,6 +19,14 @@ from tests.moe.convert.test_huggingface import made
 pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
 
+WRONG: list[tuple[str, str, dict[str, object], str]] = [  # name of a file, data.source, its second line, words of the error
+    ("a.jsonl", "chat", {"question": "a"}, "a.jsonl, line 2: got an object with question, needed messages, or prompt and completion"),
+    ("b.jsonl", "chat", {"messages": [{"role": "assistant", "content": "b"}]}, "data.chat_template: got null, needed a template"),
+    ("c.jsonl", "chat", {"input_ids": [1, 2], "labels": [1]}, "c.jsonl, line 2, labels: got 1 number, needed 2"),
+    ("d.jsonl", "jsonl", {"body": "a"}, "d.jsonl, line 2: got an object with body, needed the key text"),
+]
+
+
 def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, out = tmp_path / "theirs", tmp_path / "run"
     made(theirs, "Mixtral")
@@ -34,6 +42,14 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     for begins in (words, ["train", f"hf:{theirs}", "--out", str(out)]):  # refused before tensors are converted
         assert main([*begins, "--data.path", str(home / "other.txt")]) == 2
         assert capsys.readouterr().err.startswith("error: data.path: got ") and not (out / "base").exists()
+        for name, source, second, why in WRONG:
+            first = {"prompt": "a", "completion": "b", "text": "c"}
+            (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in (first, second)))
+            given = ["--data.source", source, "--data.path", str(tmp_path / name)]
+            for more in ([], ["--dry-run"]):
+                assert main([*begins, *given, *more]) == 2
+                said = capsys.readouterr().err
+                assert why in said and said.count("\n") == 1 and not (out / "base").exists()
     assert main([*words, "--optimizer.lr", "1e-30"]) == 0
     first, saved = Reader(tmp_path / "base/checkpoints/step-0"), Reader(out / "checkpoints/step-2")
     for name, shape in first.names().items():

@@ -16,6 +16,7 @@ from moe.recipe.load import load
 from moe.recipe.sections import Data
 from moe.train.use import opened
 from parallel.errors import BadInput
+from parallel.store.stored import Reader
 from tests.moe.convert.test_huggingface import tokenizer
 
 TEXT = "one two three four five six seven " * 60
@@ -49,7 +50,7 @@ def test_ids_are_those_of_the_library(file: Path) -> None:
 def test_a_run_keeps_the_file_and_goes_on_without_it(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokenizer is in the checkpoint: the run is used, and written for transformers, after the file is gone."""
+    """The tokenizer is in the checkpoint: the run is used, and resumed, after the file is gone. A new run is refused."""
     monkeypatch.chdir(file.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file.parent / "cache"))
     named = "--data.tokenizer tokenizer.json --data.vocab_size 290 --data.path a.txt"
@@ -61,6 +62,14 @@ def test_a_run_keeps_the_file_and_goes_on_without_it(
     assert run.tokenizer.describe()["model"] == before and run.recipe.vocab_size == 290
     assert main(["generate", "run", "--prompt", "one two", "--tokens", "2"]) == 0
     assert main(["eval", "run"]) == 0
+    assert main(["train", "dense_tiny", "--out", "run", *named.split(), *SMALL.split(), "3"]) == 0
+    assert main(["train", "run/recipe.yaml", "--out", "run", "--train.steps", "4"]) == 0
+    assert Reader(file.parent / "run/checkpoints/step-4").state["tokenizer"]["model"] == before
+    capsys.readouterr()
+    for words in (["--fresh", "--out", "run"], ["--out", "other"], ["--out", "other", "--dry-run"]):
+        assert main(["train", "run/recipe.yaml", *words]) == 2
+        assert capsys.readouterr().err.startswith("error: data.tokenizer: got tokenizer.json, needed a tokenizer.json that exists; fix: ")
+    assert not (file.parent / "other").exists()
 
 
 @pytest.mark.parametrize(

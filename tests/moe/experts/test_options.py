@@ -132,8 +132,6 @@ def test_three_steps_on_ranks_are_the_plain_twins() -> None:
     [
         ({"model": {"swiglu": {"limit": 7.0}}}, "model.swiglu.limit: got 7 with model.ffn=gelu"),
         ({"model": {"swiglu": {"limit": 0}}}, "model.swiglu.limit"),
-        ({"model": {"moe_every": 2}, "experts": {"biases": True}, "optimizer": {"kind": "adafactor"}}, "got adafactor with experts.biases"),
-        ({"model": {"moe_every": 2}, "experts": {"zero": 1, "rebalance_every": 9}}, "experts.rebalance_every: got 9 with experts.zero=1"),
         (
             {"model": {"moe_every": 2}, "router": {"select": "sparsemixer", "gates": "before_drop", "num_choices": 2}},
             "router.gates: got before",

@@ -98,6 +98,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4 hierarchical": (4, {"experts": {"num_experts": 8}, "dispatch": {"kind": "hierarchical", "node_size": 2}}),
     "ep2 adapters": (2, {"degrees": {"ep": 2}, "lora": {"rank": 2, "targets": ["experts"]}}),  # the experts' own weights are frozen
     "ep2 chunked": (2, {"degrees": {"ep": 2}, "dispatch": {"overlap_chunks": 2}}),
+    "ep2 free": (2, {"degrees": {"ep": 2}, "experts": {"skip": 1, "zero": 1}}),
 }
 
 
@@ -127,7 +128,7 @@ def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
 # engine, model, layouts. Moves of weights depend on the layout alone, so one engine is tested on all layouts. Optimizer states are
 # sharded by each engine in its own way, over the ranks that hold the same experts (edp 2) or shards of them (etp 2).
 MOVED: list[tuple[str, str, list[str]]] = [
-    ("ddp", "gshard", ["ep2 etp2", "ep4 hierarchical", "ep2 adapters", "ep2 chunked"]),
+    ("ddp", "gshard", ["ep2 etp2", "ep4 hierarchical", "ep2 adapters", "ep2 chunked", "ep2 free"]),
     ("zero1", "switch", ["ep2 edp2", "ep2 etp2", "ep2 adapters"]),
     ("zero3", "gshard", ["ep2 edp2"]),
     ("fsdp", "switch", ["ep2 edp2", "ep2 etp2"]),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor  # noqa: F401 (imported before ranks are forked, because it takes a second)
 
 from moe.model.transformer import Transformer
-from moe.parallelize.annotated import compute_of, values_of
+from moe.parallelize.annotated import compute_of, inputs_of, values_of
 from moe.plan.operators import gspmd, mesh_tensorflow
 from moe.plan.operators.of_recipe import graph_of
 from moe.recipe.load import build_run
@@ -24,6 +24,12 @@ from parallel.errors import BadInput
 from tests.support.ranks import run_on_ranks
 
 MESH = {"rows": 2, "columns": 2}
+LATENT = {"key_rank": 10, "rotary_size": 4, "query_rank": 14}
+OPTIONS = {
+    "qkv_bias": True, "out_bias": True, "qk_norm": "whole", "clip_qkv": 1.0, "logit_cap": 2.0, "attention_sinks": True,
+    "rope": {"scaling": "dynamic", "factor": 4.0, "trained_length": 3},
+    "sliding_window": 3, "sliding_layers": (0, 2), "ahead": 1, "ahead_weight": 20.0,
+}  # fmt: skip
 B, L, V = 4, 6, 20
 
 
@@ -43,24 +49,26 @@ def run_of(**model: Any) -> Run:
     )
 
 
-def programs(graph: Graph) -> dict[str, Program]:
-    return {
-        "batch and width": mesh_tensorflow.program(graph, MESH, {"batch": "rows", "width": "columns"}),
-        "length, heads, hidden": mesh_tensorflow.program(
-            graph, MESH, {"length": "rows", "heads": "columns", "hidden": "columns", "vocab": "columns"}
-        ),
-        "some weights": gspmd.program(
-            graph,
-            MESH,
-            {"layers.0.ffn.w1.weight": "rows, columns", "layers.1.attention.q.weight": "_, rows, _, columns", "embedding": "columns, rows"},
-        ),
-    }
+WEIGHTS = {"layers.0.ffn.w1.weight": "rows, columns", "layers.1.attention.q.weight": "_, rows, _, columns", "embedding": "columns, rows"}
+LAYOUTS = {
+    "batch and width": {"batch": "rows", "width": "columns"},
+    "length, heads, hidden": {"length": "rows", "heads": "columns", "hidden": "columns", "vocab": "columns"},
+}
+
+
+def program(graph: Graph, label: str) -> Program:
+    return gspmd.program(graph, MESH, WEIGHTS) if label == "some weights" else mesh_tensorflow.program(graph, MESH, LAYOUTS[label])
 
 
 # case -> (changes of the model, its programs). The other operators take the program that also splits the tied table.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rmsnorm, gated": ({}, ("batch and width", "length, heads, hidden", "some weights")),
     "layernorm, tied": ({"norm": "layernorm", "ffn": "gelu", "tied_embeddings": True}, ("length, heads, hidden",)),
+    "latents, two depths": (
+        {"latent": LATENT, "num_kv_heads": None, "ahead": 2, "ahead_weight": 20.0},
+        ("batch and width", "length, heads, hidden"),
+    ),
+    "options": (OPTIONS, ("length, heads, hidden",)),
 }
 
 
@@ -80,11 +88,13 @@ def _ranks(rank: int) -> dict[str, dict[str, Any]]:
         run = run_of(**changes)
         graph = graph_of(run, sequences=B)
         for label in labels:
-            ranks = Annotated(programs(graph)[label], mesh, compute_of(run))
+            ranks = Annotated(program(graph, label), mesh, compute_of(run))
             leaves = {name: ranks.placed(name, value) for name, value in values_of(model_of(run), graph).items()}
-            tokens, targets = (ranks.placed(name, value) for name, value in zip(("tokens", "targets"), batch(), strict=True))
-            loss = ranks({**leaves, "tokens": tokens, "targets": targets})["loss"].sum().full_tensor()
-            loss.backward()
+            inputs = {name: ranks.placed(name, value) for name, value in inputs_of(run, *batch()).items()}
+            made = ranks({**leaves, **inputs})
+            loss = made["loss"].sum().full_tensor()
+            later = [made[f"ahead.{depth}.loss"].mean().full_tensor() for depth in range(run.model.ahead)]
+            (loss + run.model.ahead_weight * sum(later) / max(1, len(later))).backward()
             found = {"loss": loss.detach()} | {
                 f"grad {name}": leaf.grad.full_tensor() for name, leaf in leaves.items() if leaf.grad is not None
             }

@@ -99,6 +99,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Line], Line], int, str]] = {
         BEGINS,
         "set router.bias_rate to 0.001",
     ),
+    "selection bias": (
+        {"router": {"preset": "deepseek_v3", "num_choices": 2, "select": "top_k", "bias_rate": 0.1}},
+        layers(bias_min=-0.9, bias_max=0.4),
+        BEGINS,
+        "set router.bias_rate to 0.01",
+    ),
     "no balance loss": ({"router": {"balance_weight": 0.0}}, layers(load=crowded), BEGINS, "expert 0 of layer 1 gets 6.3 times"),
     "uneven load": ({}, layers(load=crowded), BEGINS, "set router.balance_weight to 0.1"),
     "dropped choices": ({}, layers(kept=400, dropped=600), BEGINS, "set router.capacity_factor to 1.5625"),
@@ -193,6 +199,17 @@ def test_a_shipped_recipe_of_itself_has_no_finding(name: str) -> None:
     values = run.model_dump(mode="json") | {"train": run.train.model_dump() | {"steps": STEPS}}
     values["optimizer"]["warmup_steps"] = run.optimizer.warmup_steps * STEPS // run.train.steps
     assert diagnose(healthy(lr=run.optimizer.lr), build_run(values)) == []
+
+
+@pytest.mark.parametrize(("score", "begins", "ends", "found"), [
+    ("sigmoid", 0.1, 1.3, True), ("sigmoid", 0.1, 0.9, False), ("sigmoid", 1.3, 1.3, False), ("sigmoid", 1.3, 1.5, True),
+    ("sqrt_softplus", 0.1, 1.3, False),
+])  # fmt: skip
+def test_biases_drift_if_they_move_further_apart_than_scores(score: str, begins: float, ends: float, found: bool) -> None:
+    """A converted model may begin with biases that are far apart; scores without a bound may be further apart than any bias."""
+    run = recipe({"router": {"preset": "deepseek_v3", "num_choices": 2, "select": "top_k", "score": score}})
+    apart = layers(bias_min=5.0, bias_max=lambda step: 5.0 + begins + (ends - begins) * min(1.0, step / BEGINS))
+    assert ["selection bias"] * found == [one.rule for one in diagnose([apart(line) for line in healthy()], run)]
 
 
 def test_a_fault_that_ends_or_has_just_begun_is_no_finding() -> None:

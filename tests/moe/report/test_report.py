@@ -219,6 +219,14 @@ def test_every_plot_has_a_title_and_labelled_axes(name: str) -> None:
     assert any(ax.get_xlabel() == "step" for ax in axes)
 
 
+def test_the_picture_of_biases_has_each_layers_largest_minus_its_least() -> None:
+    lines = run_lines(8, layers=(1, 3))
+    (ax,) = axes_of("selection_bias", lines)
+    for line, layer in zip(ax.lines, (0, 1), strict=True):
+        ranges = [each["moe"][layer]["bias_max"] - each["moe"][layer]["bias_min"] for each in lines if each["kind"] == "train"]
+        np.testing.assert_allclose(line.get_ydata(), ranges)
+
+
 def test_router_losses_are_drawn_with_the_ideal_and_with_weights_of_zero(tmp_path: Path) -> None:
     """A dashed line marks the balance loss of an even load, 1 a layer. The label of a loss with weight 0 says "only measured"."""
     lines = run_lines(40, layers=(1, 3, 5))

@@ -26,11 +26,12 @@ from parallel.process.process import World
 from tests.support.ranks import run_on_ranks
 
 LRS = (0.1, 0.07, 0.02)
-SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # name -> shape; in_out is a stack of two experts
+SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,), "biases": (2, 5)}  # name -> shape
+STACKS = ("in_out", "biases")  # of two experts
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and name != "table"
+    return parameter.ndim > 1 and name not in ("table", "biases")
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
@@ -66,16 +67,16 @@ def twin(step_of: Step, weight_decay: float, decay_factor: Callable[[str], float
     found = {}
     for i, (name, shape) in enumerate(SHAPES.items()):
         weight = draw(shape, 50 + i).float().double()
-        parts = list(weight) if weight.ndim == 3 else [weight]
+        parts = list(weight) if name in STACKS else [weight]
         states: list[dict[str, Tensor]] = [{} for _ in parts]
         for step, lr in enumerate(LRS):
             grad = draw(shape, 10 * step + i).float().double()
-            grads = list(grad) if weight.ndim == 3 else [grad]
+            grads = list(grad) if name in STACKS else [grad]
             for j, part in enumerate(parts):
                 moved = step_of(name, part, grads[j], states[j], step + 1, lr)
                 shrunk = part * (1 - lr * decay_factor(name) * weight_decay) if decays(name, weight) else part
                 parts[j] = shrunk - moved
-        found[name] = torch.stack(parts) if weight.ndim == 3 else parts[0]
+        found[name] = torch.stack(parts) if name in STACKS else parts[0]
     return found
 
 
@@ -151,7 +152,7 @@ def test_adafactor(step_kind: str) -> None:
         size = math.sqrt(float((weight**2).sum()) / weight.numel())
         return lr * (max(1e-3, size) if step_kind == "relative" else 1.0) * update
 
-    rule = Adafactor(step_kind, 0.1, decays)  # type: ignore[arg-type]
+    rule = Adafactor(step_kind, 0.1, decays, lambda name: name == "biases")  # type: ignore[arg-type]
     same(stepped(rule), twin(step_of, 0.1))
 
 

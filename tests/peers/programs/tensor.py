@@ -21,7 +21,7 @@ FAULTS = {  # name -> (module or parameter of the first deviation, a word of the
     "bias on each rank": ("blocks.1.attention", "a bias counts 2 times"),
     "input gradient not summed": ("blocks.1.norm", "not summed"),
     "wrong slice of the output weight": ("blocks.0.attention.out.weight", "wrong slice"),
-    "fused weight cut in one block": ("blocks.1.attention.qkv.weight", "wrong slice"),
+    "fused weight cut in one block": ("blocks.1.attention.out", "cut in one piece"),
     "dropout of its own on each rank": ("blocks.0.dropout", "dropout"),
     "output not summed": ("blocks.1.attention", "not summed"),
     "output summed twice": ("blocks.0.attention", "2 x"),

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from moe.plan.operators.links import Link, Machine
-from moe.plan.search.execution import Key, Placed, Ran, Simulator, Task, run
+from moe.plan.search.execution import JOIN, SUM, Key, Placed, Ran, Simulator, Task, run
 from moe.plan.search.mcmc import data_parallel, legal, mcmc
 from moe.plan.search.strategies import Settings
-from parallel.annotations.graph import Graph
+from parallel.annotations.graph import Dim, Graph, Operator
 from tests.support.graphs import chain
 
 MACHINE = Machine(nodes=2, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(3e-6, 4e-9))
@@ -40,6 +40,17 @@ def test_tensor_parallelism_sends_one_all_reduce() -> None:
     ran = simulated(graph, {"layer0": cut, "act0": cut, "layer1": cut, "act1": copies})
     fetched = 1e-6 + b * d * 2 * 1e-9  # an all-reduce sends 2 (n - 1)/n of the output, n = 2
     assert ran.seconds == pytest.approx(3 * graph.flops / 2 / 1e9 + fetched, rel=1e-9)
+
+
+def test_each_gradient_is_summed_also_of_operators_with_many_inputs() -> None:
+    """Of an operator with 101 weights and one with a single weight, each weight has an all-reduce on each of two devices."""
+    weights = [f"w{i}" for i in range(102)]
+    many = Operator("many", "pointwise", f"bd{',d' * 101}->bd", ("x", *weights[:101]))
+    one = Operator("one", "pointwise", "bd,d->bd", ("many", weights[101]))
+    graph = Graph({"b": Dim("batch", 4), "d": Dim("width", 3)}, {"x": "bd"}, dict.fromkeys(weights, "d"), (many, one))
+    tasks = Simulator(graph, MACHINE, Settings()).tasks(dict.fromkeys(("many", "one"), Placed((("b", 2),))))
+    assert sum(kind == SUM for kind, _, _ in tasks) == 2 * len(weights)
+    assert sum(kind == JOIN for kind, _, _ in tasks) == 2 * len(weights)
 
 
 def test_layers_on_different_devices_run_one_after_another() -> None:
