@@ -34,7 +34,7 @@ KINDS = {
     "sendrecv_perf": "send",
 }
 COLUMNS = 13  # number of columns of a table
-LEAST_SIZES = 3  # fewest sizes in a table to which a latency and a bandwidth are fitted
+LEAST_SIZES = 3  # smallest number of sizes in a table, so that a latency and a bandwidth can be fitted
 AGAIN = "run it again on idle nodes, with -b 8K -e 1G -f 2"
 RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 
@@ -213,7 +213,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
         raise BadInput("--nccl", got=f"{folder}: {held or 'empty'}", needed="a folder with outputs of nccl-tests", fix=fix)
     several = sorted({(one.nodes, one.ranks) for one in found.values() if one.nodes > 1})
     if len(several) > 1:
-        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "move the others to another folder"
+        got, fix = " and ".join(f"{ranks} ranks on {nodes} nodes" for nodes, ranks in several), "keep only the outputs of one of these"
         raise BadInput("--nccl", got=got, needed="outputs of several nodes that have equal numbers of nodes and ranks", fix=fix)
     order = [*BETWEEN, "send"]
     for one in sorted(found.values(), key=lambda one: order.index(one.kind)):

@@ -159,7 +159,7 @@ def _check_casts(run: Run) -> None:
         raise clash(run, key, f"compute {p.compute} and master {p.master}", "use", "no weight is cast")
     if p.casts not in run.carrier.casts:
         casts = "the engine already gathers or holds the weights in precision.compute"
-        why = "replicas copy the weights" if run.sharding.named.threads else casts
+        why = "in each forward pass, replicas get copies of the master weights" if run.sharding.named.threads else casts
         raise clash(run, key, "sharding.kind", "use", why, Set("sharding.kind", PLAIN))
     if continuous(run):
         why = "stages keep older versions of the weights that the model reads"

@@ -238,7 +238,7 @@ def _nvme() -> list[Row]:
         return [Row("offload to nvme", f"no {' or '.join(missing)} found", "note", fix)]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     there = (folder / "async_io" / "async_io.so").exists()
-    return [Row("offload to nvme", "ready" if there else "async_io is compiled with the first run, in a minute or two")]
+    return [Row("offload to nvme", "ready" if there else "the first run compiles async_io, which takes a minute or two")]
 
 
 def _trace(folder: Path, json: Path | None) -> int:

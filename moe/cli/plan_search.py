@@ -1,12 +1,12 @@
 """`moe plan --search` searches for shardings of the model's operator graph; `moe plan --order` for an order of pipeline actions.
 
---search alpa | flexflow | mesh-tf | gspmd uses the method of the paper of that name (moe/plan/search/search.py, layouts.py). The recipe
-sets the number of micro-batches. The result is converted to the nearest plan that the trainer can run. That plan's seconds and bytes are
-predicted as for every other plan.
+--search alpa | flexflow | mesh-tf | gspmd uses the method of the Alpa, FlexFlow, Mesh-TensorFlow or GSPMD paper (moe/plan/search/search.py,
+layouts.py). The recipe sets the number of micro-batches. The result is converted to the nearest plan that the trainer can run. That plan's
+seconds and bytes are predicted as for every other plan.
 
 --order order.csv uses the predicted seconds of the best plan's stages and messages to search for an order that is faster than the plan's
 schedule and stores no more activations (parallel/pipeline/schedules/search.py). If one is found, it is written to the file, and the
-recipe of --out has the file as pipeline.schedule.
+recipe that --out writes has this file's path as pipeline.schedule.
 """
 
 from __future__ import annotations

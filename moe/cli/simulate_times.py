@@ -62,9 +62,9 @@ class Costs(ABC):
 
 @dataclass(frozen=True)
 class Times(Costs):
-    """Durations from flags, in any unit. forward_time, backward_time: of a micro-batch, as one number for each stage, with commas between;
-    or as one number, the sum over a rank's stages, which is divided equally among them. weight_share: share of the backward time for weight
-    gradients. transfer_time: of a message."""
+    """Durations from flags, in any unit. forward_time, backward_time: times of a micro-batch, either one for each stage, with commas
+    between, or one for all stages of a rank together, which is divided equally among them. weight_share: share of the backward time for
+    weight gradients. transfer_time: time of a message."""
 
     forward_time: str = "1"
     backward_time: str = "2"

@@ -66,7 +66,7 @@ class Verify:
         "compare another project's step on several ranks with its step on one: transformers, deepspeed, torch, torchtitan, megatron_core"
     )
     model: str | None = _flag(
-        "with --peer: comma-separated names of the project's models; with --peer transformers, others: all further families"
+        "with --peer: comma-separated names of the project's models; with transformers, the name others stands for all further families"
     )
     ep: int | None = _flag("with --peer: ranks of expert parallelism; if none of --ep, --tp and --fsdp is given, each is 2")
     tp: int | None = _flag("with --peer: ranks of tensor parallelism")
@@ -78,8 +78,8 @@ class Verify:
     json: Path | None = _flag("also write the table as JSON")
     device: str | None = _flag("cuda or cpu: start the processes on this device as moe train does; without it, fork them on the CPU")
     kinds: str = _flag(
-        "data: engines, precisions; expert: routers, dispatchers; tensor: tp; sequence: sp; pipeline: schedules; "
-        "hybrid: all together, with --nproc 8",
+        "comma-separated parts of the test: data (engines, precisions), expert (routers, dispatchers), tensor (tp), sequence (sp), "
+        "pipeline (schedules), hybrid (all together, with --nproc 8)",
         "data,expert,tensor,sequence,pipeline,hybrid",
     )
     only: str | None = _flag("only layouts with this text in their name")

@@ -52,7 +52,7 @@ from parallel.store.checkpoint import verify
 from parallel.store.files import reason
 from parallel.store.lock import alone_in
 
-RECENT = 100  # number of training steps, the last before the checkpoint, over which an expert's load is averaged
+RECENT = 100  # an expert's load is averaged over the last RECENT training steps before the checkpoint
 
 
 def find(source: Path) -> Path:

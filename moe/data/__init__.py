@@ -156,8 +156,8 @@ def _chats(
     cache: Path,
     log: Callable[[str], object],
 ) -> Dataset:
-    """Open a file of chats. `description`: of a trained model's tokenizer; None: the recipe's tokenizer. `cache`: folder for encoded chats.
-    `log`: prints a line."""
+    """Open a file of chats. `description`: `describe()` of a trained model's tokenizer; None: the recipe's tokenizer. `cache`: folder for
+    encoded chats. `log`: prints a line."""
     assert data.path is not None  # checked with the recipe
     if description is None and data.tokenizer == "bpe":
         needed = "bytes for a new model; bpe only if --init_from gives a model with its tokenizer"

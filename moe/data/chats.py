@@ -57,9 +57,9 @@ class Chats:
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Sequences of chats (`Sequences` in moe/data/order.py). members: the chats' numbers, sequence after sequence. starts: index in
-    `members` of each sequence's first chat, then the length of `members`. packed: whether a sequence may have several chats, with marked
-    beginnings."""
+    """Sequences of chats, with the methods of `Sequences` (moe/data/order.py). members: chats' numbers, sequence after sequence. starts:
+    index in `members` of each sequence's first chat, then the length of `members`. packed: whether a sequence may have several chats, with
+    marked beginnings."""
 
     chats: Chats
     members: Ints

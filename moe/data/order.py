@@ -1,8 +1,8 @@
 """The order of sequences: a pure function of (seed, epoch, global index), so resuming is O(1) and exact on any number of ranks.
 
-    tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
-    windows   |----0----|                          neighbours share one token, so each token is predicted once per epoch
-                      |----1----|                  (except the last tokens, which do not fill a window)
+    tokens    |. a a a a . b b b b b b . c c|      documents a, b, c, a separator (.) before each
+    windows   |----0----|                          max_length + 1 tokens at stride max_length: neighbours share one, so each token
+                      |----1----|                  is predicted once per epoch (except the last ones, which do not fill a window)
     step s    global indices s*G .. (s+1)*G - 1, G sequences in a batch; a rank reads its TokenShard of them
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 

@@ -1,7 +1,7 @@
 """Divides a MoE layer's tokens among the tensor-parallel ranks (tp), and joins the results, so that only one rank of tp routes a token.
 
-A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. D is the model's
-width, t the number of tp ranks, q the grid's side. There are three ways to hold tokens outside of the layer:
+A run is a contiguous chunk of tokens. The lengths of runs differ by at most one, so any number of tokens can be divided. There are three
+ways to hold tokens outside of the layer (B sequences of L tokens, width D, t ranks of tp, q ranks of a grid's axis tp_col):
 
                 a rank has, outside of the layer    cut: its tokens inside           join: back to the layout outside
     Copies      all tokens, [B L, D]                its run of the tokens            all-gather of the runs

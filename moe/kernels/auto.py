@@ -16,7 +16,7 @@ from parallel.numerics.supposed import supposed_as
 
 __all__ = ["by_bin", "combine", "grouped_ffn", "kept", "permute", "plan", "reorder", "routed_ffn", "top_k"]
 
-# their results decide to which experts tokens go, so a rehearsal (a run on tensors without values) needs the values of these results
+# their results decide to which experts tokens go, so a rehearsal (a run on fake tensors, parallel/rehearse) needs these results' values
 _DECISIONS = ("by_bin", "kept", "plan", "top_k")
 
 
@@ -38,7 +38,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
         kernels = kernels_of(first)
         made = getattr(kernels, name)(first, *rest, **named)
-        # in a rehearsal (parallel/rehearse), tensors have no values and Triton computes nothing, so `cpu` computes the decisions
+        # Triton computes nothing from fake tensors. So if the values of all inputs are known, `cpu` computes the decisions from them
         return made if kernels is cpu or name not in _DECISIONS else supposed_as(made, getattr(cpu, name), first, *rest, **named)
 
     return call

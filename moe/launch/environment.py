@@ -100,7 +100,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether torch may find a GPU. If uncertain, return True, because False would force training to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    if environment.get("DS_ACCELERATOR") == "cpu":  # the same rule as in parallel/process/process.py
+    if environment.get("DS_ACCELERATOR") == "cpu":  # with this value ranks use no GPU (`gpus` in parallel/process/process.py)
         return False
     drivers = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
     return any(Path(p).exists() for p in drivers) or sys.platform == "win32"

@@ -1,6 +1,7 @@
 """Global names of parameters, used in checkpoints and for initial values. They do not depend on tiling or on the stacking of experts.
 
-layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one name for each expert, with its global index
+name in the model                  global name
+layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one name for each expert, with its global index in {}
 layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: the name of the matrix of which it is a part
 """
 
@@ -30,7 +31,7 @@ def is_bias(name: str) -> bool:
 
 
 def is_stack_of_biases(name: str) -> bool:
-    """Return whether the parameter with this name has a bias of each expert of a layer, [experts, outputs]."""
+    """Return whether the parameter with this name holds a bias vector for each expert of a layer, [experts, outputs]."""
     return name.rpartition(".")[2] in ("b1", "b3", "output_bias")
 
 

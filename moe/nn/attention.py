@@ -46,7 +46,7 @@ class RelativeBias(nn.Module):
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
     def bucket(self, distance_N: Tensor) -> Tensor:
-        """Return the bucket of each distance query - key, int64 in the distances' shape."""
+        """Return the bucket of each distance (position of the query minus position of the key), int64 in the distances' shape."""
         if self.both_ways:
             half = self.buckets // 2
             return self._of_distance(distance_N.abs(), half) + half * (distance_N < 0)

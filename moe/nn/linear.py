@@ -47,7 +47,7 @@ class Linear(nn.Module):
         self.lora_b: nn.Parameter | None = None
 
     def adapt(self, rank: int, scale: float) -> None:
-        """Add LoRA's A and B of this rank. `scale`: factor of their product."""
+        """Add LoRA's A and B. `rank`: number of rows of A (LoRA's r). `scale`: factor of B A."""
         out_size, in_size = self.weight.shape
         self.recast = True  # no copy of the frozen weight in another dtype is kept
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
@@ -65,13 +65,13 @@ class Linear(nn.Module):
         return self.blocks["weight"][0] if self.blocks else self.weight
 
     def read(self, dtype: torch.dtype) -> Tensor | Blocks:
-        """Return the matrix that multiplies inputs of this dtype: the weight, or with LoRA adapters W' = W + s B A."""
+        """Return the matrix that multiplies inputs of this dtype: the weight, or with LoRA adapters W' = W + scale * B A."""
         if self.lora_a is None or self.lora_b is None:
             return self.held
         return adapted(self.held, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
 
     def widened(self, y: Tensor, narrow: Tensor) -> Tensor:
-        """Return y + s narrow B^T, given y = x W^T and narrow = x A^T."""
+        """Return y + scale * narrow B^T, given y = x W^T and narrow = x A^T."""
         assert self.lora_b is not None
         return widened(y, narrow, self.lora_b, scale=self.scale)
 

@@ -70,8 +70,8 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B
-    [out, r] and A [r, in]; in stacks of experts, whose W is [E, in, out], [E, in, r] and [E, r, out]."""
+    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: for
+    W [out, in], B [out, r] and A [r, in]; for the experts' W [E, in, out], their adapters [E, in, r] and [E, r, out]."""
     wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 

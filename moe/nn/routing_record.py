@@ -103,7 +103,11 @@ def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     if not integers or array.ndim != 3 or 0 in array.shape:
         raise _refused(what, "integers [B, L, K]", "for example: numpy.int32, one row of experts for each token")
     if array.max() >= 2**31 or array.min() < -1:
-        raise _refused(f"expert {array.min() if array.min() < -1 else array.max()} in layer {layer}", _ROWS, "count experts from 0")
+        raise _refused(
+            f"expert {array.min() if array.min() < -1 else array.max()} in layer {layer}",
+            "int32 from 0, or -1 (the router chooses)",
+            "count experts from 0",
+        )
     ordered = array.astype(np.int32)
     ordered.sort(axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

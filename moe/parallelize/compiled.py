@@ -5,7 +5,7 @@
 
 Each underlined function becomes one forward and one backward kernel. Products and attention, in brackets, are not compiled, because
 collectives, hooks of FSDP and ZeRO, and deferred gradients are attached to them. Also not compiled: rotary positions (turn), experts, norms
-of sharded channels, and a loss in tiles or chunks. Passes without gradients are not compiled either, because their sequence lengths change.
+of sharded channels, and a loss in tiles or chunks. Forward passes without gradients are not compiled either: their sequence lengths change.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def slower(run: Run) -> Fix:
 
 
 def steadier(run: Run) -> Fix:
-    """Return the fix for a loss that spikes: a second moment that follows the gradients faster (arXiv 2304.13013), or a lower
-    learning rate."""
+    """Return the fix for a loss that spikes: a smaller optimizer.beta2, so that Adam's second moment follows the gradients faster (arXiv
+    2304.13013), or a lower learning rate."""
     follows = Set("optimizer.beta2", 0.95)
     return follows | slower(run) if enough_warmup(run) and run.optimizer.beta2 > 0.95 else slower(run)
 
@@ -126,7 +126,7 @@ def _causal(run: Run) -> Fix:
     return Set("router.select", "top_k") & Set("router.queue", "tokens_first") & Set("router.balance_weight", 0.01) & causal
 
 
-# rules about the router, which findings about the text, bf16 weights, warm-up or learning rate hide
+# rules about the router. A finding about the text, bf16 weights, warm-up or learning rate hides their findings
 _LOADS = (
     "uneven load", "no balance loss", "dropped choices", "capacity", "bias rate", "selection bias", "router saturates", "router's entropy",
 )  # fmt: skip
@@ -249,7 +249,7 @@ RULES = (
 
 
 def diagnose(lines: Sequence[Mapping[str, Any]], run: Run) -> list[Finding]:
-    """Return what the rules find in a run's lines of metrics.jsonl, each cause once."""
+    """Return what the rules find in a run's lines of metrics.jsonl, without findings that another one explains."""
     return _found(windows_of(lines, run.train.steps), run)
 
 

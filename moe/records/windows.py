@@ -85,8 +85,8 @@ class Filling:
 
 
 class _Sums:
-    """Sums over steps of one layer's numbers. _squares: of the squared deviations (load / fair share - 1) of all experts. _last: those of
-    the last step. _echoes: of the products of an expert's deviations in consecutive steps."""
+    """Sums over steps of one layer's numbers. _squares: sum of all experts' squared deviations (load / fair share - 1). _last: the last
+    step's part of this sum. _echoes: sum of the products of an expert's deviations in consecutive steps."""
 
     def __init__(self, experts: int) -> None:
         self._load_E, self._before_E, self._steps = np.zeros(experts), np.zeros(experts), 0
@@ -113,7 +113,7 @@ class _Sums:
         self._bias_range += [largest - least] if _number(least) and _number(largest) else []
 
     def layer(self, number: int) -> Layer:
-        echoed = self._squares - self._last  # without the last step, because each step is compared with its next one
+        echoed = self._squares - self._last  # without the last step, which has no next step to compare with
         return Layer(
             number,
             self._load_E / max(1, self._steps),

@@ -61,8 +61,8 @@ DEVICES = ("cpu", "cuda")
 @dataclass(frozen=True)
 class Walked:
     """Memory and messages of one rank, from `walk`. Bytes are of this rank's device; seconds are of the rehearsal itself.
-    work: (name of a part of a layer, such as layers.0.ffn, or "" for all outside of these parts; "forward" or "backward") -> kernels, moved
-    bytes and waits for the GPU."""
+    work: (module, pass) -> kernels, moved bytes and waits for the GPU. module: a part of a layer, such as layers.0.ffn; "" for the rest.
+    pass: "forward" or "backward"."""
 
     build_s: float
     step_s: float  # of the last step

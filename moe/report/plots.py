@@ -213,8 +213,8 @@ def selection_bias(history: History) -> Figure | None:
 
 
 def _by_layer(steps_S: Array, values: dict[int, Array], *, title: str, label: str, least_top: float) -> Figure | None:
-    """Draw a line for each layer. values: layer -> numbers of the training steps [S]; a layer without a finite number is left out.
-    least_top: smallest upper end of the axis."""
+    """Draw a line for each layer. values: layer -> its value at each training step [S]; a layer without a finite value is left out.
+    least_top: the y axis goes from 0 to at least this value."""
     values = {layer: values_S for layer, values_S in values.items() if np.isfinite(values_S).any()}
     if not values:
         return None
@@ -269,7 +269,7 @@ PLOTS = (
         "selection_bias",
         "Selection bias",
         selection_bias,
-        "Largest minus least selection bias of each layer's router. Softmax and sigmoid scores are at most 1 apart.",
+        "Largest minus least selection bias of each layer's router. For comparison: two softmax or sigmoid scores differ by at most 1.",
     ),
     Plot("speed_and_memory", "Speed and memory", speed_and_memory, "Tokens per second of all processes; largest peak memory of a process."),
     Plot("learning_rate", "Learning rate", learning_rate, "The schedule, and the loss scale if the precision needs one."),

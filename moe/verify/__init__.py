@@ -1,7 +1,7 @@
 """`moe verify`: trains tiny models in every parallel layout, and compares each with the same training in one process.
 
 The package can be called: `from moe import verify; verify(nproc=2)` does the same as `moe verify --nproc 2`.
-`from moe.verify import record` records a step of any PyTorch program (moe/verify/yours/recorder.py); it needs only torch.
+`moe.verify.record` is a function that records a step of any PyTorch program (moe/verify/yours/recorder.py); it needs only torch.
 """
 
 from __future__ import annotations

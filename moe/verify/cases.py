@@ -191,7 +191,7 @@ OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizer
         "experts": {"shared": 1},
         "data": {"objective": "span_corruption"},
     },
-    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2); factors
+    "ahead_windows": {  # sliding windows in layer 1 and in the first layer for multi-token prediction (number 2); activations are scaled
         "model": {
             "ahead": 2,
             "sliding_window": 4,
@@ -273,7 +273,7 @@ class Case:
 
     @property
     def layout(self) -> str:
-        """Text for tables: model, degrees and the settings that are not usual. Different cases may have the same text."""
+        """Text for tables: model, degrees, and settings that are not the default. Different cases may have the same text."""
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
         parts += ["layers" + "-".join(map(str, self.stages)) if self.stages else ""]
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]

@@ -96,8 +96,8 @@ def _products(x: Tensor, weights_OI: Iterable[Tensor], narrow_rI: Iterable[Tenso
 
 
 def _product(x: Tensor, weight_OI: Tensor, *, side: int) -> Tensor:
-    """x W^T in side x side blocks. Each block of outputs gets its own view of x, so that each view's gradient is rounded before the sum
-    over views."""
+    """Compute x W^T in side x side blocks. Each block of outputs gets its own view of x, so that each view's gradient is rounded
+    before the sum over views."""
     outputs = []
     for rows in weight_OI.to(x.dtype).tensor_split(side, 0):
         pairs = zip(x.view_as(x).tensor_split(side, -1), rows.tensor_split(side, 1), strict=True)

@@ -1,5 +1,5 @@
-"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin
-(twin.py).
+"""`moe verify --draws N`: trains random recipes (moe/verify/random_recipe.py) for three steps, and compares each with the plain twin, the
+reference implementation in twin.py.
 
     draw a recipe -> apply fixes until it is accepted -> train it on ranks -> compare with the twin -> if it fails: shrink and print it
 
@@ -31,7 +31,7 @@ from parallel.data.kinds.catalog import ENGINES, PLAIN
 from parallel.errors import counted
 
 _TRIES = 60  # largest number of runs that shrink a failed recipe to the smallest one that still fails
-_REASONS = 10  # largest number of reasons in the summary
+_REASONS = 10  # largest number of refusal reasons in the summary
 
 
 def main(

@@ -22,8 +22,8 @@ EVERY_S = 10.0  # seconds between two writes of the whole table
 
 
 class Table:
-    """One row for each case in `chosen`. file: path of the JSON file. go_on: keep the file's passed rows. Raises BadInput if the file is
-    not a table of `moe verify`."""
+    """One row for each case in `chosen`. file: path of the JSON file. go_on: keep the file's passed rows. device: value of --device, which
+    must be the same in the file. Raises BadInput if the file is not a table of `moe verify`."""
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool, device: str | None = None) -> None:
         self.chosen, self.file, self.kept, self.device = list(chosen), file, 0, device

@@ -31,7 +31,7 @@ AGAIN = " again"  # appended to a module's name for outputs from recompute
 @dataclass
 class Step:
     """Record of one step. reports: router -> [5 + E]: balance, importance, load and z loss, number of choices with a slot, choices of each
-    expert. norms: family of parameters (dense, router or expert), or "total" for all -> norm of the gradients. moments: exp_avg."""
+    expert. norms: family of parameters (dense, router or expert), or "total" for all -> norm of the gradients. moments: Adam's exp_avg."""
 
     loss: float = 0.0
     reports: dict[str, Tensor] = field(default_factory=dict)

@@ -3,7 +3,7 @@ runs.
 
     forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: gathered parameters are freed after use
     backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered again here
-    step       each rank updates its 1/N: 16 P / N bytes in fp32 for P parameters; nothing is sent
+    step       each rank updates its 1/N of the model states (16 P / N bytes in fp32 for P parameters); nothing is sent
 
 A unit is a module of the model. Each parameter is sharded along one dim over the ranks that sum its gradient (dp and sp; for experts edp,
 the ranks with copies of an expert). Parameters are gathered in the unit's dtype. Gradients are summed in fp32 or wider after each

@@ -57,7 +57,7 @@ class DeepSpeed(OfStages):
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # only counts the micro-batch: DeepSpeed steps at the last one
+            self.engine.step()  # only counts the micro-batch: DeepSpeed updates weights only at the last one
 
     def reduce(self) -> None:  # no sum starts earlier: a sum by DeepSpeed blocks the rank, and would delay its other pipeline stages
         self.engine.set_gradient_accumulation_boundary(True)

@@ -4,8 +4,9 @@
     backward                         and reduce-scatter its gradients to their owners
     step                             each rank on its own shard; nothing is gathered
 
-Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp, the
-others over dp and sp. Weights are sharded module by module as they are made, so no rank ever holds the whole model.
+Each parameter's attribute `ds_zero_partition_process_group` is the process group over which it is sharded, from its layout: experts over
+edp (the ranks with copies of the same experts), the others over dp and sp. Weights are sharded module by module as they are made, so no
+rank ever holds the whole model.
 Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
 """
 
@@ -120,7 +121,7 @@ class Zero3(DeepSpeed):
             module.register_forward_hook(_hook_dataclass)
         self.zero = zero = self.engine.optimizer
         model.register_forward_hook(self._no_backward_pass)
-        zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
+        zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean, so gradients are not averaged
         zero._get_norm_groups = lambda: [torch.zeros(())]  # unused: clip.py computes the norm
         zero.unscale_and_clip_grads = lambda *_: None  # it would multiply all gradients by 1
         # for each of DeepSpeed's sub-groups (parameters in one flat tensor), the parameter group to which it belongs
@@ -152,7 +153,7 @@ class Zero3(DeepSpeed):
                 (zero._optimizer_states_and_gradient_swap_out if write else zero._release_swap_buffers)(number)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Copy the flat tensors of the weights that the model reads to other dtypes: sub-group i to dtypes[i]. Leave weights on a disk."""
+        """Convert the flat tensors of weights that the model reads: sub-group i to dtypes[i]. Weights on a disk are left as they are."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):

@@ -139,7 +139,7 @@ class Kfac:
         self.inverts = self._own_inversions()
 
     def _own_inversions(self) -> frozenset[tuple[str, str]]:
-        """Return the factors that this rank inverts. Ranks with copies of the same factors share them round-robin, the largest first."""
+        """Return the factors that this rank inverts. Factors with copies on the same ranks are dealt to them round-robin, largest first."""
         groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
             groups[factor.layout.summed_over(), factor.layout.holders].append(key)

@@ -66,9 +66,9 @@ class Lane:
 class Record:
     """Progress of this rank.
 
-    phase, step: current phase and step. at: time (time.monotonic) of the last announcement. patience: factor of the watchdog's time limit.
+    phase, step: current phase and step. at: time (time.monotonic) of the last progress. patience: factor of the watchdog's time limit.
     messages: (sender, receiver) -> (number of messages that this rank has sent or waited for, label of the last one). awaited: (sender,
-    receiver) of the message that this rank waits for; None if it has announced something else since. failed: the error that ended this
+    receiver) of the message that this rank waits for; None if it has recorded something else since. failed: the error that ended this
     rank."""
 
     def __init__(self, rank: int) -> None:

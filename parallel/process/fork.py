@@ -93,7 +93,7 @@ def _child(
         for number, result in enumerate(function(rank, *args)):
             torch.save(result, folder / f"{rank}.part")
             (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # so that a result is never seen incomplete
-            dist.barrier()  # leave together, because other ranks may still need this rank's connections
+            dist.barrier()  # wait for all: a rank that ends closes connections that other ranks may still need
         (folder / f"{rank}.ended").touch()
         code = 0
     except BaseException:

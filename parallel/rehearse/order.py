@@ -27,8 +27,9 @@ from parallel.rehearse.work import where
 class Call(NamedTuple):
     """A call of a collective, or of a message to or from the rank `peer`.
 
-    `group`: the group's name and its ranks. `said`: operator (of a message: its label), numbers of elements and dtypes; it must be equal on
-    all ranks of the group. `place`: file, line and function. `batch`: number of the batch of messages that start together; 0: none."""
+    `group`: the group's name and its ranks. `name`: operator. `said`: text that is compared between all ranks of the group, or between
+    sender and receiver: operator (of a message: its label), numbers of elements and dtypes. `place`: file, line and function. `batch`:
+    number of the batch of messages that start together; 0: none."""
 
     group: tuple[str, tuple[int, ...]]
     name: str

@@ -66,7 +66,7 @@ class Method(ABC):
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: SavedTensors, known: Known) -> Gradients:
-        """Return gradients of this rank's q, k, v, in any dtype. The bias table's is not summed over ranks. kept: `forward`'s result."""
+        """Return gradients of this rank's q, k, v, in any dtype. The bias table's gradient is a partial sum. kept: `forward`'s result."""
 
     def share_of_sinks(self, kept: SavedTensors, sink_H: Tensor) -> Tensor:
         """Return the sinks' probabilities [B, H, L], fp32 or wider. `kept`: `forward`'s result; this default expects (out, log-sum-exp)."""

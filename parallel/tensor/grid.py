@@ -26,7 +26,7 @@ from parallel.mesh.runs import run_lengths
 from parallel.numerics.precision import sum_dtype
 from parallel.tensor.style import Shape, Style
 
-# B sequences, L length, D channels of a token on this rank, A tokens of which ranks share the channels, T this rank's chunk of these tokens
+# B sequences, L length, D channels of a token on this rank, A tokens whose channels are split over ranks, T tokens of this rank's chunk
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:

@@ -47,7 +47,7 @@ def low_rank(weight: Layout, half: str, shape: Shape) -> Layout:
 
     Dim `in` of A and dim `out` of B are cut as in W. So x A^T is computed from shards of x, each rank adds the term to its own outputs,
     and the products with A and B send no more than the product with W. Layout.alike is copied from W, too. If it is empty, gradients of
-    copies of A or B differ and are summed. In 3D, W is also cut over depth; A and B are not."""
+    copies of A or B differ and are summed. In 3D tensor parallelism, W is also cut over tp_depth; A and B are not."""
     dim = 0 if half == "b" else 1
     axes = weight.cut_by(dim)[:1]
     return replace(weight, shape=shape, split=dict.fromkeys([dim], axes[0]) if axes else {})
@@ -93,7 +93,7 @@ class Stacked(Style):
         return self.hidden_dim.get(name.rpartition(".")[2])
 
     def modules(self, layouts: Layouts) -> dict[str, tuple[str, Layout]]:
-        """Return path of each stack -> (name, layout) of one parameter of the stack that has hidden units."""
+        """Return a dict: path of each stack -> (name, layout) of one of its parameters that have a dim of hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 

@@ -59,7 +59,7 @@ class _Plain(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of a rank. number: its number in the group. sent: dtypes and shapes of its inputs. done: it has finished."""
+    """One collective of a rank. number: its sequence number in the group. sent: dtypes and shapes of its inputs. done: it has finished."""
 
     number: int
     kind: str
@@ -88,8 +88,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `diagnose`. culprits: ranks for which the others waited. said: the reason, in words. waits: all waits in all groups.
-    silent: ranks without a recorded collective."""
+    """The result of `diagnose`. culprits: ranks for which the others waited, or whose collective differs. said: the reason, in words.
+    waits: all waits in all groups. silent: ranks without a recorded collective."""
 
     culprits: tuple[int, ...]
     said: str

@@ -31,7 +31,7 @@ from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [B, heads, positions of a rank, C] -> output like q
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [batch, heads, positions of a rank, head size] -> output, shaped as q
 RACES = (  # Race(name, our method, the method that it is compared with, largest allowed ratio of seconds; None: no limit)
     Race("ring contiguous", "contiguous", "peer contiguous", 1.0),
     Race("ring striped", "striped", "peer striped", 1.0),

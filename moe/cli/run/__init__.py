@@ -21,7 +21,7 @@ def call(module: str, *words: Any, **flags: Any) -> int:
 
 def write_rows(path: Path | None, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write the rows, and the entries `more`, as JSON to `path`, the value of --json. Do nothing for None. verb: the command, such as
-    "plan", which the file names. Raises BadInput if the file cannot be written."""
+    "plan", also written to the file. Raises BadInput if the file cannot be written."""
     if path is not None:
         from moe.records.results import write_json
 

@@ -1,10 +1,11 @@
 """Reads quantised tensors of published files as bf16. moe/nn/blocks.py has the formats and decodes them.
 
-    MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16] and key_scales uint8 [E, N, G]; the tensor `key` is [E, 32 G, N], as transformers
-                        stores it in bf16
-    FP8 (DeepSeek-V3)   key fp8 e4m3 [M, N], and key_scale_inv fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
+    MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16] and key_scales uint8 [E, N, G]: E experts, N outputs, G groups of 32 inputs. The
+                        tensor `key` is read as bf16 [E, 32 G, N], as transformers stores it
+    FP8 (DeepSeek-V3)   key fp8 e4m3 [rows, columns] and key_scale_inv fp32 [rows / m, columns / n], rounded up: a factor for each block
+                        of m x n elements
 
-E experts, N outputs, G groups of 32 inputs of a matrix. `quantization_config` in config.json names the format.
+`quantization_config` in config.json names the format.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Mxfp4:
 
 @dataclass(frozen=True)
 class Fp8:
-    """A matrix in fp8 with a factor for each block of `size` = (rows, columns) elements, which is read as bf16 [M, N]."""
+    """A matrix in fp8, which is read as bf16. It has a factor for each block of elements; size: rows and columns of a block."""
 
     values: Plain
     factors: Plain

@@ -53,7 +53,7 @@ from parallel.store import checkpoint
 from parallel.store.checkpoint import Piece
 from parallel.store.files import read_text, reason, user_path
 
-ORIGINAL_DTYPES = "dtypes.json"  # file in KEPT with the dtypes of the tensors in transformers' files
+ORIGINAL_DTYPES = "dtypes.json"  # file in the folder KEPT: dtypes of the tensors in the imported model's files
 _COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
                "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
                "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "README*.md")  # fmt: skip
@@ -229,7 +229,7 @@ def _take_along(source: Path, into: Path) -> None:
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     """Convert the run `source` to a transformers folder `out`. Return lines to print. Raises BadInput before the folder exists. `dtype`:
-    dtype of the written weights, a key of DTYPES (parallel/numerics/precision.py); None: their original dtype, or the run's."""
+    dtype of the written weights, a key of DTYPES (parallel/numerics/precision.py); None: as in the imported files, else as in the run."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
@@ -295,7 +295,7 @@ def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, a
         return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
     named = {_name(dtype): dtype for dtype in DTYPES.values()}
     config, said = loaded(came / "config.json"), loaded(came / ORIGINAL_DTYPES)
-    # runs of earlier versions have no dtypes.json, so after training the dtype in config.json counts
+    # without dtypes.json (earlier versions), a trained run gets the dtype in config.json; an untrained one still has its original dtypes
     of_config = (config.get("dtype") or config.get("torch_dtype")) if trained else None
     most = said.get("most") or of_config
     default = {name: most if kinds[name] == "weight" else None for name in own}
@@ -324,7 +324,7 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
     first = (nearest or ["a model of no known family"])[0]
     got = f"{first.key} {first.before}" if isinstance(first, Change) else first
     needed = f"{first.key} {first.after}, or a model of another family" if isinstance(first, Change) else "a model of a known family"
-    raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {some(FAMILIES, rest='docs/use/huggingface.md')}")
+    raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"use one of the families: {some(FAMILIES, rest='docs/use/huggingface.md')}")
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class AllGather(Dispatcher):
             return Message("ep", "reduce_scatter", load.ranks * load.tokens * 4 * numbers, load.ranks, calls=calls)
 
         longest = Message("ep", "all_gather", 8 * (2 + load.ranks), load.ranks)
-        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, the expert's place in int64
+        decisions = gather((4 + 8) * load.choices, calls=2)  # bytes: gate in fp32, number of the expert in int64
         # messages of the backward pass: gradients of the results; gradients of the inputs, which are tokens and gates
         of_results, of_inputs = gather(4 * load.width), sums(load.width + load.choices, calls=2)
         tokens = gather(load.row_bytes)

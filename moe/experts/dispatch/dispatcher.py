@@ -1,6 +1,6 @@
 """The interface of dispatchers, which send tokens to the ranks that hold their experts. Each has a file of its own; catalog.py lists them.
 
-    dispatcher   made from the recipe's settings                     checks the settings; gives its messages to the planner
+    dispatcher   made from the recipe's settings                     checks the settings; tells the planner what it sends
     exchange     dispatcher.open(mesh, sizes), once for a model      makes buffers, process groups and streams
     layer        exchange.layer("layers.3")                          y_TD = layer.run(x_TD, routing, experts)
 
@@ -130,7 +130,7 @@ class Exchange(ABC):
     @abstractmethod
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         """Return the sum of gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros.
-        `experts`: this rank's. `dropout`: of their hidden units; None: no dropout."""
+        `experts`: this rank's. `dropout`: for the experts' hidden units; None: no dropout."""
 
 
 class Local(Exchange):

@@ -1,4 +1,4 @@
-"""Applies a rank's experts to the rows that it received: with whole matrices, or with matrices that are sharded over the axis etp.
+"""Applies a rank's experts to the rows that it received. Matrices are whole, or sharded over the axis etp (tensor parallelism of experts).
 
     rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'

@@ -25,7 +25,8 @@ from parallel.mesh.exchange import exchange_counts
 from parallel.mesh.host import read_later
 from parallel.mesh.mesh import Axis
 
-# T tokens, K choices of a token, D model, R rows, N chunks, P ranks of the ep axis, H experts held by a rank, E experts of a chunk
+# T tokens, K choices of a token, D model, R rows, N chunks, P ranks of the ep axis, H experts held by a rank
+# E experts that a rank has in one chunk; in probs_TE and plan.counts_E: all experts
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ class Steps(Exchange):
         return y_TD
 
     def planned(self, routing: Routing) -> tuple[Plan, Callable[[], list[Step]]]:
-        """Return the plan, which has the choice of each row to send, and a function that returns a Step for each chunk. The numbers of rows
-        are copied to the host asynchronously; the function waits for them. Collective.
+        """Return the plan of the rows to send, and a function that returns a Step for each chunk. The function needs the numbers of rows on
+        the host: their copy is started here, and the function waits for it. Collective.
         """
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
         each, order = held // self.chunks, None

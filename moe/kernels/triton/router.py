@@ -3,7 +3,7 @@ the gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: sums of probabilities, choices, z loss, entropy
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
-               (between the two, ranks that share a group exchange its choices, or sum how often each expert was chosen)
+               (between the two, ranks that share a group of tokens sum its counts, or exchange its choices if experts have a capacity)
     backward   blocks of tokens    gradients of gates and loss -> gradient of the logits, with the scores computed again
 
 The formulas are those in moe/router/scores.py and moe/router/losses.py, in fp32. `Router._fuses` decides which routers use these kernels.
@@ -153,8 +153,8 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
     experts with the highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN (softmax over the
     chosen experts only): the experts with the highest logits are chosen, not those with the highest scores. NORMED: gates sum to SCALE.
     Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2, one number for each expert: its probabilities; how
-    often it was chosen; how often it is among the first `counted` choices of a token (of `load`, unless it is None). Row 3: z loss, entropy
-    and number of tokens.
+    often it was chosen; how often it is among the first `counted` choices of a token, or, if `load` is not None, among its first `counted`
+    experts in `load`. Row 3: z loss, entropy and number of tokens.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)

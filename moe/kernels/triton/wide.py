@@ -23,7 +23,7 @@ from moe.kernels.triton.moves import put
 
 # T tokens, I inputs, O outputs, S chunks of tokens
 
-_CHUNKS = 2 if INTERPRETED else 16  # largest number of chunks of tokens of a weight gradient
+_CHUNKS = 2 if INTERPRETED else 16  # a weight gradient is summed over at most this number of chunks of tokens
 _TOKENS, _INPUTS = (16, 16) if INTERPRETED else (64, 64)  # tokens and inputs of a block, which has at most 128 outputs
 
 
@@ -38,8 +38,8 @@ def _parts(value):
 
 @triton.jit
 def _block(at, row, column, rows, columns, stride, transposed: tl.constexpr = False):
-    """Load a tile: the elements at the indices `row` and `column`, and 0 outside of rows x columns. stride: numbers from one row to the
-    next. transposed: indexed [column, row]."""
+    """Load a tile: the elements at the indices `row` and `column`, and 0 outside of rows x columns. stride: number of elements from one
+    row to the next. transposed: the tile is indexed [column, row]."""
     if transposed:
         mask = (column < columns)[:, None] & (row < rows)[None, :]
         return tl.load(at + row.to(tl.int64)[None, :] * stride + column[:, None], mask=mask, other=0.0)

@@ -60,8 +60,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank with the most rows. even: the same if rows
-    were divided equally among the ep ranks."""
+    """Predicted memory and time of a run. ranks: memory of each pipeline rank, for the ep rank whose experts get the most rows (choices of
+    tokens). even: the same if rows were divided equally among the ep ranks."""
 
     place: Place
     network: Network

@@ -2,7 +2,7 @@
 
     Cluster    `nodes` nodes of `devices_per_node` Devices (device.py)
     inside     links within a node. A collective takes its measured time if it has been measured, otherwise latency + bytes / bandwidth
-    between    all network adapters of a node together, shared by the groups of ranks that send at the same time
+    between    all network cards of a node together, shared by the groups of ranks that send at the same time
     host, disk links from a device to its host's memory, and from a node to its disk
 
 Cluster files are YAML, each number with its source. load_cluster("h100-8x4") loads the file h100-8 with 4 nodes, and load_cluster("h100-2")
@@ -67,7 +67,7 @@ class Inside:
 class Between:
     """Network between nodes.
 
-    node_gb_s: GB/s of all adapters of the node in one direction. device_gb_s: GB/s that one device can send at most.
+    node_gb_s: GB/s of all network cards of a node in one direction. device_gb_s: GB/s that one device can send at most.
     share: fraction of these rates that collectives reach. An all-to-all reaches the fraction share * exchange_share.
     latency_us: latency of one step of a ring collective. tree_us: latency of one step of a tree collective.
     """

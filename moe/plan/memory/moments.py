@@ -40,10 +40,11 @@ MOST_STARTED = 8  # at most this number of buckets of DDP or ZeRO-1 are summed a
 
 class Moment(NamedTuple):
     """Memory of a rank at one moment of a step. `activations` to `dispatch` and `gathered` are bytes, the others numbers of parameters.
-    at: kind of moment.
+    at: kind of moment (top of this file).
 
     activations: bytes that micro-batches keep in layers. loss: bytes kept outside of layers; at the loss, also its temporary tensors.
-    work: temporary bytes of the layer that is in its backward pass. to_come: trained parameters whose gradient does not exist yet.
+    embedding: the embedding's gradient. work: temporary bytes of the layer that is in its backward pass. dispatch: that layer's buffers for
+    rows sent to and from experts. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages.
     freed: parameters whose gathered weights have been freed. reducing: parameters whose gradients are being reduced. Both are read only
@@ -125,7 +126,7 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 
 def without_order(plan: Plan) -> Plan:
-    """Return the plan with settings that do not change its memory replaced by defaults: the order of positions, and the sequence-parallel
+    """Return the plan with default values for settings that do not change its memory: the order of positions, and the sequence-parallel
     method unless it needs more memory."""
     if plan.sp == 1:
         return plan
@@ -218,7 +219,7 @@ class _Moments:
 
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
         """Return, for each stage of the rank, which gradients exist (0, 1 or 2, as in _Pass) when the stage at index `at` begins its
-        backward pass. If `now` does not say it: all, but until the step's first B or W has ended only those of the rank's later stages."""
+        backward pass. If `now` does not say it, all exist; until the step's first B or W ends, only those of the rank's later stages."""
         return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
@@ -273,7 +274,7 @@ class _Moments:
         left = kept - stage.kept + at_i * stage.pending  # after this backward pass
         after = self._missing(stage, max(gradients, 1 if at_i else 2))
         others += stage.elements
-        if at_i:  # W frees one layer after the other, the first layer first
+        if at_i:  # W frees the activations of one layer after the other, beginning with the first layer
             layers = self.sizes.layers_in(stage.number)
             ended = accumulate((of.pending for of in layers), initial=0.0)
             work = max([of.work_of_w - size for of, size in zip(layers, ended, strict=False)], default=0.0)

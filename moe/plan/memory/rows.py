@@ -26,8 +26,8 @@ def most_rows(network: Network, plan: Plan) -> float:
 
 
 def padding(network: Network, plan: Plan, stack: Stack) -> float:
-    """Mean number of zero rows that pad the rows of a rank's experts with LoRA in 16 bits, so that matrix products have few different
-    shapes."""
+    """Mean number of zero rows per rank. If unfused experts have LoRA in 16 bits, zeros pad each expert's rows, so matrix products have
+    few different shapes; otherwise 0."""
     e = network.experts
     if e is None or e.fused or network.adapters is None or plan.compute_bytes >= FP32_BYTES:
         return 0.0

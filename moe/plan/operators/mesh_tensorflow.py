@@ -145,9 +145,9 @@ class Best(NamedTuple):
 def best_layout(
     graph: Graph, mesh: Sizes, machine: Machine, *, objective: Objective = "seconds", of_weight: float = 16, most_bytes: float = inf
 ) -> Best:
-    """Find the legal layout with the fewest seconds, or the fewest bytes, that needs at most `most_bytes` on each rank. Among layouts with
-    equal seconds, the one with the fewest bytes is returned, and vice versa. of_weight: bytes for each element of a weight, with its
-    gradient and optimizer states. Raises BadInput if every layout needs more than `most_bytes`."""
+    """Find the best of the legal layouts that need at most `most_bytes` on each rank. objective: what is minimised, seconds or bytes; the
+    other of the two breaks ties. of_weight: bytes for each element of a weight, with its gradient and optimizer states. Raises
+    BadInput if every layout needs more than `most_bytes`."""
     search = _Search(renamed(graph), mesh, machine, objective, of_weight, most_bytes)
     search.go({}, search.names)
     if search.best is None:

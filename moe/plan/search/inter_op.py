@@ -50,9 +50,9 @@ def total(times: Sequence[float], microbatches: int) -> float:
 
 
 def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, gap: float = 1e-9) -> Stages:
-    """Find the stages with the least time that use all devices. Raises BadInput if no stages fit into memory. time: (first, end, devices,
-    number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may have. gap: if
-    two values of t_max differ by less than this fraction, only the smaller is tried."""
+    """Find the stages that use all devices and have the least step time. Raises BadInput if no stages fit into memory. time: (first, end,
+    devices, number of later stages) -> seconds of one micro-batch on the stage, or inf. submeshes: numbers of devices that a stage may
+    have. gap: if two values of t_max differ by less than this fraction, only the smaller is tried."""
     most = min(layers, devices)
     # t[later, submesh][first, end]: seconds of a stage that `later` stages follow; inf if the stage does not fit, or end <= first
     t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
@@ -74,7 +74,7 @@ def inter_op(time: Time, *, layers: int, devices: int, submeshes: Sequence[int],
         stages = int(values.argmin())
         if values[stages] < best:
             made = _walk(choice, t, stages, devices, submeshes)
-            seconds = total([stage.seconds for stage in made], microbatches)  # less than values[stages] if all are below t_max
+            seconds = total([stage.seconds for stage in made], microbatches)  # less than values[stages] if no stage takes as long as t_max
             if seconds < best:
                 best, found = seconds, Stages(made, seconds)
     if found is None:

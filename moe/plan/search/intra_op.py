@@ -153,7 +153,8 @@ class _Program:
                 self.rows.append((row, 0.0, 0.0))
 
     def within(self, memory_bytes: float, in_flight: int) -> None:
-        """Add the memory limit: a row with fractions of the memory. All kept outputs are in memory when the backward pass begins."""
+        """Add the memory limit as a row: fractions of `memory_bytes`, at most 1 in sum. All kept outputs are in memory when the
+        backward pass begins."""
         row: dict[int, float] = {}
         for name, one in self.options.items():
             for i, s in enumerate(one):

@@ -36,7 +36,7 @@ class Group:
 
 @lru_cache(maxsize=100_000)
 def group_of(size: int, stride: int, devices_per_node: int, world: int) -> Group:
-    """Return a group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the collective, in groups of this kind."""
+    """Return a group of `size` ranks, each `stride` ranks from the next. All `world` ranks run the collective, in equal groups."""
     inside = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
     nodes = -(-size // inside)
     return Group(inside, nodes, max(1, min(devices_per_node, world) // inside))
@@ -144,7 +144,7 @@ def collective(cluster: Cluster, group: Group, name: str, handed: float, *, copi
 
 
 def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -> float:
-    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of the node send one at the same time."""
+    """Seconds of a message to the rank that is `stride` ranks away, while `sharing` ranks of a node send at the same time."""
     if num_bytes <= 0:
         return 0.0
     if stride < cluster.devices_per_node:

@@ -34,7 +34,7 @@ class Time:
 
     tensor, sequence, experts: collectives over tp, sp and ep that no computation hides. launch: seconds that kernel launches and the
     engine's work on the host add to the device's time. transfer: messages between pipeline stages. bubble: other idle time in the pipeline.
-    cores: waiting of ranks that share the cores of a CPU host; negative if each rank has several cores. gradients, parameters: gradient
+    cores: seconds added because ranks share the cores of a CPU host; negative if each rank has several. gradients, parameters: gradient
     reductions and parameter gathers that no computation hides. hidden: gradient reductions and parameter gathers that computation hides.
     """
 
@@ -130,8 +130,8 @@ def ideal_seconds(network: Network, plan: Plan, cluster: Cluster) -> float:
 
 
 def joules(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None) -> float:
-    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. Every ep rank is
-    assumed to compute the mean number of rows: the sum over ranks is the same as with unequal rows."""
+    """Predict the energy of all devices in one step. A device takes `watts` while it computes and `idle_watts` otherwise. All ep ranks are
+    assumed to compute equally many rows (choices of tokens): the sum over ranks is the same as with unequal numbers."""
     program, device = program or own_program(cluster), cluster.device
     step = step_time(network, plan, cluster, program).step
     stages = times_of(network.balanced, plan, cluster, program, kinds_of(network, plan))
@@ -217,7 +217,7 @@ class Spare:
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
     """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, the
     earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight gradients. `others` is
-    this time minus that of this rank's own remaining weight gradients. It is 0 if two ranks hold each stage."""
+    this time minus that of this rank's own remaining weight gradients; it is 0 with a schedule that keeps each stage on two ranks."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

@@ -25,8 +25,8 @@ class Range:
     """Range of measured / predicted seconds in a group of published runs.
 
     runs: description of the group. devices: the group has devices whose name contains one of these words; empty: all devices. across:
-    whether data parallelism crosses nodes (None: both). low, high: ends of the range. held_out: mean over tables of the fraction of a
-    table's runs that lie within the range computed from all other tables. tables, rows: number of tables, and of runs, in the group.
+    whether data parallelism crosses nodes (None: both). low, high: ends of the range. held_out: fraction of a published table's runs that
+    lie within the range computed from all other tables, as a mean over tables. tables: number of tables in the group. rows: number of runs.
     """
 
     runs: str

@@ -95,7 +95,8 @@ class Run(Section):
 
     @property
     def is_flat(self) -> bool:
-        """Whether the optimizer can step flat ranges of fp32 elements, as DeepSpeed does: it needs no matrices, and master is fp32."""
+        """Whether the optimizer can update flat ranges of fp32 elements, as DeepSpeed does: it needs no whole matrices, and
+        precision.master is fp32."""
         return not self.optimizer.of_matrices and self.precision.master == "fp32"
 
     @property

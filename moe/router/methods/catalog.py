@@ -22,8 +22,8 @@ METHODS: dict[str, Method] = {m.name: m for m in (TopK(), GroupLimited(), Expert
 
 
 class Own(Method):
-    """A user's function `module:name`. From scores `preferred_TE` and K, it returns the experts' indices expert_TK. Checked by
-    moe/router/own.py."""
+    """A user's function `module:name`. From scores `preferred_TE` and K, it returns experts' indices expert_TK. Before a run, it is tested
+    on a few tokens (moe/router/own.py)."""
 
     name = "module:name"
 

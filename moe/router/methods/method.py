@@ -35,7 +35,7 @@ BALANCED, UNBALANCED = 0.1, 0.27
 class RoutingRequest:
     """The input of one layer's selection of experts. Tensors have no gradient.
 
-    `preferred_TE` fp32: scores with noise and bias, of which the highest are preferred. `scores_TE` and `logits_TE` fp32: without bias.
+    `preferred_TE` fp32: scores with noise and bias; the highest are preferred. `scores_TE`, `logits_TE` fp32: without this noise and bias.
     `num_groups`: number of groups of tokens. `slots`: capacity, the most tokens that an expert takes from a group; None if dropless.
     `given_TK` int64: experts from a record, which replace the selected ones; -1 for tokens without a record. `table_VK` int64: the experts
     of each token id, if the recipe names a table. `name`: name of the router, part of the key of random numbers.
@@ -94,7 +94,7 @@ class Method:
         """Refuse settings with which this method cannot work. Raises BadInput."""
 
     def unread(self, spec: RouterSpec) -> Mapping[str, tuple[str, str, Fix]]:
-        """Return key without effect -> (the setting that causes it, the reason, a change that gives the key an effect)."""
+        """Return key without effect -> (the setting that makes it so, the reason, a change of the recipe that gives the key an effect)."""
         return {}
 
     def experts_needed(self, spec: RouterSpec) -> int:

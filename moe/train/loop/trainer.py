@@ -76,7 +76,7 @@ def train(
     checkpoint; its weights and tokenizer are the initial ones. restart: set by a launcher that restarted the run. profile: record the time
     of each region of the code for a few steps.
 
-    A user's program may give, equally on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
+    A user's program may give, the same on every rank: callbacks (moe/train/parts/callbacks.py); data, samples instead of text
     (moe/data/given.py); optimizer, a function of torch's parameter groups (parallel/optim/given.py).
 
     Raises BadInput for wrong arguments before anything is written, and during the run for gradients that are repeatedly not finite; Stopped

@@ -1,7 +1,7 @@
 """`moe eval`: a trained model's loss on held-out text, or on any other text.
 
 For the recipe's text and `train.eval_sequences` sequences, the loss equals the one recorded in training. With several sources
-(data.sources) it differs: evaluations in training take sequences in proportion to a source's weight, `moe eval` to its length.
+(data.sources) it differs: evaluations in training take sequences of a source in proportion to its weight, `moe eval` to its length.
 """
 
 from __future__ import annotations

@@ -106,15 +106,15 @@ def generate(
 
 
 def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
-    """Return the tokens that the model reads to predict the first new token: the prompt's last tokens, and in an encoder-decoder also
-    START, which the decoder reads."""
+    """Return the tokens that the model gets before the first new one: the prompt's. In an encoder-decoder these are the prompt's last
+    max_length tokens, for the encoder, and START, for the decoder."""
     m = model.config
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
 
 def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
-    """Return the fastest `Reads`, a function for the next token's logits, that supports the model, for texts of `length` tokens that get
-    `num_tokens` more."""
+    """Return the fastest `Reads` (a function that computes the next token's logits) that supports the model. length: tokens of a text at
+    the beginning. num_tokens: tokens that are added to it."""
     if model.config.kind == "encoder_decoder":
         return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)

@@ -6,7 +6,7 @@ slots      an expert accepts at most as many choices of a group of tokens as it 
 gates      a choice without a slot has no gradient; of a token's choices with slots, either all have a gradient or none
 balance    the loss is weight * E * sum over experts e of f_e P_e (f_e: share of the counted choices that went to e; P_e: mean probability
            of e over tokens). Its gradients with respect to e's probabilities therefore sum, over tokens, to weight * E * f_e. If f_e is
-           of the global batch, the gradient is equal for all tokens
+           counted over the global batch, the gradient is equal for all tokens
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _slots(spec: RouterSpec, tokens: dict[int, Token], length: int, slots: int |
 
 def _gates(tokens: dict[int, Token], flags: list[list[Any]], computing: int) -> Iterator[str]:
     """Yield a line for each broken law of gates. flags: for each pass, (position, whether each gate has a gradient) of each token.
-    computing: number of experts that are not zero experts, which have the first indices."""
+    computing: number of experts other than zero experts; zero experts have the last indices."""
     has: dict[int, list[bool]] = {}  # position -> whether each of its gates has a gradient on any rank
     for position, mine in (pair for each in flags for pair in each):
         has[position] = [a or b for a, b in zip(mine, has.get(position, mine), strict=True)]
@@ -87,8 +87,8 @@ def _balance(
     spec: RouterSpec, experts: int, tokens: dict[int, Token], sums: list[tuple[Any, ...]], scale: float, bound: float
 ) -> Iterator[str]:
     """Yield a line for each broken law of the balance loss. sums: for each pass, (hash of its tokens, then three lists with an entry for
-    each expert: sum, minimum and maximum over tokens of its probability's gradient; without tokens only the sum). scale: loss scale.
-    bound: as in `of_tokens`."""
+    each expert: sum, minimum and maximum over tokens of its probability's gradient; only the sum for a pass without tokens).
+    scale: loss scale. bound: as in `of_tokens`."""
     once = {name: sum_E for name, sum_E, *_ in sums}  # ranks with the same tokens count once
     whole = [sum(column) for column in zip(*once.values(), strict=True)] or [0.0] * experts
     total = spec.balance_weight * experts * scale

@@ -50,9 +50,9 @@ class Seen:
         and has fractions]. Inputs without fractions are counts, which may rightly be equal on all ranks
     copies: [step, text such as "gradient of layers.0.norm", region as text, hash, whether all elements are equal or one is not finite]
     flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
-    said: texts of the step's numbers (loss, norms), which must be equal on all ranks
-    norms: step -> norm of the gradients, with the loss scale
-    choices: for each pass of a router, [step, router, tokens, tokens of a whole sequence, slots of an expert or None, number of experts];
+    said: each step's numbers (loss, norms) as texts; laws.py checks that all ranks have the same texts
+    norms: step -> norm of the gradients, times the loss scale
+    choices: for each pass of a router, [step, router, tokens, length of a whole sequence, slots of an expert or None, number of experts];
         tokens: for each token, [position, whether it is no padding, experts, whether each choice has a slot]
     gates: for each pass of a router, [step, router, for each token [position, whether each gate has a gradient other than 0]]
     balance: for each pass of a router, [step, router, hash of choices and positions, then for each expert the sum, minimum and maximum over
@@ -252,9 +252,9 @@ class Watch(TorchDispatchMode):
         self.seen.flows.append({})
 
     def _changed(self, before: dict[str, dict[str, Tensor]], *, finite: bool) -> None:
-        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and weights or moments that a
-        skipped step changed. before: weights and moments before the step. finite: whether the gradients are finite; if not, the step is
-        skipped."""
+        """Record faults of an update: weights that stayed the same, weights that were rounded to 16 bits, and weights or first moments
+        (Adam) that a skipped step changed. before: result of `_held` before the step. finite: whether the gradients are finite; if not,
+        the step is skipped."""
         step = len(self.seen.flows) - 1
         for name, weight in self.held["weight"].items():
             same = torch.equal(weight, before["weight"][name])

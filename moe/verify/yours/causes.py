@@ -1,7 +1,7 @@
 """Explains a deviation: the factor by which a value is wrong, if one factor explains it, and the likely cause in words.
 
-Arguments of several functions: of: the comparison. key: key of the value. bound: its largest allowed deviation. bad: the ranks' elements
-that deviate. factor: f, if each rank in `bad` has f times the single process's values; else None.
+Arguments of several functions: of: the comparison. key: names the value. bound: its largest allowed deviation. bad: for each rank that
+deviates, its elements and those of the single process. factor: f, if each rank in `bad` has f times the single process's values; else None.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moe.verify.yours.values import MASTER, Key
 
 
 def explain(of: Comparison, key: Key, seen: list[Seen], bound: float) -> tuple[float | None, str]:
-    """Return (factor, cause) of a deviation. factor: f, if the rank's value is f times the single process's on all ranks that deviate; None
-    if no factor explains the deviation."""
+    """Return (factor, cause) of a deviation. factor: f, if every rank that deviates has f times the single process's values; None if no
+    factor explains the deviation. seen: the compared elements of each rank."""
     bad = [s for s in seen if s.deviation > bound]
     if key.kind in OF_PARAMETERS and any(s.part for s in seen):
         bad = [s for s in bad if s.part]
@@ -252,8 +252,8 @@ def _of_activation(of: Comparison, key: Key, bad: list[Seen], bound: float, fact
 
 
 def _cut_in_one(of: Comparison, key: Key) -> str:
-    """Return text if a fused weight, such as q, k and v, was cut over ranks in one piece instead of block by block; "" otherwise. key: a
-    wrong input. A weight of the same parent is taken as fused if it has 2 or 3 times as many rows as the input's weight has columns."""
+    """Return text if a fused weight, such as q, k and v, was cut over ranks in one piece instead of block by block; "" otherwise. key: the
+    wrong input of a module. A weight in the same parent counts as fused if it has 2 or 3 times as many rows as the module's has columns."""
     cuts = {name: cut for name in _weights_in(of, key.name.rpartition(".")[0]) if (cut := _cut_of(of, name)) is not None}
     dim, size, _ = cuts.get(f"{key.name}.weight", (0, 0, 0))
     for name, (other, rows, blocks) in cuts.items() if dim else ():

@@ -115,7 +115,7 @@ class Step:
         self._read = False  # whether the gradients are recorded
         self._open = ExitStack()
         self._hooked: set[int] = set()
-        self._by_call: dict[Key, dict[int, Piece]] = {}  # output gradients of each call; sorted at the end, as backward has any order
+        self._by_call: dict[Key, dict[int, Piece]] = {}  # output gradients of each call; sorted at the end, as backward has its own order
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Record a further value, such as the loss, under this name."""

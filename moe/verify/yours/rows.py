@@ -34,7 +34,7 @@ def _order(of: Comparison, module: str, bound: float) -> Tensor | None:
     compared as well, because a rank has none for rows of other ranks' experts."""
     if module not in of.rows:
         sides: list[tuple[Tensor, Tensor]] = []
-        # the larger a weight, the less this kind counts in the distance between rows
+        # kind of value -> divisor: the larger, the less this kind counts in the distance between rows
         weights = {"input": 1.0, "output": 1e3} | ({"output gradient": 1e6} if (spare := of_experts(of, module.rpartition(".")[0])) else {})
         for key in (k for k in of.order if k.name == module and k.kind in weights):
             whole = joined(of.one.pieces[key])

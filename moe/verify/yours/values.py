@@ -29,7 +29,9 @@ from parallel.errors import BadInput, counted
 PERIOD = 64  # a sample keeps k of every PERIOD indices of a dim
 MOST = 2**14  # default number of elements above which only a sample of a tensor is stored
 VERSION = 3  # of the files' format
-MASTER = "master"  # slot of a master weight, which DeepSpeed's optimizer updates: it must be equal to the weight that the model reads
+# slot of a master weight, which DeepSpeed's optimizer updates. If it differs by more than rounding from the weight that the model reads,
+# that is the cause of a deviation (causes.py)
+MASTER = "master"
 
 
 class Key(NamedTuple):
@@ -231,8 +233,9 @@ class Recording:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Result of comparing one value. order: position of the value in the order of computation. deviation, bound: relative to the largest
-    element. factor: found / expected value, if a factor explains the deviation. cause: likely cause in words."""
+    """Result of comparing one value. order: position of the value in the order of computation. deviation: largest difference; bound:
+    largest deviation that passes; both relative to the largest element. factor: found / expected value, if a factor explains the
+    deviation. cause: likely cause in words."""
 
     name: str
     kind: str

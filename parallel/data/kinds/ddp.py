@@ -36,7 +36,7 @@ def start_dp(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 DDP = EngineKind("ddp", start, {"kind": "ddp"}, steps_by_stage=True, gradients="buckets", casts=("use", "step"))
-# stage 0 of ZeRO shards nothing, so it is DDP with DeepSpeed's keys and fp32 master weights
+# stage 0 of ZeRO shards nothing, so it is DDP, but with the recipe keys of ZeRO (engine, offload) and fp32 master weights
 ZERO_0 = replace(DDP, name="zero0", sharding={"kind": "zero", "stage": 0}, keys=("engine", "offload"), planned_as="ddp", master_copy=True)
 DP = replace(
     DDP,

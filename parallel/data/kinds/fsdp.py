@@ -33,8 +33,9 @@ def start(model: nn.Module, setup: Setup, optimizer: Rule) -> Engine:
 
 
 def gathered(at: At, w: GatheredSizes) -> float:
-    """Return the bytes of gathered weights and unsharded gradients at moment `at` of a step (docs/parallel/planner_memory.md, Stage 3): at
-    the loss, in a layer's backward pass ("work"), after it ("sums"), after that of the head or of the embedding. w: sizes in elements."""
+    """Return the bytes of gathered weights and unsharded gradients at point `at` of a step (docs/parallel/planner_memory.md, Stage 3): the
+    loss, a layer's backward pass ("work"), the reduction of its gradients ("sums"), or the backward pass of the head or of the
+    embedding. w: numbers of elements, and bytes of an element."""
     c, r = w.compute_bytes, w.sum_bytes  # bytes of an element of gathered weights, and of summed gradients
     if w.once:
         return c * w.held + r * w.trained

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from parallel.pipeline.schedule import Op, Schedule
 
 _Size = Callable[[int], float]  # stage -> memory of one micro-batch's activations in this stage, in any unit
-_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # action -> InFlight.gradients of the action's stage after the action
+_GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # backward action -> gradients that its stage has afterwards (codes: InFlight.gradients)
 
 
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
     (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
-    weights; (): False for all stages. gradients: gradients of the stage's parameters that exist. 0: none. 1: an I has ended, which computes
-    only the gradients of the embedding and of LoRA adapters. 2: a B or W has ended, so all exist. (): not known."""
+    weights; (): False for all stages. gradients: which gradients of the stage's parameters exist. 0: none. 1: an I has ended, so those of
+    the embedding and of LoRA adapters exist. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
     pending: tuple[int, ...]
@@ -106,7 +106,8 @@ def undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]
 
 
 def peak_activations(schedule: Schedule) -> tuple[float, ...]:
-    """Return for each rank the largest number of micro-batches in flight: from the forward pass (F) to the end of B or I."""
+    """Return for each rank the largest number of micro-batches in flight: from the forward pass F to the end of the backward pass B, or of
+    I (gradients of inputs only) if the backward pass is split into I and W."""
     return peak_kept(schedule, lambda stage: 1, lambda stage: 0)
 
 

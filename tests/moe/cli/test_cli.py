@@ -439,7 +439,7 @@ def test_doctor_names_what_offload_to_a_disk_lacks_and_how_to_install_it(monkeyp
     assert (row.value, row.state) == ("no libaio-dev or ninja-build found", "note")
     assert row.fix == "only for sharding.offload to nvme: apt-get install libaio-dev ninja-build"
     monkeypatch.setattr(doctor, "missing_for_nvme", lambda: [])
-    assert "compiled with the first run, in a minute or two" in doctor._nvme()[0].value
+    assert "the first run compiles async_io, which takes a minute or two" in doctor._nvme()[0].value
     (tmp_path / "async_io").mkdir()
     (tmp_path / "async_io" / "async_io.so").touch()
     assert doctor._nvme()[0].value == "ready"
