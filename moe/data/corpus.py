@@ -282,7 +282,7 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
     if corpus.source == "python_stdlib":
         remarks = []
     else:
-        check_kinds(kinds, path=corpus.label, source_set=corpus.chosen)
+        check_kinds(kinds, path=corpus.label, source_set=corpus.chosen, encoding=corpus.encoding)
     whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
     return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds, tuple(remarks))
 
@@ -292,9 +292,9 @@ def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Rema
         got = f"{corpus.label}: {counted(skipped, 'line')}, all empty"
     else:
         why = {remark.why for remark in remarks}
-        got = f"{corpus.label}: {counted(skipped, 'file')}, none of them UTF-8 text{f': {why.pop()}' if len(why) == 1 else ''}"
+        got = f"{corpus.label}: {counted(skipped, 'file')}, none of them {corpus.encoding.upper()} text{f': {why.pop()}' if len(why) == 1 else ''}"
     fix = kinds.advice or "name a file or folder that holds text"
-    return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
+    return BadInput("data.path", got=got, needed=f"text in {corpus.encoding.upper()}, or *.jsonl", fix=fix)
 
 
 def _stat(path: Path) -> os.stat_result:

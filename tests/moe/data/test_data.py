@@ -435,6 +435,10 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "empty folder": ({"path": "empty"}, "without text files"),
     "no jsonl in folder": ({"path": "binary", "source": "jsonl"}, r"without \*\.jsonl"),
     "binary only": ({"path": "binary"}, "1 file, none of them UTF-8 text: binary, needed"),
+    "binary in another encoding": (
+        {"path": "binary", "encoding": "cp1252"},
+        "1 file, none of them CP1252 text: binary, needed text in CP1252, or",
+    ),
     "empty file": ({"path": "empty.txt"}, "none of them UTF-8"),
     "blank jsonl": ({"path": "blank.jsonl"}, "0 lines"),
     "not json": ({"path": "notjson.jsonl"}, r"notjson\.jsonl, line 2.*Expecting value"),
