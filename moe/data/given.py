@@ -59,7 +59,7 @@ class Samples:
         try:
             sample = self.source[number]
         except Exception as error:
-            raise BadInput(what, got=_said(error), needed="the ids of this sample", fix="mend the data") from error
+            raise BadInput(what, got=_said(error), needed="the ids of this sample", fix="correct the data") from error
         return row(sample, what=what, max_length=self.max_length, vocab_size=self.vocab_size)
 
 
@@ -114,7 +114,7 @@ class Stream:
                 continue
             except Exception as error:
                 raise BadInput(
-                    f"data, sample {self._at} of train", got=_said(error), needed="the ids of this sample", fix="mend the data"
+                    f"data, sample {self._at} of train", got=_said(error), needed="the ids of this sample", fix="correct the data"
                 ) from error
             self._at, self._read = self._at + 1, self._read + 1
             return found
@@ -196,7 +196,9 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     ids = columns[_IDS]
     for name, column in columns.items():
         if len(column) != len(ids):
-            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{len(ids)}, one for each id", fix=f"mend {name}")
+            raise BadInput(
+                f"{what}, {name}", got=counted(len(column), "number"), needed=f"{len(ids)}, one for each id", fix=f"correct {name}"
+            )
     if _MASK in columns:
         ids = ids[: _unmasked(columns, what)]
     if not 2 <= len(ids) <= max_length + 1:

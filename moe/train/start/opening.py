@@ -69,8 +69,8 @@ from parallel.watch.outcome import of_all
 
 @dataclass(frozen=True)
 class RunArguments:
-    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key whose value is a plug-in -> hash of the
-    plug-in's file."""
+    """Arguments of `train` (moe/train/loop/trainer.py) other than the recipe. code: recipe key whose value is a plugin -> hash of the
+    plugin's file."""
 
     name: str
     out: Path
@@ -247,7 +247,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> 
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
-    """Yield lines for the user about recipe keys without effect, changed plug-ins, and combinations of keys that are not recommended."""
+    """Yield lines for the user about recipe keys without effect, changed plugins, and combinations of keys that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
