@@ -99,7 +99,7 @@ def _lines(text: str, what: str) -> Iterator[tuple[int, float]]:
             raise BadInput(what, got=got, needed=f"{COLUMNS} columns", fix=fix)
         if any(cells[at] not in ("0", "N/A") for at in (8, 12)):
             raise BadInput(
-                what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="#wrong 0", fix="mend NCCL or the links first"
+                what, got=f"#wrong {cells[8]} and {cells[12]} in line {number}", needed="#wrong 0", fix="repair NCCL or the links first"
             )
         try:
             time = float(cells[5])

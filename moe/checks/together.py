@@ -206,8 +206,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples from a user's program or plug-in: raise BadInput for a data.tokenizer or data.objective that needs other
-    data. Samples also exclude data.sources; samples from a program exclude data.path, which only a plug-in may read."""
+    """For chats, and for samples from a user's program or plugin: raise BadInput for a data.tokenizer or data.objective that needs other
+    data. Samples also exclude data.sources; samples from a program exclude data.path, which only a plugin may read."""
     if d.tokenizer == "bpe" and d.source != "chat":
         needed, fix = "ids (the samples are token ids) or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)
@@ -253,7 +253,7 @@ def _check_path(key: str, given: str) -> None:
         got = f"{given}, a link to {os.readlink(path)}, which is not there" if path.is_symlink() else given
         raise BadInput(key, got=got, needed="a file or folder that exists", fix=advice)
     if not path.is_file() and not path.is_dir():
-        raise BadInput(key, got=f"{given}, no regular file", needed="a file or folder", fix="write the text into a file first")
+        raise BadInput(key, got=f"{given}, not a regular file", needed="a file or folder", fix="write the text into a file first")
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         needed, fix = "a file or folder that can be read", f"chmod -R u+rX {given}, or ask its owner"
         raise BadInput(key, got=f"{given}: Permission denied", needed=needed, fix=fix)

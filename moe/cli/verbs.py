@@ -84,7 +84,7 @@ class Verify:
     )
     only: str | None = _flag("only layouts with this text in their name")
     recipe: str | None = _flag(
-        "test your own recipe instead, at a small size, with the methods and plug-ins that it names; runs the plug-ins' code"
+        "test your own recipe instead, at a small size, with the methods and plugins that it names; runs the plugins' code"
     )
     types: bool = _flag(
         "check instead, without a reference run, that values are replicated, varying or partial over ranks as the layout requires",

@@ -76,7 +76,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise BadInput(
-                "--load", got=f"{source} ({reason(error)})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="mend the file"
+                "--load", got=f"{source} ({reason(error)})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="correct the file"
             ) from None
     else:
         lines = [line for line in metrics.read(source) if line.get("kind") == "train" and line["step"] <= step][-RECENT:]

@@ -193,5 +193,5 @@ def _dense(stem: str, network: Network) -> Values:
 def _refuse(name: str, got: tuple[int, ...] | None, needed: tuple[int, ...] | None) -> None:
     here = "nothing in the source" if got is None else f"shape {list(got)} in the source"
     there = "a source without it: the recipe's model has no such parameter" if needed is None else f"shape {list(needed)}"
-    fix = "change the recipe so that unconverted parameters have the source's sizes"
+    fix = "change the recipe so that unconverted parameters have the source's names and sizes"
     raise BadInput(f"parameter {name}", got=here, needed=there, fix=fix)

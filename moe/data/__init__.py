@@ -133,7 +133,7 @@ def _given(data: Data, given: Any, *, max_length: int, seed: int, log: Callable[
         try:
             given = make(data)
         except Exception as error:
-            fix = "mend this function; its argument is the section `data` of the recipe"
+            fix = "correct this function; its argument is the section `data` of the recipe"
             raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
         needed = "samples from the user's program: train(run, data=...)"

@@ -258,9 +258,9 @@ def _row(line: bytes | dict[str, Any], where: str, field: str | None) -> dict[st
     try:
         row = line if isinstance(line, dict) else json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadInput(where, got=f"no JSON ({error})", needed="one object", fix="mend this line") from None
+        raise BadInput(where, got=f"no JSON ({error})", needed="one object", fix="correct this line") from None
     if not isinstance(row, dict):
-        raise BadInput(where, got=f"a {type(row).__name__}", needed="one object", fix="mend this line")
+        raise BadInput(where, got=f"a {type(row).__name__}", needed="one object", fix="correct this line")
     row = {name: value for name, value in row.items() if value is not None}
     if field is not None:
         if field not in row:
@@ -283,7 +283,7 @@ def _text(row: dict[str, Any], where: str, template: ChatTemplate | None) -> Tex
     after = _messages(row["completion"], where) if given is row.get("prompt") else []
     tools = row.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadInput(where, got="tools of another form", needed="null or a list of objects", fix="mend this line")
+        raise BadInput(where, got="tools of another form", needed="null or a list of objects", fix="correct this line")
     if template is None:
         fix = "--data.chat_template FILE.jinja, or start from a model that has one (--init_from)"
         raise BadInput("data.chat_template", got="null", needed="a template, because this model came with none", fix=fix)
@@ -318,7 +318,7 @@ def _messages(given: Any, where: str) -> list[dict[str, Any]]:
     """Return messages with role and content; ShareGPT's keys `from` and `value` are renamed to these. Raises BadInput for another form.
     `where`: file and line, for errors."""
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
-        raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="mend this line")
+        raise BadInput(where, got="no list of messages", needed="a list of objects with role and content", fix="correct this line")
     return [_message(message, where) for message in given]
 
 
@@ -326,14 +326,14 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     found = {{"from": "role", "value": "content"}.get(key, key): value for key, value in message.items()}
     if "from" in message:
         if not isinstance(message["from"], str) or message["from"] not in _ROLES:
-            raise BadInput(where, got=f"from {message['from']!r}", needed=f"one of {', '.join(_ROLES)}", fix="mend this line")
+            raise BadInput(where, got=f"from {message['from']!r}", needed=f"one of {', '.join(_ROLES)}", fix="correct this line")
         found["role"] = _ROLES[message["from"]]
     if not isinstance(found.get("role"), str):
-        raise BadInput(where, got=f"a message with {', '.join(message)}", needed="role and content", fix="mend this line")
+        raise BadInput(where, got=f"a message with {', '.join(message)}", needed="role and content", fix="correct this line")
     if other := next((key for key in _OTHER_WEIGHTS if key in found), None):
         raise BadInput(where, got=f"a message with {other}", needed=_WEIGHT, fix=f"write weight instead of {other}")
     if found.get("weight", 1) not in (0, 1):
-        raise BadInput(where, got=f"a message of weight {found['weight']!r}", needed=_WEIGHT, fix="mend this line")
+        raise BadInput(where, got=f"a message of weight {found['weight']!r}", needed=_WEIGHT, fix="correct this line")
     content = found.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         content = found["content"] = "".join(part["text"] for part in content)

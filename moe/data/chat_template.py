@@ -83,7 +83,7 @@ class ChatTemplate:
         made = Sandbox()
         answer = made.ask(source=self.source, date=self.date and self.date.isoformat(), seconds=CPU_SECONDS)
         if "error" in answer:
-            fix = "mend it, or give another data.chat_template"
+            fix = "correct it, or give another data.chat_template"
             raise BadInput("chat template", got=answer["error"], needed="a Jinja template", fix=fix)
         return made
 

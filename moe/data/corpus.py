@@ -237,10 +237,10 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
     except (ValueError, RecursionError) as error:
         problem = f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else decoded(line)[1]
         got = problem or "a line that cannot be decoded"
-        raise BadInput(where, got=got, needed="one JSON object", fix="mend or remove that line") from None
+        raise BadInput(where, got=got, needed="one JSON object", fix="correct or remove that line") from None
     key = text_key.name
     if not isinstance(value, dict):
-        raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{key}": "..."}}', fix="mend that line")
+        raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{key}": "..."}}', fix="correct that line")
     if key not in value:
         near = did_you_mean(key, value) or next((name for name, held in value.items() if isinstance(held, str)), None)
         keys = ", ".join(list(value)[:8]) or "no key"
@@ -250,7 +250,7 @@ def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
         raise BadInput(where, got=f"an object with {keys}", needed=f"the key {key}", fix=fix)
     text = value[key]
     if not isinstance(text, str):
-        raise BadInput(f"{where}, key {key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="mend that line")
+        raise BadInput(f"{where}, key {key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="correct that line")
     return text
 
 
@@ -293,19 +293,20 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
     if corpus.source == "python_stdlib":
         remarks = []
     else:
-        check_kinds(kinds, path=corpus.label, source_set=corpus.chosen)
+        check_kinds(kinds, path=corpus.label, source_set=corpus.chosen, encoding=corpus.encoding)
     whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
     return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds, tuple(remarks))
 
 
 def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Remark]) -> BadInput:
+    encoding = corpus.encoding.upper()
     if corpus.source == "jsonl":
         got = f"{corpus.label}: {counted(skipped, 'line')}, all empty"
     else:
         why = {remark.why for remark in remarks}
-        got = f"{corpus.label}: {counted(skipped, 'file')}, none of them UTF-8 text{f': {why.pop()}' if len(why) == 1 else ''}"
+        got = f"{corpus.label}: {counted(skipped, 'file')}, none of them {encoding} text{f': {why.pop()}' if len(why) == 1 else ''}"
     fix = kinds.advice or "name a file or folder that holds text"
-    return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
+    return BadInput("data.path", got=got, needed=f"text in {encoding}, or *.jsonl", fix=fix)
 
 
 def _stat(path: Path) -> os.stat_result:

@@ -131,19 +131,15 @@ def decoding(path: Path, encoding: str) -> Iterator[None]:
 
 
 def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
-    """Yield a file's lines as UTF-8 bytes. If `encoding` is UTF-8, raises BadInput for a line of a compressed file that exceeds the limit
-    of a document. If it is another encoding, raises BadInput for a line that cannot be decoded."""
-    if encoding != UTF_8:
-        with opened(path) as file, decoding(path, encoding):
-            for text in io.TextIOWrapper(file, encoding=encoding, newline="\n"):
-                yield text.encode()
-        return
-    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1
-    with opened(path) as file:
-        while line := file.readline(limit):
+    """Yield a file's lines as UTF-8 bytes. Raises BadInput for a line of a compressed file that exceeds the limit of a document and, if
+    `encoding` is not UTF-8, for a line that cannot be decoded."""
+    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1  # of bytes; in another encoding than UTF-8, of characters
+    with opened(path) as file, decoding(path, encoding):
+        source = file if encoding == UTF_8 else io.TextIOWrapper(file, encoding=encoding, newline="\n")
+        while line := source.readline(limit):
             if len(line) == limit:
                 raise too_long(path, "a line", "write one document per line")
-            yield line
+            yield line if isinstance(line, bytes) else line.encode()
 
 
 def damaged(path: Path, got: str) -> BadInput:

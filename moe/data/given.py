@@ -60,7 +60,7 @@ class Samples:
         try:
             sample = self.source[number]
         except Exception as error:
-            raise BadInput(what, got=_said(error), needed="the ids of this sample", fix="mend the data") from error
+            raise BadInput(what, got=_said(error), needed="the ids of this sample", fix="correct the data") from error
         return row(sample, what=what, max_length=self.max_length, vocab_size=self.vocab_size)
 
 
@@ -115,7 +115,7 @@ class Stream:
                 continue
             except Exception as error:
                 raise BadInput(
-                    f"data, sample {self._at} of train", got=_said(error), needed="the ids of this sample", fix="mend the data"
+                    f"data, sample {self._at} of train", got=_said(error), needed="the ids of this sample", fix="correct the data"
                 ) from error
             self._at, self._read = self._at + 1, self._read + 1
             return found
@@ -214,7 +214,7 @@ def columns_of(sample: Any, what: str) -> dict[str, Ints]:
     count = len(columns[IDS])
     for name, column in columns.items():
         if len(column) != count:
-            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{count}, one for each id", fix=f"mend {name}")
+            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{count}, one for each id", fix=f"correct {name}")
     kept = _unmasked(columns, what) if _MASK in columns else count
     return {name: column[:kept] for name, column in columns.items()}
 

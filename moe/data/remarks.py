@@ -28,7 +28,7 @@ NO_TEXT = "no text in it"
 UNREADABLE = "this user may not read it"
 LINKED = "a link to a folder, which is not followed"
 DANGLING = "a link to a file that is not there"
-NO_FILE = "no regular file"
+NO_FILE = "not a regular file"
 LINK = "/"  # suffix of the name of a linked folder, which is not followed
 _LINES = 10
 _SHOWN = 4  # number of kinds of files that a line lists
@@ -159,13 +159,13 @@ class Kinds:
         return next((_ADVICE[kind] for kind in _largest_first(self.skipped) if kind in _ADVICE), None)
 
 
-def check_kinds(kinds: Kinds, *, path: str, source_set: bool) -> None:
+def check_kinds(kinds: Kinds, *, path: str, source_set: bool, encoding: str) -> None:
     """Raise BadInput for a folder if more bytes of it were skipped than read. `source_set`: the recipe sets data.source, so other formats
     are skipped on purpose; then raise only if a skipped file is of a kind that cannot be read as it is (_ADVICE), such as an archive."""
     more = sum(map(sum, kinds.skipped.values())) > sum(map(sum, kinds.read.values()))
     if more and (kinds.advice or not source_set):
         text = Set("data.source", "text", said="text to read the text in it and leave the rest")
-        got, needed = f"{path}, of which more is skipped than read ({kinds})", "UTF-8 text, *.jsonl or tables"
+        got, needed = f"{path}, of which more is skipped than read ({kinds})", f"{encoding.upper()} text, *.jsonl or tables"
         raise BadInput("data.path", got=got, needed=needed, fix=kinds.advice or "name a file, or a folder with text alone" | text)
 
 

@@ -48,7 +48,7 @@ def texts(path: Path, column: formats.TextKey, encoding: str) -> Iterator[str | 
             if row and len(row) != len(names):
                 where, got = f"{path}, line {rows.line_num}", f"a row of {len(row)} fields"
                 raise BadInput(
-                    where, got=got, needed=f"{len(names)} fields, as in the first line", fix="mend this row, or put its text into quotes"
+                    where, got=got, needed=f"{len(names)} fields, as in the first line", fix="correct this row, or put its text into quotes"
                 )
             yield row[at] or None if row else None
 
@@ -64,7 +64,7 @@ def _rows(path: Path, encoding: str) -> Iterator[Any]:
         try:
             yield reader
         except csv.Error as error:
-            got, fix = f"no table ({error})", "mend this row" | Set("data.source", "text", said="text, to read the file as plain text")
+            got, fix = f"no table ({error})", "correct this row" | Set("data.source", "text", said="text, to read the file as plain text")
             raise BadInput(f"{path}, line {reader.line_num}", got=got, needed="rows of separated values", fix=fix) from None
 
 

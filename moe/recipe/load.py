@@ -85,7 +85,7 @@ def recipe_path(name: str) -> Path:
     if (given / "recipe.yaml").is_file():
         raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():
-        raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
+        raise BadInput("recipe", got=f"{name}, which is not a regular file", needed="a YAML file", fix="see: moe recipes")
     # a misspelled name is also compared with published names without "published/": that common prefix makes all of them look similar
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}
     here = {path.stem: str(path) for path in sorted(given.parent.glob("*.y*ml"))}
@@ -175,7 +175,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
         problem = problem.replace("found character that cannot start any token", "a tab or another character that begins no value")
-        raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
+        raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="correct that line") from None
     if values is None:
         got, needed = "an empty file", "extends, or sections with keys"
         raise BadInput(f"recipe {path.name}", got=got, needed=needed, fix="write for example: extends: dense_tiny")

@@ -73,7 +73,7 @@ def by_name(key: str, name: str) -> str:
     for value in found:
         if not re.match(_PATTERN, value):
             got, needed = f"{name}, registered by {packages} as {value}", "module:name, with a name that has no dots"
-            raise BadInput(key, got=got, needed=needed, fix=f"mend the entry point of {packages}, or write module:name here")
+            raise BadInput(key, got=got, needed=needed, fix=f"correct the entry point of {packages}, or write module:name here")
         return value
     return name
 
@@ -172,4 +172,4 @@ def _missing(key: str, value: str, name: str) -> BadInput:
 
 
 def _raised(key: str, value: str, error: BaseException) -> BadInput:
-    return BadInput(key, got=f"{value}, which raised {where(error)} as it was imported", needed="a module that loads", fix="mend it")
+    return BadInput(key, got=f"{value}, which raised {where(error)} as it was imported", needed="a module that loads", fix="correct it")

@@ -50,7 +50,7 @@ def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     """Return (cases of a small version of the recipe, lines of text about layouts that the recipe refuses and settings that are not
     tested). Raises BadInput if the recipe is refused."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
-    Own.code(first.run())  # imports the recipe's plug-ins before ranks are forked, so that not every rank imports them
+    Own.code(first.run())  # imports the recipe's plugins before ranks are forked, so that not every rank imports them
     sparse = bool(first.run().model.layers_with_experts())
     first = replace(first, packed=first.run().train.has_own_loss)  # a user's loss may need several chats in a sequence
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full")]

@@ -1,4 +1,4 @@
-"""Makes a small version of a user's recipe for `moe verify`, which still uses the user's plug-ins. Needs no torch.
+"""Makes a small version of a user's recipe for `moe verify`, which still uses the user's plugins. Needs no torch.
 
 Router, experts, layers, optimizer and dispatcher are as in the recipe; sizes, data and degrees come from a case (moe/verify/cases.py). If
 the plain twin (the second implementation, moe/verify/twin.py) lacks a part of the recipe (`known`), layouts are compared with the trainer
@@ -103,7 +103,7 @@ def not_compared(run: Run) -> list[str]:
 
 def known(run: Run) -> bool:
     """Return whether the plain twin (moe/verify/twin.py) implements the recipe: its optimizer is AdamW, Muon, Adafactor or K-FAC, and no
-    plug-in changes numbers."""
+    plugin changes numbers."""
     named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
     return run.optimizer.kind in ("adamw", "muon", "adafactor", "kfac") and not named
 

@@ -42,24 +42,25 @@ def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") ->
 def read_order(path: str | Path) -> Schedule:
     """Read a schedule from a CSV file and check it. Raises BadInput if the file is invalid, incomplete or has a deadlock."""
     try:
-        lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff"))) if cells]
+        rows = csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff")))
+        lines = [(rows.line_num, cells) for cells in rows if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         said = getattr(error, "strerror", None) or "not a text file in CSV"
         fix = "write one with moe simulate 1f1b --out order.csv"
         raise BadInput("schedule", got=f"{path}: {said}", needed="a CSV file of actions", fix=fix) from None
     orders: list[list[Action]] = []
     pairs: set[Node] = set()
-    for rank, cells in enumerate(lines):
+    for rank, (number, cells) in enumerate(lines):
         orders.append([])
         for column, cell in enumerate(cells):
-            where = f"{path} line {rank + 1} cell {column + 1}"
+            where = f"{path} line {number} cell {column + 1}"
             pair = _PAIR.fullmatch(cell.strip())
             if pair:
                 pairs.add(Node(rank, len(orders[-1])))
             orders[-1] += [_action(text.strip(), where) for text in (pair.groups() if pair else (cell,)) if text.strip()]
         if not orders[-1]:
             fix = "add actions, or remove the line"
-            raise BadInput(f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix=fix)
+            raise BadInput(f"{path} line {number}", got="no action", needed="a stage on every rank", fix=fix)
     if not any(action.op is Op.F for order in orders for action in order):
         needed = "a line of actions for each rank, such as 0F0,0B0"
         raise BadInput("schedule", got=f"{path} without a forward pass (F)", needed=needed, fix="add actions to the file")

@@ -138,7 +138,7 @@ def usual_mode(path: Path) -> Iterator[None]:
 
 
 def of_contents(error: OSError) -> bool:
-    """Return whether an error means that a file's contents are lost: it is gone, or no regular file. After other errors (no permission,
+    """Return whether an error means that a file's contents are lost: it is gone, or not a regular file. After other errors (no permission,
     a disk or server that does not answer, too many open files) the contents may be intact."""
     return not error.errno or error.errno in _OF_CONTENTS
 

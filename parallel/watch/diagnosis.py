@@ -218,13 +218,13 @@ def _behind(answers: Answers, waiting: set[int]) -> Finding | None:
     lost = _lost(answers, {rank for rank in roots if answers[rank]["waits"] != "no"})
     if lost is not None:
         return lost
-    where = "; ".join(f"rank {r} {_idle(answers[r])} at {_named(answers[r])} ({answers[r]['place']})" for r in roots[:3])
+    where = "; ".join(f"rank {r} has been at {_named(answers[r])} {_idle(answers[r])} ({answers[r]['place']})" for r in roots[:3])
     who = f"{_ranks(roots)} {'is' if len(roots) == 1 else 'are'} missing ({where})"
     return Finding("behind", tuple(roots), f"{who}{_waits(waiting - set(roots), answers)}")
 
 
 def _idle(answer: Mapping[str, Any]) -> str:
-    return f"has been for {answer['idle']:.0f} s"
+    return f"for {answer['idle']:.0f} s"
 
 
 def _lost(answers: Answers, waiting: Iterable[int]) -> Finding | None:
@@ -246,7 +246,7 @@ def _engine(answers: Answers, waiting: set[int]) -> Finding | None:
         return None
     others = sorted(set(answers) - {r for r, a in answers.items() if a["waits"] == "yes"})
     if others:
-        where = "; ".join(f"rank {r} {_idle(answers[r])} in {_at(answers[r])} ({answers[r]['place']})" for r in others[:3])
+        where = "; ".join(f"rank {r} has been in {_at(answers[r])} {_idle(answers[r])} ({answers[r]['place']})" for r in others[:3])
         who = f"{_ranks(others)} {'is' if len(others) == 1 else 'are'} missing ({where})"
         return Finding("engine", tuple(others), f"{who}{_waits(sure, answers)}")
     places = Counter(a["place"] for a in answers.values())

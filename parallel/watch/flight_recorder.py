@@ -123,20 +123,21 @@ def read_folder(folder: Path) -> list[Trace]:
 
 
 def _content(path: Path) -> Any:
-    needed, fix = "a trace of torch's flight recorder", f"make it readable, or move {path} to another folder"
+    needed, away = "a trace of torch's flight recorder", f"move {path} to another folder"
+    fix = f"make it readable, or {away}"
     try:
         about = path.stat()
     except OSError as error:
         raise BadInput("--trace", got=f"{path}: {error.strerror}", needed=needed, fix=fix) from None
     if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
-        got = f"{path}, of {about.st_size} bytes" if stat.S_ISREG(about.st_mode) else f"{path}, which is no regular file"
-        raise BadInput("--trace", got=got, needed=f"{needed}, at most {MOST_BYTES} bytes", fix=fix)
+        got = f"{path}, of {about.st_size} bytes" if stat.S_ISREG(about.st_mode) else f"{path}, which is not a regular file"
+        raise BadInput("--trace", got=got, needed=f"{needed}, at most {MOST_BYTES} bytes", fix=away)
     try:
         raw = path.read_bytes()
         return json.loads(raw) if raw.lstrip()[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
     except KeyError as opcode:
         got = f"{path.name}, a pickle that holds more than containers, numbers and text (opcode {opcode})"
-        raise BadInput("--trace", got=got, needed=needed, fix=f"do not unpickle it; move {path} to another folder") from None
+        raise BadInput("--trace", got=got, needed=needed, fix=f"do not unpickle it; {away}") from None
     except Exception as error:  # bytes that are no pickle can raise any error
         got = f"{path.name}, which cannot be read ({type(error).__name__})"
         raise BadInput("--trace", got=got, needed=needed, fix=fix) from None
@@ -256,14 +257,25 @@ def _words(roots: set[int], waits: tuple[Wait, ...], by_rank: dict[int, Trace]) 
     said = []
     for rank in sorted(roots):
         own = next((wait for wait in waits if wait.rank == rank), None)
+        missed = next((wait for wait in waits if rank in wait.behind), None)
         calls = by_rank[rank].calls if rank in by_rank else None
-        at = "has no trace" if calls is None else "has recorded nothing" if not any(calls.values()) else "has not entered it"
-        said.append(f"rank {rank} {at if own is None else f'has not finished {own.call.kind} {own.call.number} over {_name(own.group)}'}")
+        at = (
+            f"has not finished {_call(own)}" if own is not None
+            else "has no trace" if calls is None
+            else "has recorded nothing" if not any(calls.values())
+            else f"has not entered {_call(missed)}" if missed is not None
+            else "has not begun a send or receive that another rank waits for"
+        )  # fmt: skip
+        said.append(f"rank {rank} {at}")
     held = [wait for wait in waits if roots & set(wait.behind)]
     waiting = sorted({wait.rank for wait in held})
     who = f"ranks {' '.join(map(str, waiting))} wait" if len(waiting) > 1 else f"rank {waiting[0]} waits" if waiting else ""
-    at = f"; {who}, rank {held[0].rank} at {held[0].call.kind} {held[0].call.number} over {_name(held[0].group)}" if held else ""
+    at = f"; {who}, rank {held[0].rank} at {_call(held[0])}" if held else ""
     return ", ".join(said) + at
+
+
+def _call(wait: Wait) -> str:
+    return f"{wait.call.kind} {wait.call.number} over {_name(wait.group)}"
 
 
 def _name(group: Group) -> str:

@@ -54,7 +54,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):
             return json.dumps([cut(part) for part in (error.what, error.got, error.needed, error.fix)])
-        return json.dumps([what, where(error), "no exception", "mend it"])
+        return json.dumps([what, where(error), "no exception", "correct it"])
 
     found = agree(work, world, said=said)
     if isinstance(found, Failure):

@@ -95,9 +95,7 @@ CASES = [
     Case("stopped, FSDP", stopped, r"CULPRIT is missing \(no answer", {"sharding.kind": "fsdp"}),
     Case("stopped in a pipeline", stopped, r"CULPRIT is missing \(no answer", _PIPELINE),
     Case(
-        "busy for ever in the forward pass",
-        busy("the forward pass"),
-        r"CULPRIT is missing \(rank 1 has been for .* the forward pass of step 3",
+        "busy for ever in the forward pass", busy("the forward pass"), r"CULPRIT is missing \(rank 1 has been .* the forward pass of step 3"
     ),
     Case(
         "busy for ever, ZeRO-2", busy("the backward pass"), r"CULPRIT is missing .* the backward pass of step 3", {"sharding.kind": "zero"}

@@ -108,7 +108,7 @@ def page(done: dict[str, Any]) -> list[str]:
 
 def next_steps(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return lines of advice that follow from the parts' rows (name of a part -> its rows), the most urgent first."""
-    wrong = [f"first mend the wrong results of {name}" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
+    wrong = [f"first correct the wrong results of {name}" for name, found in rows.items() if any(r.get("passed") is False for r in found)]
     lost = [(r["seconds"] * (1 - r["share"]), r) for r in rows.get("kernels", []) if r.get("share")]
     most = max(lost, key=lambda one: one[0], default=None)
     gain = [] if most is None else [f"most to gain in a kernel: {1e3 * most[0]:.2f} ms of {most[1]['kernel']} at {most[1]['what']}"]

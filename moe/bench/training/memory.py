@@ -244,10 +244,14 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, f
     kinds, only and full, four kinds run with a smaller model on min(2, nproc) ranks.
     """
     quick = [(QUICK, kind, min(2, nproc)) for kind in kinds_of("ddp,zero1,zero2,zero3")]
-    chosen = quick if kinds is None and only is None and not full else cases(kinds, nproc)
-    chosen = [case for case in chosen if only is None or only in case[0].name]
-    if not chosen:
+    if only is not None and not any(only in shape.name for shape in (DENSE, SPARSE)):
         raise BadInput("--only", got=only, needed="dense or sparse", fix="leave it out")
+    every = quick if kinds is None and only is None and not full else cases(kinds, nproc)
+    chosen = [case for case in every if only is None or only in case[0].name]
+    if not chosen:
+        needed = "2 ranks for offload, 2 or more for sparse models and deepspeed1 to 3, a dense model for nvme and deepspeed1 to 3"
+        fix = "leave out --only" if every else f"use --nproc 2{' without --only' if only else ''}"
+        raise BadInput("moe bench memory", got="flags that leave no case", needed=needed, fix=fix)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
     print(f"{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")

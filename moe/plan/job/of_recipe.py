@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from moe.experts.dispatch.catalog import dispatcher_of
 from moe.kernels import UNFUSED
 from moe.kernels.products import PRODUCTS
+from moe.plan.job.counts import held
 from moe.plan.job.cut import cut
 from moe.plan.job.flops import (
     attention_matrices,
@@ -220,6 +221,14 @@ def storage_of(run: Run) -> Storage:
         return replace(storage, blocks=in_blocks)
     master = storage.optimizer - (4 if storage is BF16 else 8)  # bytes without AdamW's two moments
     return replace(storage, optimizer=master + dense, of_experts=master + expert, blocks=in_blocks)
+
+
+def state_bytes(run: Run) -> float:
+    """Return the bytes of the model's weights, gradients and optimizer states. Frozen weights have no gradients and optimizer states."""
+    network, storage = network_of(run), storage_of(run)
+    found = held(network, Plan(), (range(network.depth),), (0,))
+    trained = storage.total * found.trained.dense + storage.expert.total * found.trained.expert
+    return trained + storage.parameters * found.frozen.parameters + storage.blocks * found.blocks
 
 
 def _with_adam(run: Run) -> Storage:

@@ -211,7 +211,7 @@ def _read(path: Path) -> Cluster:
         raise BadInput(what, got=error.strerror or error, needed="a file that can be read", fix="check the file") from None
     except yaml_text.NOT_YAML as wrong:
         line = getattr(wrong, "problem", None) or (str(wrong).splitlines() or ["values nested too deeply"])[0]
-        raise BadInput(what, got=line, needed="YAML", fix="mend that line") from None
+        raise BadInput(what, got=line, needed="YAML", fix="correct that line") from None
     try:
         return cluster_of(mapping, name=path.stem)
     except ValidationError as wrong:

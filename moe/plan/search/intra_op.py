@@ -76,7 +76,7 @@ def intra_op(
     if values is not None and not whole and program.size <= large:
         values, whole = program.solve("integer", gap), True
     if values is None:
-        least = sum(min(s.state_bytes + s.output_bytes * in_flight * (name in program.kept) for s in one) for name, one in options.items())
+        least = sum(min(program.bytes_of(name, s, in_flight) for s in one) for name, one in options.items())
         fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), or take more devices or smaller micro-batches"
         raise BadInput(
             "memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="enough for at least one choice of strategies", fix=fix
@@ -158,14 +158,17 @@ class _Program:
         row: dict[int, float] = {}
         for name, one in self.options.items():
             for i, s in enumerate(one):
-                outputs = s.output_bytes * in_flight if name in self.kept else 0.0
-                row[self.first[name] + i] = (s.state_bytes + outputs) * self.weight[name] / memory_bytes
+                row[self.first[name] + i] = self.bytes_of(name, s, in_flight) / memory_bytes
         self.rows.append((row, 0.0, 1.0))
 
     def held(self, chosen: Mapping[str, Strategy], in_flight: int) -> float:
         """Return the peak memory of a device in bytes with the chosen strategies: model states and outputs."""
-        states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
-        return states + sum(chosen[name].output_bytes * self.weight[name] for name in self.kept) * in_flight
+        return sum(self.bytes_of(name, s, in_flight) for name, s in chosen.items())
+
+    def bytes_of(self, name: str, strategy: Strategy, in_flight: int) -> float:
+        """Return the bytes of an operator's states and kept outputs on a device, in all layers that its layer represents."""
+        outputs = strategy.output_bytes * in_flight if name in self.kept else 0.0
+        return (strategy.state_bytes + outputs) * self.weight[name]
 
     def solve(self, how: Literal["integer", "relaxed"], gap: float = 1e-9) -> Any:
         """Return the value of each column in the solution; None if there is no solution. how: `integer`: columns of strategies are 0 or 1.

@@ -90,7 +90,7 @@ def train(
     process.start(world, timeout_s=run.train.timeout_s)
     if run.train.trackers:  # only rank 0 uses trackers, so only rank 0 needs the packages
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
-    code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
+    code = of_all(lambda: Own.code(run), process.everyone(world), what="plugins") if run.plugins() else {}
     run = settle_precision(run, world)
     slow = check_precision(run, world)
     out, init_from = Path(out or Path("runs") / name), None if init_from is None else Path(init_from)

@@ -104,7 +104,7 @@ class Callbacks:
                 now.model.train(training)
             if isinstance(failure, Failure):
                 raised = f"{name} raised {failure.line}" + (f" on rank {failure.rank}" if self.world.size > 1 else "")
-                line = f"{raised} at step {now.step}; mend the callback and start again: the run continues from its newest checkpoint"
+                line = f"{raised} at step {now.step}; correct the callback and start again: the run continues from its newest checkpoint"
                 raise Ended(line, prints=failure.rank == self.world.index) from failure.error
             if largest(float(bool(now.asked)), self.world):
                 reason = "; ".join(filter(None, now.asked))

@@ -71,7 +71,7 @@ from parallel.watch.outcome import of_all
 class RunArguments:
     """Arguments of `train` (moe/train/loop/trainer.py) without the recipe. name: the recipe's. origins: recipe key -> source of its value.
     from_step: step of the checkpoint to resume; None: the newest. allow_changes: recipe keys that may differ from the checkpoint's
-    although they change what the model computes. code: recipe key whose value is a plug-in -> hash of the plug-in's file."""
+    although they change what the model computes. code: recipe key whose value is a plugin -> hash of the plugin's file."""
 
     name: str
     out: Path
@@ -248,7 +248,7 @@ def _open_output(run: Run, arguments: RunArguments, start: Start, step: int) -> 
 
 
 def _recipe_lines(run: Run, arguments: RunArguments, start: Start) -> Iterator[str]:
-    """Yield lines for the user about recipe keys without effect, changed plug-ins, and combinations of keys that are not recommended."""
+    """Yield lines for the user about recipe keys without effect, changed plugins, and combinations of keys that are not recommended."""
     if why := nothing_to_move(run):
         yield f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}"
     steps, warmup = run.train.steps, run.optimizer.warmup_steps

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 
 from moe.plan.job import flops
+from moe.plan.job.of_recipe import state_bytes
 from moe.recipe.sections import Run
 from moe.records.summary import count, size
 from parallel.errors import BadInput
@@ -50,7 +51,8 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
     asked = re.search(r"allocate (\d+) bytes", said)
     more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
     total = flops.size(run).total
-    needed = f"a smaller peak ({size(16 * total)} are weights, gradients and moments of {count(total)} parameters, on all ranks together)"
+    of_states = f"{size(state_bytes(run))} are weights, gradients and optimizer states"
+    needed = f"a smaller peak ({of_states} of {count(total)} parameters, on all ranks together)"
     return str(BadInput("memory", got=f"none left for {where}{more}", needed=needed, fix=next_step(run, where, world=world, cpu=cpu)))
 
 
@@ -79,6 +81,6 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> Fix:
 
 def _is_long(run: Run) -> bool:
     """Return whether the inputs of all layers for one sequence, in fp32 and divided by sp, take more bytes than the model's weights,
-    gradients and moments."""
-    m, total = run.model, flops.size(run).total
-    return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)
+    gradients and optimizer states."""
+    m = run.model
+    return 4 * m.max_length * m.d_model * m.num_layers > state_bytes(run) * max(1, run.degrees.sp)

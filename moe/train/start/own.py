@@ -25,7 +25,7 @@ from parallel.optim.given import Factory, Given
 from parallel.watch.outcome import of_all
 
 GIVEN = "given"
-# key that accepts a plug-in -> number of arguments with which the plug-in is called (docs/use/plugins.md)
+# key that accepts a plugin -> number of arguments with which the plugin is called (docs/use/plugins.md)
 ARGUMENTS: dict[str, int | None] = {
     "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "train.loss": 1, "dispatch.kind": 1,
     "router.score": 1, "router.select": 2,
@@ -62,8 +62,8 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plug-ins that the recipe names. Test one that is a learning-rate schedule by calling it for three updates. Return a
-        dict: recipe key -> SHA-256 of the plug-in's file. Raises BadInput if a plug-in cannot be imported or fails the test."""
+        """Import the plugins that the recipe names. Test one that is a learning-rate schedule by calling it for three updates. Return a
+        dict: recipe key -> SHA-256 of the plugin's file. Raises BadInput if a plugin cannot be imported or fails the test."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
         decayed = run.train.steps - run.optimizer.warmup_steps

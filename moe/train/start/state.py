@@ -65,7 +65,7 @@ def parts(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint: the arguments `step`, `held` (tensors) and `state` (JSON) of parallel/store/checkpoint.py.
     table: token id -> experts, for hash routers. placed: result of `Rebalancer.state`. described: further entries of `state`: "recipe" (its
-    values), "tokenizer" (its description), "data" (key of the tokenized text), "code" (recipe key -> hash of the plug-in's file), and for
+    values), "tokenizer" (its description), "data" (key of the tokenized text), "code" (recipe key -> hash of the plugin's file), and for
     adapters "base" (result of `restore.described`). Values that are None are left out. Iterating over `held` is collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), hash_table.STATE: table, PLACED: placed, **described}
     found = {key: value for key, value in state.items() if value is not None}

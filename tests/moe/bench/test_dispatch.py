@@ -114,6 +114,13 @@ def test_the_layers_router_is_the_preset_without_a_capacity(k: int, preset: str)
 def test_a_part_that_no_row_of_the_memory_table_has_is_refused() -> None:
     with pytest.raises(BadInput, match="--only: got x, needed dense or sparse; fix: leave it out"):
         memory.main(only="x")
+    for flags, fix in (
+        ({"kinds": "deepspeed1", "only": "sparse"}, "leave out --only"),
+        ({"kinds": "zero2+cpu", "nproc": 3}, "use --nproc 2"),
+        ({"kinds": "deepspeed1", "only": "sparse", "nproc": 1}, "use --nproc 2 without --only"),
+    ):
+        with pytest.raises(BadInput, match=f"^moe bench memory: got flags that leave no case, needed .*; fix: {fix}$"):
+            memory.main(**flags)  # type: ignore[arg-type]
 
 
 def test_memory_of_a_small_model_is_the_formula_without_a_constant_of_the_process() -> None:

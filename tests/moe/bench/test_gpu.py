@@ -112,7 +112,7 @@ def test_the_next_steps_follow_from_the_numbers() -> None:
     layers = [{"what": "A", "over_peers": {"x": 0.9, "y": 1.25, "z": 2.0}}]
     steps = [{"what": "A", "synchronisations": 2}, {"what": "B", "synchronisations": 40}]
     assert gpu.next_steps({"kernels": kernels, "layers": layers, "steps": steps, "right": [{"passed": False}]}) == [
-        "first mend the wrong results of right",
+        "first correct the wrong results of right",
         "most to gain in a kernel: 5.00 ms of up at A",
         "slower than z at A: 2.00 times its time",
         "slower than y at A: 1.25 times its time",

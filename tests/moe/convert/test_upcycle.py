@@ -429,6 +429,7 @@ def test_what_cannot_be_upcycled_is_refused_and_nothing_is_written(
         ({"experts": {"num_experts": 2}}, {"method": "copy"}, "--method: got copy, needed one of merge, prune"),
         ({"experts": {"num_experts": 2, "d_ff": 12}}, {}, "experts.d_ff: got 12, needed 24, the width of an expert"),
         ({"experts": {"num_experts": 2, "shared": 1}}, {}, "parameter layers.1.shared.w1.weight: got nothing in the source"),
+        ({"experts": {"num_experts": 2, "shared": 1}}, {}, "so that unconverted parameters have the source's names and sizes"),
         ({"model": {"moe_every": 1}}, {}, "--to: got more experts in layers"),
         (
             {"model": {"moe_layers": [1, 2], "moe_every": 0}, "experts": {"num_experts": 4}},

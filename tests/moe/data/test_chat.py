@@ -254,7 +254,7 @@ def test_another_form_is_one_line_that_names_its_line(line: str, template: str |
     assert said in str(bad.value) and "\n" not in str(bad.value)
 
 
-MEND, OTHER = "mend it, or give another data.chat_template", "give messages that the template takes, or another data.chat_template"
+MEND, OTHER = "correct it, or give another data.chat_template", "give messages that the template takes, or another data.chat_template"
 NO_TEXT = f"needed a template that turns the messages into text; fix: {OTHER}"
 
 

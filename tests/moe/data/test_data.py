@@ -435,6 +435,10 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "empty folder": ({"path": "empty"}, "without text files"),
     "no jsonl in folder": ({"path": "binary", "source": "jsonl"}, r"without \*\.jsonl"),
     "binary only": ({"path": "binary"}, "1 file, none of them UTF-8 text: binary, needed"),
+    "binary in another encoding": (
+        {"path": "binary", "encoding": "cp1252"},
+        "1 file, none of them CP1252 text: binary, needed text in CP1252, or",
+    ),
     "empty file": ({"path": "empty.txt"}, "none of them UTF-8"),
     "blank jsonl": ({"path": "blank.jsonl"}, "0 lines"),
     "not json": ({"path": "notjson.jsonl"}, r"notjson\.jsonl, line 2.*Expecting value"),
@@ -711,12 +715,12 @@ def test_work_that_failed_is_not_done_again_by_a_process_that_waited_for_it(tmp_
         with suppress(BadInput), tokens.locked_alone(path, print):
             begun.set()
             assert waits.wait(60)
-            raise BadInput("a.txt, line 7", got="no JSON", needed="one object", fix="mend this line")
+            raise BadInput("a.txt, line 7", got="no JSON", needed="one object", fix="correct this line")
 
     first = threading.Thread(target=fails)
     first.start()
     assert begun.wait(60)
-    same = "^a.txt, line 7: got no JSON, needed one object; fix: mend this line$"
+    same = "^a.txt, line 7: got no JSON, needed one object; fix: correct this line$"
     with pytest.raises(BadInput, match=same), tokens.locked_alone(path, lambda line: waits.set()):
         raise AssertionError("the work was done again")
     first.join()

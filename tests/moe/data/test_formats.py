@@ -78,6 +78,9 @@ def test_memory_does_not_grow_with_what_a_compressed_file_holds(tmp_path: Path, 
         with pytest.raises(BadInput, match="of more than 1 MiB"):
             read(path.rename(path.with_name(name)) and path.with_name(name))
         path = path.with_name(name)
+    path.with_name("wide.jsonl.gz").write_bytes(gzip.compress(("0" * (2 << 20)).encode("utf-16")))
+    with pytest.raises(BadInput, match="a line of more than 1 MiB"):
+        next(formats.lines(path.with_name("wide.jsonl.gz"), "utf-16"))
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")])

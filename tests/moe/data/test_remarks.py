@@ -72,7 +72,7 @@ def test_links_to_nothing_and_pipes_are_named(folder: Path, tmp_path: Path) -> N
     os.mkfifo(folder / "pipe.txt")
     assert remark_lines(opened(tmp_path, path=str(folder)).index) == [
         f"data: skipped {folder}/circle.txt: a link to a file that is not there",
-        f"data: skipped {folder}/pipe.txt: no regular file",
+        f"data: skipped {folder}/pipe.txt: not a regular file",
         f"data: skipped {folder}/gone.txt: a link to a file that is not there",
     ]
 

@@ -87,11 +87,11 @@ def test_in_a_folder_a_table_without_the_column_is_plain_text(tmp_path: Path) ->
         ),
         (
             b"id,body\n1,words,more\n",
-            r"a.csv, line 2: got a row of 3 fields, needed 2 fields, as in the first line; fix: mend this row, or put",
+            r"a.csv, line 2: got a row of 3 fields, needed 2 fields, as in the first line; fix: correct this row, or put",
         ),
         (
             b'id,body\n1,"words\n',
-            r"a.csv, line 2: got no table \(unexpected end of data\), needed rows of separated values; fix: mend this row",
+            r"a.csv, line 2: got no table \(unexpected end of data\), needed rows of separated values; fix: correct this row",
         ),
         ("id,body\n1,wörter\n".encode("cp1252"), "got a text that is not utf-8 .*fix: set data.encoding to the encoding in which"),
     ],

@@ -1,4 +1,4 @@
-"""`moe verify --recipe`: the small version keeps the recipe's settings, correct layouts pass, and a faulty plug-in fails."""
+"""`moe verify --recipe`: the small version keeps the recipe's settings, correct layouts pass, and a faulty plugin fails."""
 
 from __future__ import annotations
 

@@ -350,6 +350,7 @@ def test_a_pair_receives_before_and_sends_after_both_actions(tmp_path: Path) -> 
     ("content", "said"),
     [
         ("0F0,0X0\n", "line 1 cell 2: got '0X0', needed stage, then F"),
+        ("\n0F0,0B0\n\n1F0,1X0\n", "line 4 cell 2: got '1X0'"),
         ("0F0,0B\n", "line 1 cell 2: got '0B', needed"),
         ("0F0,0U3\n", "line 1 cell 2: got '0U3', needed"),
         ("", "without a forward"),

@@ -17,6 +17,7 @@ import pytest
 
 from moe.cli.main import main as moe
 from parallel.errors import BadInput
+from parallel.watch import flight_recorder
 from parallel.watch.flight_recorder import diagnose, read_folder
 
 Entry = dict[str, Any]
@@ -131,6 +132,16 @@ def test_who_made_another_collective_than_most_is_named(changed: dict[str, Any],
     assert found.culprits == (7,) and said in found.said and "collective 6 over DP_GROUP" in found.said
 
 
+def test_who_has_not_begun_a_message_is_named(tmp_path: Path) -> None:
+    def entries(rank: int) -> list[Entry]:
+        made = step(rank, {"tp": (80, 80)})
+        send = entry(rank, "ep", 1, "send 0->1", done=False) | {"is_p2p": True}
+        return [*made, send] if rank == 0 else made
+
+    found = diagnose(read_folder(write(tmp_path, entries)))
+    assert (found.culprits, found.said) == ((1,), "rank 1 has not begun a send or receive that another rank waits for")
+
+
 def test_who_left_one_out_is_named_by_the_first_that_differs(tmp_path: Path) -> None:
     """Rank 5 skips all-reduce 4, so its fourth call has the shape of the other ranks' fifth. Rank 5 is named, with collective 4."""
 
@@ -156,7 +167,8 @@ def test_the_command_prints_one_line_and_who_waits_for_whom(tmp_path: Path, caps
     write(traces, left_out)
     assert moe(["doctor", "--trace", str(traces), "--json", str(tmp_path / "F.json")]) == 0
     first, *rows = capsys.readouterr().out.splitlines()
-    assert first.startswith("ranks 9 14: rank 9 has not entered it, rank 14 has not entered it; ranks 1 2 5 6 8 10 11 12 13 15 wait")
+    missed = "has not entered all_reduce 6 over DP_GROUP"
+    assert first.startswith(f"ranks 9 14: rank 9 {missed}, rank 14 {missed}; ranks 1 2 5 6 8 10 11 12 13 15 wait")
     assert [row.split()[0] for row in rows[1:]] == ["0", "1", "2", "3", "4", "5", "6", "7", "8", "10", "11", "12", "13", "15"]
     assert all(row.split()[1:] == ["all_to_all", "41", "EP_GROUP", "9", "14"] for row in rows[9:])
     assert json.loads((tmp_path / "F.json").read_text())["culprits"] == [9, 14]
@@ -175,6 +187,13 @@ for _ in range(60):  # a pickle of a few hundred bytes, whose text would not fit
 def test_a_trace_that_is_not_there_any_more_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "_dump_0").symlink_to(tmp_path / "gone")
     with pytest.raises(BadInput, match="^--trace: got .*_dump_0: No such file"):
+        read_folder(tmp_path)
+
+
+def test_a_trace_that_is_too_large_is_to_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "MOST_BYTES", 8)
+    (tmp_path / "_dump_0").write_bytes(b"123456789")
+    with pytest.raises(BadInput, match="_dump_0, of 9 bytes, needed .*, at most 8 bytes; fix: move .*_dump_0 to another folder$"):
         read_folder(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
@@ -177,6 +178,20 @@ def test_memory_limits_the_choice() -> None:
     assert times == sorted(times) and times[-1] > times[0]
     with pytest.raises(BadInput, match="memory: got .* fix: give each device more memory"):
         intra_op(graph, on, settings, memory_bytes=whole * 0.05)
+
+
+def test_the_least_memory_counts_a_layer_as_often_as_it_is_repeated() -> None:
+    """A layer of weight 4 needs four times the memory of one layer, in the limit and in the error's advice."""
+    graph, gib = chain(2, b=2**16, d=2**14, f=2**16), 2.0**30
+
+    def least(weight: float) -> float:
+        with pytest.raises(BadInput, match="memory: got ") as refused:
+            intra_op(graph, mesh("1x4"), memory_bytes=gib, weight={0: weight})
+        said = re.search(r"at least ([\d.]+) GiB", str(refused.value))
+        assert said
+        return float(said[1])
+
+    assert least(4.0) == pytest.approx(4 * least(1.0), abs=0.25) and least(1.0) > 1
 
 
 def test_a_recomputed_layer_pays_its_forward_pass_twice_and_keeps_its_last_output() -> None:

@@ -14,7 +14,7 @@ from moe.checks.together import check_run
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import optimizer_of
 from moe.parallelize.sequence import shard_of
-from moe.plan.job.of_recipe import optimizer_bytes
+from moe.plan.job.of_recipe import optimizer_bytes, state_bytes
 from moe.recipe.changes import check_moments
 from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate, finish
@@ -173,6 +173,7 @@ def test_the_planner_counts_the_bytes_that_an_optimizer_keeps(kind: str, more: d
     found = optimizer_bytes(run)
     for (kept, elements), each in zip(held.values(), found, strict=True):
         assert each * elements == pytest.approx(kept) or not elements
+    assert state_bytes(run) == pytest.approx(sum(8 * elements + kept for kept, elements in held.values()))  # fp32 weights and gradients
 
 
 def test_another_optimizers_state_is_refused() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe.plan.job import flops
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.records.summary import size
 from moe.train.start.out_of_memory import EVALUATION, PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
 
 
@@ -42,6 +44,17 @@ def test_a_failed_allocation_says_how_much_was_asked_for_and_by_whom() -> None:
         torch.empty(2**50, dtype=torch.float32)
     line = did_not_fit(caught.value, run_with(), world=1, cpu=True)
     assert line is not None and f"none left for {STATES} (4096.00 TiB more asked for)" in line
+
+
+@pytest.mark.parametrize(("flags", "trained", "frozen"), [("", 16, 0), ("--optimizer.kind sgd", 12, 0), ("--lora.rank 1", 16, 4)])
+def test_the_line_counts_the_states_of_the_recipes_optimizer(flags: str, trained: int, frozen: int) -> None:
+    """A trained parameter has a weight, a gradient and the optimizer's states; under LoRA only the adapters are trained."""
+    run = run_with(flags)
+    total = flops.size(run_with()).total
+    adapters = run.model.num_layers * 4 * 2 * run.model.d_model  # rank 1: queries, keys, values and output, each of d_model x d_model
+    bytes_of = trained * adapters + frozen * total if frozen else trained * total
+    line = did_not_fit(MemoryError(), run, world=1, cpu=True)
+    assert line is not None and f"({size(bytes_of)} are weights, gradients and optimizer states of " in line
 
 
 @pytest.mark.parametrize(
