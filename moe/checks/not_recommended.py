@@ -8,7 +8,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Return the reasons not to run this recipe, each with a better choice. run: with resolved degrees."""
+    """Return the reasons not to run this recipe, each with a better choice. run: recipe with resolved degrees."""
     found, d, sequence = [], run.degrees, run.sequence
     if (slow := slow_sharding(run)) is not None:
         found.append(f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1, or fsdp with reshard false")

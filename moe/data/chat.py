@@ -4,7 +4,7 @@ tokens are predicted.
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}      tools: optional
     {"prompt": [messages], "completion": [messages]}      the assistant's messages in the completion are predicted
     {"prompt": "text", "completion": "text"}              no template; the completion and the id that ends a text are predicted;
-                                                          begins as `moe generate --prompt` does, with BOS if the tokenizer has one
+                                                          the sample begins with BOS if the tokenizer has one, as in `moe generate --prompt`
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}      ShareGPT's
     {"prompt": ..., "chosen": ..., "rejected": ...}       two chats with one prompt, in one sequence (for a train.loss that compares them)
     {"input_ids": [...], "labels": [...]}                 token ids of another program; an id with the label -100 is not predicted

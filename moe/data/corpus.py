@@ -57,7 +57,7 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 class Corpus:
     """Files to read. `names`: sorted POSIX paths under `root`. `source` mixed: *.jsonl are read by lines, tables by rows, others as text.
     `tables`: names of the files with rows. `label`: name of the text in messages. `left_out`: entries of the folder that are not read.
-    `chosen`: whether data.source is set. `encoding`: Python's name of the encoding of text, lines and separated values."""
+    `chosen`: whether data.source is not python_stdlib. `encoding`: Python's name of the encoding of text, lines and separated values."""
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path

@@ -90,7 +90,7 @@ def _of_windows(content: bytes) -> bool:
 
 
 def with_left_out(index: dict[str, Any], *, label: str, left_out: Sequence[Remark]) -> dict[str, Any]:
-    """Return the index of token files with this `label` and these remarks on files that were left out. Label and left-out files are not
+    """Return the index of token files with `label` (the text's name in messages) and remarks on the files that were left out. Neither is
     stored in index.json, because the token files may have been built from another folder with the same text."""
     return index | {"corpus": index["corpus"] | {"label": label}, "remarks": [*left_out, *index.get("remarks", ())]}
 

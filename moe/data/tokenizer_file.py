@@ -57,7 +57,7 @@ def ids_of(named: str) -> int:
 
 @lru_cache(maxsize=1)
 def _ids_of(named: str, changed_ns: int, size_bytes: int) -> int:
-    """Parse the file once in a process, although a recipe is checked many times: files of 30 MB are published. changed_ns, size_bytes: the
+    """Parse the file only once in a process, because it may have 30 MB, and a recipe is checked many times. changed_ns, size_bytes: the
     file's modification time and size, so that a changed file is parsed again."""
     return max(_content(named)[1].values()) + 1
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-# R rows, E experts, I and O a matrix's in and out
+# R rows, E experts, I inputs and O outputs of a matrix
 
 
 class Products:
@@ -23,7 +23,8 @@ class Products:
 
     name: ClassVar[str]
     fused: ClassVar[bool] = False  # True: kernels compute these products inside fused operations, and keep less for the backward pass
-    rounds: ClassVar[bool] = True  # True: operands are rounded to fewer bits than the compute dtype, so layouts can differ by 1e-5
+    # True: operands are rounded to fewer bits than the compute dtype, so results of different parallel layouts can differ by 1e-5
+    rounds: ClassVar[bool] = True
     kind: ClassVar[str | None] = None  # dtype whose FLOP rate the planner assumes, such as fp8; None: the compute dtype
     whole_rows: ClassVar[str | None] = None  # reason why a rank or tile cannot hold a shard of the hidden units; None: it can
 

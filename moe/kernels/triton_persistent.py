@@ -1,5 +1,5 @@
 """A variant of the kernels `triton`: a persistent grid computes the two products that read their rows in order, without a gather:
-A W2 and dH W1^T + dG W3^T (letters as in triton/network.py).
+A W2 in the forward pass and dH W1^T + dG W3^T in the backward pass. A: the activation's output. dH, dG: gradients of X W1 and X W3.
 
     multiprocessor 0    loads       tile 0 .... | tile 132 ......... | tile 264 ...
                         products      tile 0 .... | tile 132 ......... | tile 264 ...
@@ -48,9 +48,9 @@ def persistent_product(
     a, w, a_too, w_too, out, tiles, used, R, E, inner, columns,
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, by any number of programs. Arguments are those of
-    `product` in gemm.py, and `used` [1]: number of row tiles that have rows. A row block may include rows of the next expert, whose sums
-    are not stored. Beyond a tensor's end, TMA loads zeros."""
+    """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, by any number of programs. tiles: for each row tile
+    (expert, first row, end of the expert's rows). used [1]: number of row tiles that have rows. Other arguments are as for `product` in
+    gemm.py. A row block may include rows of the next expert, whose sums are not stored. Beyond a tensor's end, TMA loads zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)
     if a_too is not None:

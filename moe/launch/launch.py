@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from moe.recipe.sections import Run
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher, and Open MPI
-_SAID = ".moe-said-"  # prefix of files in the temporary folder, one for each error message that a rank here has already printed
+_SAID = ".moe-said-"  # prefix of files in the temporary folder, one for each error message that a rank on this machine has printed
 _KEPT_S = 600.0  # seconds after which the files of _SAID are removed
 
 

@@ -40,7 +40,7 @@ Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1  # time between two checks whether processes have ended
 _FIND_S = 0.5  # time between two searches for ranks, or for failures on other machines
 _LEAVE_S = 5.0  # after a rank fails, time in which other ranks can write their status files before all are killed
-# exit codes of a rank that such a signal killed
+# exit codes of a rank that was killed by one of these signals
 _KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
 _STATUS_S, _ALL_STATUS_S = 5.0, 65.0  # time to wait for status files of other machines: after a failure, after success
 _SAME_SIGNAL_S = 1.0  # two signals within this time count as one, because `timeout` and shells may send a signal twice

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
-# E experts, I and O a matrix's in and out, N blocks, S elements of a block
+# letters of shapes below: E experts, I input and O output channels of a matrix, N blocks of an fp8 matrix, S elements of a block
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign

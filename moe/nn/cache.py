@@ -3,8 +3,9 @@
     prompt, 4 tokens   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
     next token         core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
-In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. The cache replaces
-attention's `core`, cross attention's `products`, and the model's `whole_sequences`, to which the model gives flags of document starts.
+In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. During
+generation, methods of the cache replace attention's `core` (`attend`), cross attention's `products`, and the model's `whole_sequences`
+(`all_places`), which gets flags of document starts.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class KeyValueCache:
         bias: Bias | None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of the layer's core (moe/nn/core.py): cache the new keys and values, and attend to all cached ones."""
+        """Cache the new keys and values. Return the layer's core attention (moe/nn/core.py) of the new queries to the cached keys."""
         new = q_BHNC.shape[2]
         if layer not in self._kept:
             shape = (self.batch, k_BKNC.shape[1], self.length, k_BKNC.shape[3])

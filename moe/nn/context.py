@@ -30,7 +30,7 @@ class Context:
     `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
     `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: position of each of the L tokens (columns) in its
     sequence. `length`: tokens of a whole sequence, of which this rank may hold a shard. `begins_T` bool [T]: True where a packed chat
-    begins. `document_BS` int64: the number of each token's document, for whole sequences; None: attention sees across documents.
+    begins. `document_BS` int64 [B, S]: the number of each token's document in whole sequences; None: attention sees across documents.
     `source_document_BS`: the same of the encoder's tokens, for cross attention. `source`: the encoder reads the first `source` columns on
     this rank, and the decoder the others; 0: no encoder.
 
@@ -107,7 +107,7 @@ class Context:
         return replace(self, position_T=self.position_T.view(len(self.sequence_B), -1)[:, columns].flatten())
 
     def halves(self) -> tuple[Context, Context]:
-        """Return the contexts of the encoder's tokens and of the decoder's tokens, whose positions begin at 0 again.
+        """Return (context of the encoder's tokens, context of the decoder's tokens). The decoder's positions begin at 0 again.
         Raise BadInput unless `source` is from 1 to L - 1."""
         place_L, length = self.place_L, len(self.place_L)
         if not 0 < self.source < length:

@@ -56,8 +56,8 @@ def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Give this rank's layers the exchanges of sequence parallelism (axis sp). With tensor.sequence_parallel, also tell the model to cut
-    activations by sequence over tp; with tensor.kind 3d, also give it the exchange of document ids."""
+    """Give this rank's layers the exchanges of sequence parallelism (axis sp). With tensor.sequence_parallel, also make the
+    model shard activations along the tokens over tp. With tensor.kind 3d, also give it the exchange of document ids."""
     if run.tensor.kind == "3d" and run.degrees.tp > 1:  # attention on a rank computes other sequences than the rank holds between layers
         turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
         model.inner_sequences = turn

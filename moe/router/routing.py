@@ -20,7 +20,7 @@ class Decision:
     """The router's choices, without gradient. `chosen`: the experts. `kept_TK` bool: True if the choice got a slot.
     `capacity`: slots of an expert in a group, None if dropless. `num_groups`: number of groups of consecutive tokens, which
     have equal sizes. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
-    `counted_GE`: number of choices of each expert by all ranks' tokens of a group; None: not known.
+    `counted_GE`: how often the tokens of each group choose each expert, summed over ranks; None: not known.
     """
 
     chosen: Chosen
@@ -33,11 +33,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Routing:
-    """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
+    """One layer's routing of T tokens. Fields that are not described here are as in Decision. `expert_TK` int64: the chosen experts.
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
     are neither kept nor counted; None: no padding. `counted_TK` bool: False for unused choices. `chance_TE` fp32: each expert's
-    probability of being chosen, None without a load loss. `fused`: results of the fused kernel, with its losses and counts (probs_TE then
-    has no gradient); None: no fused kernel was used.
+    probability of being chosen, None without a load loss. `fused`: results of the fused router kernel, with losses and counts (probs_TE
+    then has no gradient); None: no fused kernel was used.
     """
 
     expert_TK: Tensor

@@ -46,8 +46,8 @@ class Shards:
         return self.gathered(x_T)[self.row_G(x_T.device)]
 
     def gathered(self, x_T: Tensor) -> Tensor:
-        """Gather all ranks' tokens, rank after rank. Each rank's tokens are padded to the longest rank's number. The backward pass sums the
-        gradients of this rank's tokens over the ranks."""
+        """Gather all ranks' tokens, rank after rank. Each rank's tokens are padded to the largest number that a rank has. The backward
+        pass sums the gradients of this rank's tokens over the ranks."""
         return all_gather(lengthened(x_T, self._longest), self.axis)
 
     def row_G(self, device: torch.device) -> Tensor:

@@ -3,14 +3,14 @@ rounding explains.
 
 A line is one tensor of a Tape (moe/verify/tape.py). Lines are sorted so that a deviation comes before its effects. In each step, the phases
 are in this order: outputs of modules from embedding to head; losses and loads of MoE layers; loss; recomputed outputs; gradients from head
-to embedding; gradient norms; moments and weights after the update. Only the first TAPED steps are recorded; the losses
-of later steps come last.
+to embedding; gradient norms; Adam's first moments and the weights after the update. Only the first TAPED steps are recorded; the losses of
+later steps come last.
 
 A line may deviate by twice the largest effect that rounding has in its own or an earlier phase. The effect is measured by runs of the
 reference:
 
-    fp32        the twin, with each weight and intermediate result changed at random by up to fp32's unit roundoff (`Rounding`). The allowed
-                relative deviation is never above 1e-5
+    fp32        the twin (a plain second implementation, moe/verify/twin.py), with each weight and intermediate result changed at random by
+                up to fp32's unit roundoff (`Rounding`). The allowed relative deviation is never above 1e-5
     bf16, fp16  the trainer on one process in that precision, with its sums in other orders (`reorderings`)
 """
 
@@ -105,7 +105,7 @@ def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
 
 
 def _update(number: int, step: Step) -> Iterator[Line]:
-    """Yield lines of step `number`: gradients from head to embedding, gradient norms, moments and weights from embedding to head."""
+    """Yield lines of step `number`: gradients from head to embedding, gradient norms, Adam's moments and weights from embedding to head."""
     floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
     for name in sorted(step.gradients, key=depth, reverse=True):
         yield Line(number, "gradient", name, step.gradients[name], floor)
@@ -181,7 +181,7 @@ class Standard:
         """Return the first tensor (`Line`) of the case's tape `got` that deviates too far. If none does, return the first loss in `result`
         that does, or None."""
         for (step, name), parts in got.forward.items():
-            # outputs are compared by token index, so two tokens of a record must not have the same
+            # outputs are compared by token index, so two tokens of a record must not have the same index
             if any(len(places_T.unique()) < len(places_T) for places_T, *_ in parts):
                 return Deviation("positions", "forward", step, math.inf, 0.0, f"several tokens of {name} have the same")
         held = {line.key: line for line in lines(got)}

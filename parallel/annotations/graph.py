@@ -10,7 +10,7 @@ factor, ranks have partial sums.
     b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (query heads for each key head)
     c channels (of a head)  f hidden  e experts  u slots (an expert's capacity for one sequence)  m expert_hidden  n shared_hidden
 
-An operator may read a tensor under other letters: attention reads as `bskc` the keys that a product gives as `blkc`, because positions of
+An operator may read a tensor under other letters: a product gives keys as `blkc`, and attention reads them as `bskc`, because positions of
 queries (l) and keys (s) may be sharded differently. Capital letters are used if a role has several sizes, for example different numbers of
 experts in different layers.
 """

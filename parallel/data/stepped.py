@@ -19,8 +19,8 @@ from parallel.watch.audit import Held, copies_of
 
 
 class Stepped(OfStages):
-    """Base class of DDP and FSDP. Subclasses define `reduce`. rule: the optimizer's settings. parameters: parameter name -> the tensor that
-    the optimizer updates."""
+    """Base class of DDP and FSDP. Subclasses define `reduce`, which sums gradients over ranks. rule: the optimizer's settings. parameters:
+    parameter name -> the tensor that the optimizer updates."""
 
     rule: Rule
     optimizer: torch.optim.Optimizer

@@ -22,8 +22,8 @@ from parallel.mesh.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """Sharding of one dim over an axis. dim: negative, counted from the end. size: length of the whole dim. each: length of a rank's shard;
-    the last ranks may have less."""
+    """Sharding of one dim over an axis. dim: negative, counted from the end. each: length of a rank's shard; the last
+    ranks may have less. size: length of the dim once it is gathered over the axis."""
 
     dim: int
     each: int

@@ -4,8 +4,9 @@
     D = G^-1 M A^-1                                           K-FAC's direction
     W  <-  W - lr (|S| / |D|) D - lr decay W                  for each matrix, with Frobenius norms; each expert is a matrix
 
-G and A are K-FAC's factors (factors.py). AdamW's learning rates and schedules can be used, and the optimizer states are AdamW's two
-moments. Parameters outside of K-FAC, and linear layers whose factors have no inverses yet, take AdamW's step.
+A and G are K-FAC's factors (factors.py): second moments of a linear layer's inputs and of its output gradients. AdamW's learning rates
+and schedules can be used, and the optimizer states are AdamW's M and V. Parameters outside of K-FAC, and linear layers whose factors have
+no inverses yet, take AdamW's step.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def grafted(direction: Tensor, length: Tensor) -> Tensor:
 
 
 class KfacEngine:
-    """Wrapper of an engine whose optimizer is `Grafted`. Lets K-FAC record forward passes, and does the due part of refreshing K-FAC's
-    factors and inverses before each update. All other methods and attributes are the engine's."""
+    """Wrapper of an engine whose optimizer is `Grafted`. Lets K-FAC record forward passes. Before each update, does the part of K-FAC's
+    refresh (recomputation of factors and inverses) that is due. All other methods and attributes are the engine's."""
 
     def __init__(self, engine: Engine, kfac: Kfac) -> None:
         self.engine, self.kfac = engine, kfac

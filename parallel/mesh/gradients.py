@@ -48,8 +48,8 @@ def data_axis(layout: Layout, mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True)
 class StartedSum:
-    """A started all-reduce of gradients. When `work` is done, the buffer `flat` holds the sums, concatenated in the order of `grads`. If
-    `grads` is empty, `flat` is a view of a single gradient, which is summed in place."""
+    """A started all-reduce or reduce of gradients. When `work` is done, the buffer `flat` holds the sums, concatenated in the order of
+    `grads`. `grads` is empty if `flat` is a view of a single gradient, which is summed in place, or if only another rank gets the sums."""
 
     work: dist.Work
     flat: Tensor

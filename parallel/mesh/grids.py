@@ -68,8 +68,8 @@ class Grid:
         """Yield (key of the recipe, its value, number of shards that must divide the value). width: d_model. heads: number of query heads.
         groups: number of key-value heads. hidden: d_ff, or 0 without dense networks.
 
-        If the number of key-value heads divides the number of shards, it is left out: with fewer heads than shards, several ranks hold
-        copies of a head. With DTensor it is never left out, because DTensor does not make such copies."""
+        model.num_kv_heads is left out if it divides the number of shards: if there are fewer heads than shards, several ranks hold copies
+        of a head. With DTensor the key is never left out, because DTensor does not make such copies."""
         yield "model.d_model", width, self.channels
         yield "model.num_heads", heads, self.units
         yield "model.d_ff", hidden, self.units

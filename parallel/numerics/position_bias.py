@@ -1,8 +1,8 @@
 """A bias of attention's logits that depends on the distance of query and key (T5, arXiv 1910.10683).
 
     distance   key 3  key 4  key 5
-    query 4       1      0     -1        The 2 x 3 pairs have 4 distances: the table is read once for each, and pairs of a diagonal share
-    query 5       2      1      0        the value. Backward: gradients are summed over each diagonal, then added to table rows.
+    query 4       1      0     -1        The 2 x 3 pairs have 4 distances. The table is read once for each distance; pairs of a diagonal
+    query 5       2      1      0        share the value. Backward: gradients are summed over each diagonal, then added to table rows.
 
 If the table were read once for each pair, the backward pass would add L x S gradients to a few rows, which a GPU does one after another.
 """

@@ -39,8 +39,8 @@ def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tens
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)
-    # In a rehearsal (a run on fake tensors), only tensors with known values can be computed with. Give `out_TD` any values: the loop below
-    # overwrites all of them.
+    # In a rehearsal (a run on fake tensors), results have values only if they are computed from tensors with values. So give `out_TD` any
+    # values; the loop below overwrites all of them.
     out_TD = supposed(out_TD, lambda: torch.empty(len(row_T), width))
     step = max(1, _CHUNK // max(width, 1)) if position_T.device.type == "cpu" else len(row_T)
     for start in range(0, len(row_T), step):

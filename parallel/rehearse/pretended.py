@@ -205,7 +205,7 @@ class Pretended(FakeTensorMode):
         with _disable_current_modes():
             real = func(*self._real(args), **self._real(kwargs))
         for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
-            # empty() gives zeros, because no Triton kernel will fill them
+            # empty() counts as zeros: no Triton kernel runs here, so nothing would fill the tensor later
             tensor._known = values.zero_() if "empty" in func._opname else values  # type: ignore[attr-defined]
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -221,7 +221,8 @@ class Pretended(FakeTensorMode):
     # --- collectives without communication ----------------------------------------------------------------------------
 
     def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
-        """Return the results of a collective without communication. The received values are known if all sent values are known."""
+        """Return the results of a collective without communication. Only an all-reduce of one tensor, an all-gather or an all-to-all
+        gives known values, if the sent values are known."""
         name = func._opname
         for tensor in tensors if name != "barrier" and not self.of_reducer else ():
             if (wrong := self._unsendable(tensor)) is not None:
@@ -248,7 +249,7 @@ class Pretended(FakeTensorMode):
         return None if tensor.is_contiguous() else "that is not contiguous, which NCCL refuses"
 
     def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
-        """Return the values that this rank receives in a collective if all ranks send the same values; None if they are unknown."""
+        """Return the values that this rank receives in a collective, assuming that all ranks send the same; None if they are unknown."""
         if name == "allreduce_" and len(args[0]) == 1 and (values := self.known(args[0][0])) is not None:
             return values * group.size() if int(args[2].op()) == _SUM else values
         if name not in ("_allgather_base_", "alltoall_base_") or (values := self.known(args[1])) is None:

@@ -136,9 +136,9 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """Return the attention of a block's queries to its keys. triangle: query i sees only the first i + 1 keys, of as many keys as there are
-    queries; False: all keys. queries, keys: positions and documents of the block's tokens; pairs outside the window or of different
-    documents are masked."""
+    """Return the attention of a block's queries to its keys. triangle: the block has as many keys as queries, and query i sees only the
+    first i + 1 keys; False: each query sees all keys. queries, keys: positions and documents of the block's tokens; pairs outside the
+    window or of different documents are masked."""
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:

@@ -19,7 +19,7 @@ UTF_8 = "utf-8"
 # errors which mean that a file's contents are lost
 _OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
 _MOST_STEPS = 2**53  # all steps are below this number, because ranks exchange steps as float64, which holds them exactly
-MOST_BYTES = 64 * 2**20  # largest recipe, order, plan or hostfile that is read; real ones have a few megabytes at most
+MOST_BYTES = 64 * 2**20  # largest recipe, plan, order of actions or hostfile that is read; real ones have a few megabytes at most
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
@@ -83,7 +83,7 @@ def check_writable(path: Path, *, what: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, what: str) -> Iterator[None]:
-    """Return a context for code that writes the file: it makes the folder, and turns an OSError into BadInput about `what`."""
+    """Return a context for code that writes the file. The context makes the folder, and turns an OSError into BadInput about `what`."""
     check_writable(path, what=what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, also in norms and dropout.
 
                                             forward                                 backward
-    before attention or network (`enter`)   gather the shards                       sum gradients over ranks, keep this rank's shard
+    before attention or MLP (`enter`)       gather the shards                       sum gradients over ranks, keep this rank's shard
     after it (`leave`)                      sum over ranks, keep this rank's shard  gather the gradient's shards
 
 A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).

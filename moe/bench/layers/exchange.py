@@ -5,8 +5,8 @@
     moved experts     skewed routing, real experts; measured before and after `balanced_placement` moves experts between ranks:
                       the largest number of rows on a rank, and the time
 
-The bytes that a rank sends in forward and backward must equal the dispatcher's formula (`traffic`; docs/moe/dispatch.md). Ratios of times
-are medians over rounds. Ranks are forked gloo processes with one thread each.
+A dispatcher fails if a rank sends more or fewer bytes in forward and backward than its formula gives (`traffic`; docs/moe/dispatch.md).
+Ratios of times are medians over rounds. Ranks are forked gloo processes with one thread each.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def train(flags: Train, overrides: dict[str, str]) -> int:
 
 def _begins_with(flags: Train, run: Run, overrides: dict[str, str]) -> Path | None:
     """Return the folder from which a new run loads its weights (--init_from); None without this flag.
-    For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint; the first samples of the run's
-    data are checked before."""
+    For hf:PATH, PATH is converted into the folder RUN/base now, unless the run already has a checkpoint. The first samples of the run's
+    data are checked first."""
     source, said = _named(flags), str(flags.init_from)
     if source is None or not said.startswith(PREFIX):
         return source
@@ -108,7 +108,8 @@ def _named(flags: Train) -> Path | None:
 
 
 def _in_huggingface(flags: Train) -> Path | None:
-    """Return PATH of --init_from hf:PATH if the run has to begin with this model; None if it has a checkpoint, and without this flag."""
+    """Return PATH of --init_from hf:PATH if the run will begin with this model. None without hf:PATH, or if the run will resume from a
+    checkpoint."""
     from moe.checks.begins import has_checkpoint
 
     if not str(flags.init_from).startswith(PREFIX):

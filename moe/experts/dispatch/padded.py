@@ -3,10 +3,11 @@
     tokens --permute--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --permute--> rows of the held experts, by expert
                         |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-With a capacity (router.capacity_factor), a block has the expert's slots for each of the sending rank's groups of tokens. So no shape
-depends on the routing, and the host reads no value from a GPU: a CUDA graph can capture the layer. Without a capacity (dropless), a block
-has as many slots as the largest number of rows that any rank sends to one expert; the host waits for this number. Experts compute filled
-slots only. An empty slot has a copy of some token, which is never read. Source: GShard (arXiv 2006.16668, section 3.2).
+With a capacity (router.capacity_factor), a block has all slots that its expert has for the sending rank: capacity times the rank's number
+of token groups. So no shape depends on the routing, and the host reads no value from a GPU: a CUDA graph can capture the layer. Without a
+capacity (dropless), a block has as many slots as the largest number of rows that any rank sends to one expert; the host waits for this
+number. Experts compute filled slots only. An empty slot has a copy of some token, which is never read. Source: GShard (arXiv 2006.16668,
+section 3.2).
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Slots(Exchange):
 
 
 def _arrived(counts_NPH: Tensor, slots: int, kernels: ModuleType) -> Plan:
-    """Return the plan that sorts received rows by expert. N * P * H blocks of `slots` slots were received; only filled slots are sorted. In
-    the plan, each slot is a token with one choice, the expert of its row."""
+    """Return the plan that sorts received rows by expert. N * P * H blocks of `slots` slots were received; only filled slots are sorted.
+    The plan treats each slot as a token with one choice: the expert to which the slot's block was sent."""
     import torch
 
     filled_NPHS = torch.arange(slots, device=counts_NPH.device) < counts_NPH.unsqueeze(3)

@@ -6,7 +6,8 @@ the pre-activations H and G are saved (SonicMoE, arXiv 2512.14080).
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]       dW1, dW3 = X[token]^T dH, dG       db1, db3 = 1^T dH, dG
                dX = total of (dH W1^T + dG W3^T)
 
-Products gather rows as they load them, so there is no permuted copy. `total` sums each token's rows. Gradients have the weights' dtype.
+Products gather rows as they load them, so there is no permuted copy. `total` sums each token's rows. d: gradient of; dO: gradient of
+out. Gradients of weights and biases have the dtype of the weights and biases.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from moe.kernels.triton.rows import total
 from parallel.mesh.host import on_device
 from parallel.numerics.weight_gradient import if_deferrable, pending_for
 
-# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
+# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's input and output size
 
-InOrder = Callable[..., Tensor] | None  # function to call instead of `product` (below) for 16-bit dtypes; None: call `product`
+# function to call instead of `product` (below) for 16-bit dtypes; it reads rows in order, without a gather. None: call `product`
+InOrder = Callable[..., Tensor] | None
 
 
 @dataclass(frozen=True)

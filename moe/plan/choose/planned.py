@@ -154,7 +154,7 @@ def planned(
 
 def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] | None = None) -> Iterator[Plan]:
     """Return plans for a run with resolved degrees, including plans that cannot run. only: if given, only plans with these degrees."""
-    if not run.is_flat:  # leave out engines that this run would replace by another one (FSDP)
+    if not run.is_flat:  # leave out ZeRO, which FSDP replaces if the optimizer needs whole matrices or master weights are not fp32
         space = replace(space, engines=tuple(name for name in space.engines if ENGINES[name].unless_flat is None))
     network, batch = network_of(run), run.train.global_batch
     return map(_storing(run), candidates(network, world=cluster.world, global_batch=batch, base=plan_of(run), space=space, only=only))

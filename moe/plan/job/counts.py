@@ -23,8 +23,8 @@ from parallel.mesh.grids import GRIDS
 
 @dataclass(frozen=True)
 class Elements(Summed):
-    """Numbers of parameters on a rank. dense: parameters outside of experts, of which Plan.copies ranks hold copies. expert: parameters of
-    experts, of which Plan.edp ranks hold copies. frozen_dense, frozen_expert: the frozen part of `dense` and of `expert`, which has no
+    """Numbers of parameters on a rank. dense: parameters outside of experts, each held by Plan.copies data-parallel ranks. expert:
+    parameters of experts, each held by Plan.edp ranks. frozen_dense, frozen_expert: the frozen part of `dense` and of `expert`, without
     gradients and optimizer states. blocks: parameters of frozen matrices that are stored in MXFP4 or FP8 blocks; no other field counts
     them."""
 
@@ -71,9 +71,9 @@ def _layer(network: Network, plan: Plan, sparse: bool) -> Elements:
 
 
 def _adapters(network: Network, plan: Plan, sparse: bool) -> Elements:
-    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its shard of each matrix. tp divides the dim of A
-    or B along which it cuts the matrix (parallel/tensor/style.py). The experts' networks are divided only by ep and etp.
-    sparse: whether the layer has experts."""
+    """Parameters of a layer's LoRA adapters on a rank: `lora.rank` x (rows + columns) of its shard of each matrix. If tp cuts a
+    matrix along a dim, it also cuts the LoRA matrix, A or B, that has this dim (parallel/tensor/style.py). The experts' networks are
+    divided only by ep and etp. sparse: whether the layer has experts."""
     n, a = network, network.adapters
     assert a is not None
     sides, of_experts = 0.0, 0.0

@@ -53,7 +53,7 @@ class Router:
     decides: int = 0  # bytes per token that ranks exchange if the tokens of a group are on several ranks, to decide their routing
     counts: int = 0  # bytes per group that these ranks exchange for the balance loss: choices of each expert
     gathered_counts: bool = False  # on a GPU, each rank counts the choices that it gets in the exchange `decides`, so `counts` is not sent
-    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in each of the two passes
+    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in forward and again in backward
 
 
 @dataclass(frozen=True)

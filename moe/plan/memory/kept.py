@@ -4,7 +4,7 @@ moe/plan/memory/stack.py defines the parts for training without parallelism. Und
 
     sp                   length / sp tokens of every part
     tp 1d                1 / t of attention and network; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
-    tp sliced            1 / t of everything (34 s b h / t); inputs gathered for products stay whole without `Stack.reads_again`
+    tp sliced            1 / t of everything (34 s b h / t); gathered inputs of products stay whole, unless backward gathers them again
     tp 2d, 2.5d, 3d      1 / t of everything
     recompute full       only the layer's input; selective: the fractions in `Stack.selective`
     ep, etp              choices * tokens / t rows of experts on average, at most the experts' capacity; 1 / etp of the hidden units.
@@ -123,7 +123,7 @@ def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
-    """Bytes that a norm keeps for each element of its input. `Stack.rms` is added if RMSNorm's gain is trained."""
+    """Bytes that a norm keeps for each element of its input. RMSNorm with a trained gain adds `Stack.rms`, for x / rms(x)."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" and not n.freezes("norms") else 0)
 
 
@@ -249,10 +249,10 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
 
 
 def between_halves(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, whole: bool) -> float:
-    """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and the
-    half that its layers do not read. Stages send both halves in one tensor, which stays whole as long as a layer keeps a view of its half.
-    Without layers, the head reads the decoder's half. On the first stage, dropout makes tensors of their own. whole: the
-    stage keeps a sent tensor anyway."""
+    """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and
+    the half (encoder's or decoder's) that its layers do not read. Stages send both halves in one tensor, which stays whole as long as a
+    layer keeps a view of its half. Without layers, the head reads the decoder's half. On the first stage, dropout returns a separate
+    tensor for each half. whole: the stage keeps a sent tensor anyway."""
     if network.encoder is None:
         return 0.0
     halves, kept = {index < network.before for index in layers} or {False}, 0.0

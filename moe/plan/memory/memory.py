@@ -1,6 +1,6 @@
 """Predicts the bytes that each rank of a plan needs, tensor by tensor.
 
-    allocated = states + activations in flight + temporary tensors, at the moment of the step at which their sum is largest
+    allocated = states + activations + temporary tensors + buffers, at the point of a step at which this sum is largest
 
     states         parameters, gradients, optimizer states                          moe/plan/job/states.py, counts.py
     activations    micro-batches in flight x bytes of one micro-batch               moments.py, kept.py
@@ -35,7 +35,7 @@ from parallel.pipeline.schedules.catalog import placed
 
 RESERVED = 1.10  # bytes that the allocator reserves, as a multiple of the allocated bytes
 CONTEXT_BYTES = 1.5e9  # of CUDA's context
-EMPTY = Moment("forward")  # no micro-batch is in flight
+EMPTY = Moment("forward")  # a point of a step at which no micro-batch is in flight
 ROUNDED = 1e-9  # relative tolerance of comparisons, because the order of a sum changes its last digits
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),

@@ -53,8 +53,8 @@ class StageBytes(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Moment at which a backward action begins and a rank's memory may have its peak. once: whether no B or W of the step has ended yet.
-    total: bytes that all micro-batches in flight keep."""
+    """Point of the step at which a backward action begins and a rank's memory may have its peak. once: whether no B or W of the step has
+    ended yet. total: bytes that all micro-batches in flight keep."""
 
     in_flight: InFlight
     once: bool
@@ -65,8 +65,9 @@ _Key = tuple[bool, bool, tuple[bool, ...], tuple[int, ...]]
 
 
 class Rank(NamedTuple):
-    """A pipeline rank. candidates: (the action is I, no B or W of the step has ended yet, InFlight.freed, InFlight.gradients) -> among the
-    moments with these properties, the one with the most kept bytes."""
+    """A pipeline rank. versions: number of weight versions that it keeps. candidates: (the action is I, no B or W of the step has ended
+    yet, for each stage whether FSDP has freed its weights, for each stage which gradients exist) -> among the points of the step with
+    these properties, the one with the most kept bytes. InFlight defines the last two."""
 
     number: int
     versions: int

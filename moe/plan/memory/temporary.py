@@ -139,8 +139,9 @@ def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
 
 
 def head_input(network: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that `sliced` tensor parallelism adds at the loss; 0 without it. With `reads_again`: the head's gathered input and this input's
-    gradient. Otherwise: the gathered input, minus this rank's slice, which the kept activations already include."""
+    """Bytes that `sliced` tensor parallelism adds at the loss; 0 without it. If the backward pass gathers inputs again
+    (`Stack.reads_again`): the head's gathered input and this input's gradient. Otherwise: the gathered input,
+    minus this rank's slice, which the kept activations already include."""
     if plan.tensor != "sliced" or stack.reads_again:
         return _gathered_input(network, plan, stack)
     return _whole_input(network, plan) * (1 - 1 / plan.tp)
@@ -196,9 +197,9 @@ class Outside:
 
     elements: (rank has the first stage, rank has the last stage) -> its parameters outside of layers. keeps: the same pair -> bytes that a
     micro-batch keeps. crossing: bytes of a tensor sent between stages. loss, head_input: temporary bytes at the loss. embedding, head:
-    their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of their copies in the compute dtype,
-    kept for the backward pass. head_pending: bytes that a micro-batch keeps outside of layers between its gradients of inputs and of
-    weights, if a schedule computes these separately.
+    their parameters. ahead: parameters of one depth of multi-token prediction. casts: bytes of this depth's weights as copies in the
+    compute dtype, kept for the backward pass. head_pending: bytes that a micro-batch keeps outside of layers between its gradients of
+    inputs and of weights, if a schedule computes these separately.
     """
 
     elements: dict[tuple[bool, bool], Elements]

@@ -1,5 +1,5 @@
-"""Times of computation and collectives on a logical mesh of devices, for searches over operators. A collective takes alpha seconds of
-latency, and beta seconds for each byte that a rank sends.
+"""Times of computation and collectives on a logical mesh of devices, for searches that choose operators' shardings (`moe plan --search`). A
+collective takes alpha seconds of latency, and beta seconds for each byte that a rank sends.
 
     n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
                                               all-gather        alpha +   (n-1)/n S beta

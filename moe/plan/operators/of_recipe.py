@@ -22,6 +22,7 @@ from moe.recipe.shapes import T5_BUCKETS
 from parallel.annotations.graph import Dim, Graph, Kind, Operator
 
 # role of a dim -> its letter. places: positions of keys. queries: query heads of one key-value head. parts: 2 outputs that PR-MoE mixes
+# latent attention: compressed: latent and rotary key; pairs: content key and value of a head. joined: multi-token prediction's 2 x width
 _LETTERS = {
     "batch": "b", "length": "l", "places": "s", "width": "d", "vocab": "v", "heads": "k", "queries": "g", "channels": "c", "hidden": "f",
     "experts": "e", "slots": "u", "expert_hidden": "m", "shared_hidden": "n", "buckets": "z", "parts": "x",
@@ -297,7 +298,7 @@ class _Trace:
         self.stream = self.product(f"{name}.proj", f"bl{y},{y}d->bld", joined)
 
     def head(self, before: str) -> None:
-        """Add the product with the vocabulary and the loss. before: beginning of the names of the operators and of their targets."""
+        """Add the product with the vocabulary and the loss. before: prefix of the names of the operators and targets."""
         v = self.letter("vocab", self.run.vocab_size)
         matrix = "embedding" if self.run.model.tied_embeddings else self.weight("head.weight", f"{v}d")
         logits = self.add(f"{before}head", "product", f"bld,{v}d->bl{v}", self.x, matrix)

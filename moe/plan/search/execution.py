@@ -27,8 +27,8 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-# key of a task: (its kind, number of its operator or edge, number of the part). For a SUM, the second number counts the inputs of all
-# operators; for a JOIN it is that of its SUM, or a number after all inputs for an edge and a direction
+# key of a task: (its kind, number of its operator or edge, number of the part). A SUM, and the JOIN before it, instead have the parameter's
+# index among the inputs of all operators. A JOIN before a FETCH or RETURN has a larger number, one for each edge and direction.
 Key = tuple[int, int, int]
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow

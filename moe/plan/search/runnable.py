@@ -50,7 +50,7 @@ class Folded:
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """Return the last operator of each layer. The next layer reads its output."""
+        """Return the name of the last operator of each layer except the last layer. The next layer reads this operator's output."""
         last = {op.layer: op.name for op in self.graph.operators}
         return tuple(last[layer] for layer in self.graph.layers[:-1])
 
@@ -110,7 +110,7 @@ class Runnable:
     def __init__(self, graph: Graph, machine: Machine, settings: Settings, allowed: Callable[[Plan], bool] = lambda plan: True) -> None:
         self.allowed = allowed
         self.machine, self.settings, self.folded, self.whole = machine, settings, fold(graph), graph
-        self.joined = read_together(self.folded.graph)
+        self.joined = read_together(self.folded.graph)  # with operators NAME.read, by which several readers of NAME share one resharding
         self.blocks = [layer for layer in graph.layers if layer not in (graph.layers[0], graph.layers[-1])]
         self.experts = next((dim.size for dim in graph.dims.values() if dim.name == "experts"), 1)
         self._costs: dict[tuple[object, ...], dict[int, Cost] | None] = {}
@@ -179,7 +179,7 @@ class Runnable:
         return self._costs[key]
 
     def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, Cost]:
-        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph after `read_together`. chosen:
+        """Return a dict: index of a layer -> its cost with these strategies. graph: the folded graph, as `joined`. chosen:
         operator -> strategy."""
         found = layer_costs(graph, mesh, chosen)
         stream = max(chosen[name].output_bytes for name in self.folded.streams)

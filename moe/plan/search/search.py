@@ -119,7 +119,8 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
 
     def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
         """Search on one mesh shape and add the results to `found`. Return [whether the strategies fit without recomputation, with it]; []
-        if no strategies fit into `limit`. same: pairs of operators with equal shardings. again: recomputed layer -> operator to keep."""
+        if no strategies fit into `limit`. same: pairs of operators that must get equal shardings. again: recomputed layer -> operator to
+        keep."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
         how |= {"large": 0} if again else {}  # round the relaxation's solution, because an integer program is slow if memory is tight
@@ -179,8 +180,8 @@ def _sums(runnable: Runnable, costs: Mapping[int, Cost]) -> tuple[tuple[float, .
 
 
 def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
-    """Return the fastest plan that the trainer can run and that is allowed. layers: number of layers of each stage in a division
-    that is tried too."""
+    """Return the fastest plan that the trainer can run and that is allowed. layers: a further division into stages to try, as the
+    number of layers of each stage."""
     numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
     given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
     plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
@@ -210,9 +211,9 @@ def flexflow(
     seconds: float = 20.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Find the best placement by a random walk (FlexFlow), and the fastest plan that the trainer can run. The walk's cuts use all devices,
-    and it has no stages: micro-batches run one after another. budget: number of proposals. seconds: time limit of the walk. allowed:
-    returns whether the recipe can be trained with a plan."""
+    """Find the best placement by a random walk (FlexFlow), and the fastest plan that the trainer can run. The walk places every operator on
+    all devices, without pipeline stages: micro-batches run one after another. budget: number of proposals. seconds: time limit of the walk.
+    allowed: returns whether the recipe can be trained with a plan."""
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
     folded = runnable.folded

@@ -81,7 +81,7 @@ _AROUND = {"all_gather": 0}
 def grouping(network: Network, plan: Plan, router: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Return the messages of one MoE layer's (forward, backward) pass by which ranks route together. This is needed if the tokens of one
     group (`router.group`) are on several ranks of sp and tp. These ranks exchange logits, choices or gates (moe/router/slices.py). router:
-    `kernels` or `operations` (Program.router); with kernels on a GPU, counts are not sent."""
+    `kernels` or `operations` (Program.router). If GPU kernels can count the gathered choices, counts are not sent."""
     e, sequences = network.experts, plan.microbatch // plan.grid.sequences
     if e is None or e.router.group is None:
         return (), ()

@@ -77,7 +77,7 @@ class Scales(Section, alters="function"):
 
     embedding: float = key(1.0, "factor on the embedding's output (Granite)", ge=1e-6, le=1e6)
     residual: float = key(
-        1.0, "factor on the output of each attention, network and MoE layer before it is added to the residual", ge=1e-6, le=1e6
+        1.0, "factor on the output of each attention, dense feed-forward and MoE layer before it is added to the residual", ge=1e-6, le=1e6
     )
     attention: float | None = key(None, "factor on attention's logits; null: 1 / sqrt(channels of a head)", ge=1e-6, le=1e6)
     head: float = key(1.0, "divisor of the vocabulary's logits", ge=1e-6, le=1e6)
@@ -136,7 +136,10 @@ class Model(Section, alters="shape"):
     attention_sinks: bool = key(False, "each head's softmax has one more logit, which is learned and has no value vector (GPT-OSS)")
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
-        None, "indices of layers with the window; ahead's blocks follow the layers; null: all", alters="function", of="model.sliding_window"
+        None,
+        "indices of layers with the window; the blocks of ahead are counted from num_layers; null: all",
+        alters="function",
+        of="model.sliding_window",
     )
     positions: Literal["rotary", "t5"] = key("rotary", "t5: relative position bias with 32 buckets", alters="function")
     rope: Rope = Rope()

@@ -84,8 +84,8 @@ def one_by_one(
     """Choose k experts for each token, one after another. Return three tensors: the experts, int64 [T, K]; whether each was the best of
     those not yet chosen, bool [T, K]; the candidates of each choice, bool [T, K, E].
 
-    `margin`: how near to the best expert a candidate must be (open_k at the top of this file). `uniform(k)`: random numbers [T, E] with
-    which choice k is drawn. None: the best expert is taken (ties: the first). `given_TK`: experts to take instead of drawing; they count as
+    `margin`: how near to the best expert a candidate must be (open_k at the top of this file). `uniform(n)`: random numbers [T, E] with
+    which choice n is drawn. None: the best expert is taken (ties: the first). `given_TK`: experts to take instead of drawing; they count as
     candidates whatever their logit. -1: draw this choice."""
     import torch
 

@@ -77,7 +77,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
 
 
 def _layer(numbers: LayerNumbers) -> dict[str, Any]:
-    """Return a layer's entry of a line. `load` has the same counts as `choices`, as shares with fewer digits."""
+    """Return a layer's entry in a line of metrics.jsonl. `load`, the share of choices that each expert gets, replaces `choices`."""
     kept = {name: value for name, value in vars(numbers).items() if name != "choices" and value is not None}
     rounded = {name: round(value, 6) for name, value in kept.items() if name.startswith("bias_")}
     return kept | rounded | {"load": [round(share, 5) for share in numbers.load]}

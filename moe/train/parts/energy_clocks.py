@@ -1,8 +1,8 @@
 """Sets GPU clocks as an energy plan says (`pipeline.energy_plan`), if NVML permits it on all ranks; otherwise prints the reason.
 
 Before each action of the pipeline, a rank sets its GPU to the clock that the plan has for this action. After the last step, a signal or an
-error, all clocks are unlocked. If one rank cannot set its clock at the start, no rank follows the plan, because the planned times hold only
-for all clocks together.
+error, all clocks are unlocked. If one rank cannot set its clock at the start, no rank follows the plan, because its times hold only if all
+ranks follow it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ from parallel.mesh.mesh import Axis
 
 ALONE = Axis("tp")  # an axis of one rank
 _MEANS = 7  # number of a layer's packed numbers before each expert's choices: kept, dropped, four mean losses, mean entropy
-_BIAS = 4  # number of a layer's packed numbers after them: ranks with the router's bias, and sums over these ranks of its summary
+# number of a layer's packed numbers after the choices: number of ranks that hold the router's bias, then the sums over these ranks of the
+# bias's minimum, maximum and mean absolute value
+_BIAS = 4
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class Numbers:
 
 class Sums:
     """One step's numbers on this rank, summed over its micro-batches. expert_counts: MoE layer of the whole model -> number of experts.
-    tokens: number of tokens that all ranks read, without padding. divided: axis whose ranks compute different tokens in MoE layers and the
-    same tokens elsewhere, so they have equal losses but different numbers of a MoE layer."""
+    tokens: number of tokens in the global batch, without padding. divided: axis whose ranks compute different tokens in MoE layers and the
+    same tokens elsewhere, so they have equal losses but different numbers for an MoE layer."""
 
     def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int, *, divided: Axis = ALONE) -> None:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided

@@ -68,7 +68,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Job:
-    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: the samples of a training batch that this
+    """All objects that one rank needs to train. name: the recipe's. out: the run's folder. shard: which samples of a training batch this
     rank reads. callbacks, auditor: None in a rehearsal. agree: the axis of all ranks if a user's program gives the samples, because reading
     may then fail on one rank; else None. doctor: watches the records, only on rank 0."""
 
@@ -108,8 +108,8 @@ class Job:
         return samples() if self.agree is None else of_all(samples, self.agree, what="data")
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
-        """Call the method `event` of all callbacks with the state `now` of the run, in which now.record is `record`. Collective if there
-        are callbacks."""
+        """Call the method `event` of every callback with the state of the run (`Now`), which includes `record`. Collective if there are
+        callbacks."""
         if self.callbacks is not None:
             w = self.world
             self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

@@ -104,7 +104,7 @@ class Start:
 
 
 def open_job(run: Run, arguments: RunArguments) -> Job:
-    """Build this rank's job, and load the newest checkpoint, if there is one. Collective. Raises BadInput."""
+    """Build this rank's job, and load the checkpoints from which the run starts (`Start`), if any. Collective. Raises BadInput."""
     out, world = arguments.out, arguments.world
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(arguments.own.callbacks, mesh.axis("world"))

@@ -50,7 +50,7 @@ class Counters:
 
     step: int = 0  # all steps, with or without an update of the weights
     updates: int = 0
-    skipped: int = 0
+    skipped: int = 0  # steps without an update, because the gradient norm was not finite
     in_a_row: int = 0  # steps skipped since the last update
 
 
@@ -135,8 +135,8 @@ def resume(
 ) -> bool:
     """Load the checkpoint `found` into the engine, `counters` and `scale`. Return False if `found` is None. Collective. data: key of the
     tokenized text, `Dataset.key`. recipe: this run's, as JSON. whole: layouts of the whole model's parameters, if this rank has only some
-    pipeline stages. Raises BadInput, which names the parameter, for a checkpoint of another model. Logs changed recipe keys. Changes that
-    alter what the model computes were already refused (resume.py)."""
+    pipeline stages. Raises BadInput, which names the parameter, for a checkpoint of another model. Logs changed recipe keys. resume.py
+    has already refused changes that alter what the model computes."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -144,7 +144,7 @@ def resume(
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
     kept = _kept(engine, {name: of for name, of in everywhere.items() if not is_frozen(global_name(name), now.train.freeze)})
-    fresh = not begun and not all(found.names(kind) for kind in kept)  # True if the checkpoint has no optimizer states: they start at zero
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # a converted checkpoint that lacks optimizer states: all start at zero
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
@@ -248,7 +248,7 @@ def opened(path: Path) -> Reader:
     """Open a verified checkpoint of a run. Raises BadInput if its state lacks a section or has an impossible value."""
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these values as moe convert does"
     if not (path / "manifest.json").is_file():  # rank 0 has found and verified the checkpoint, so it is on another machine's disk
-        needed, said = "the folder that rank 0 reads, on every machine", "name it in full, on a disk that all machines share"
+        needed, said = "the folder that rank 0 reads, on every machine", "give its absolute path, on a disk that all machines share"
         raise BadInput(what, got=f"no manifest in {path.absolute()}", needed=needed, fix=said)
     reader = Reader(path)
     held = reader.state if isinstance(reader.state, dict) else {}

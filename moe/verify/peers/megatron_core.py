@@ -62,7 +62,8 @@ def load() -> None:
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
     """Yield a pair (one process, many ranks) for each model and each non-empty subset of the axes in `degrees`. With tp, gpt has a pair
-    with and one without sequence parallelism, other models only with it. Models with experts have a pair for each dispatcher."""
+    with and one without sequence parallelism, other models only with it. Models with experts have a pair for each dispatcher. pin: routers
+    repeat the single process's choices of experts."""
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):

@@ -1,5 +1,5 @@
-"""`moe verify --peer transformers`: a tiny random model of a family, on one process and with transformers' tensor, expert and FSDP2
-parallelism.
+"""`moe verify --peer transformers`: compares a tiny random model on one process with the same model under transformers' tensor, expert and
+FSDP2 parallelism.
 
 ep alone: ranks compute the same batch and hold different experts. ep with fsdp: each rank has a batch of its own, and tokens are sent to
 the ranks that hold their experts. Releases of transformers differ in their arguments: see `_asked`. `python -m tests.peers.releases`
@@ -72,8 +72,9 @@ def others() -> tuple[str, ...]:
 
 def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterator[Pair]:
     """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases
-    spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with an empty plan, and only if `degrees` has no other
-    axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products."""
+    spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with tp_plan={}, and only if `degrees` has no other
+    axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products.
+    pin: many processes replay the router's choices of the one process."""
     alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:

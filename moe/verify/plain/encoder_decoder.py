@@ -92,7 +92,7 @@ def documents_of(run: Run, rows: list[list[int]]) -> tuple[list[list[int]], list
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
     for row in rows:
         document, spans, of_read, of_written = 0, 0, list[int](), list[int]()
-        of_sentinel: dict[int, int] = {}  # which sentinel of the encoder's part (from 1) -> the document in which it stands
+        of_sentinel: dict[int, int] = {}  # number of a sentinel in the encoder's part (from 1) -> its document
         for place, token in enumerate(row[: model.max_length]):
             if token == (model.document_separator or 0) and place < model.max_length - 1:
                 document += 1

@@ -196,7 +196,7 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:
     """Sinkhorn: return the logits [T, E] of a group of tokens plus a constant for each expert. The constants are found by scaling rows and
-    columns to equal sums, 20 times."""
+    columns of exp(logits) to equal sums, 20 times."""
     powers = logits.double().exp() * torch.tensor(valid).unsqueeze(1)
     column = torch.ones(1, logits.shape[1], dtype=torch.float64)
     for _ in range(20):

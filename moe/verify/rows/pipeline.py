@@ -50,8 +50,8 @@ def pipeline_cases() -> list[Case]:
 
 
 def _sharded_cases() -> list[Case]:
-    """Cases of schedules that split the backward pass, with sharded weights. Gradients are summed after each backward pass or, with
-    `fsdp+kept`, once a step."""
+    """Cases with sharded weights: of all schedules that split the backward pass, and of some others. Gradients are summed after each
+    backward pass or, with `fsdp+kept`, once a step."""
     split = [name for name, kind in SCHEDULES.items() if kind.splits_backward]
     kinds = ("fsdp", "fsdp+kept", "zero2", "zero3")
     found = [
@@ -107,8 +107,8 @@ def _empty_stage_cases() -> list[Case]:
 
 
 def staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
-    """Return a case of a pipeline, with ep = dp if the model has experts. Number of micro-batches: 1 with
-    PipeDream; else the smallest divisor of a replica's batch that is a multiple of pp, at least 4 (zb_h2: 2 pp - 1), and allowed."""
+    """Return a case of a pipeline, with ep = dp if the model has experts. Number of micro-batches: 1 with PipeDream; else the smallest
+    divisor of a replica's batch that is a multiple of pp, at least 4 (zb_h2: 2 pp - 1), and allowed by the schedule."""
     dp, kind = world // pp, SCHEDULES[schedule]
     least = 2 * pp - 1 if schedule == "zb_h2" else 4  # with fewer, zb_h2 computes no weight gradient in a bubble
     fit = (m for m in divisors(BATCH // dp) if m >= least and m % pp == 0 and kind.refusal(Size(pp, m)) is None)

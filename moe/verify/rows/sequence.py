@@ -35,13 +35,14 @@ def sequence_cases() -> list[Case]:
             found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
         found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)]
         found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)]
-    for schedule in ("1f1b", "interleaved"):  # length 16: with 24, a token of gshard has two nearly equal expert scores in step 8
+    # length 16: with 24, a token of gshard has two nearly equal expert scores in step 8, so rounding could change its expert
+    for schedule in ("1f1b", "interleaved"):
         layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
         for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1)):
             found += [Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)]
     for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True):
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
-    # each of these methods adds attention sinks in its own way; with 6 tokens on a rank of LightSeq, one pair is outside of the window of 5
+    # each method adds attention sinks in its own way; with 6 tokens on a rank of LightSeq, one (query, key) is outside of the window of 5
     for attention, length in (("ulysses", LENGTH), ("lightseq", 12), ("colossal", LENGTH)):
         found += [Case("gpt_oss", "ddp", 2, 1, 1, "fp32", sp=2, attention=attention, length=length)]
     for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")):

@@ -1,4 +1,5 @@
-"""`moe verify --types`: runs each layout for two steps, and checks its ranks against the laws of moe/verify/types/laws.py.
+"""`moe verify --types`: runs each layout for two steps, and checks laws: relations that must hold between the tensors of its ranks,
+for example that copies of a weight are equal bit by bit (moe/verify/types/laws.py).
 
 It has no twin (a second implementation) and no expected numbers: it compares tensors of ranks with each other. So it shares nothing with
 the comparison of `moe verify` but the layouts, and it finds only faults of layouts, not of the model.
@@ -61,7 +62,7 @@ def main(
     without = sorted({_last(name) for row in rows for name in row["without"]})
     say(f"{len(rows) - failed} passed, {failed} failed: {counted(len(rows), 'layout')} in {time.perf_counter() - started:.0f} s")
     if without:
-        say(f"parameters in no law of flows, of which only copies and sums are checked: {some(without)}")
+        say(f"parameters that no law of flows covers; only their copies and sums are checked: {some(without)}")
     if json is not None:
         write_json(json, verb="verify types", rows=rows)
     return exit_codes.of(bool(rows) and not failed)

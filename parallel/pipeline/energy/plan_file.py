@@ -3,7 +3,8 @@ training reads it.
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-The file has the order of actions too, because a plan may lengthen 1F1B's warm-up; training follows this order. 0 MHz: no planned clock.
+0F1: stage 0, forward pass (F; B: backward), micro-batch 1. 0 MHz: no planned clock. Training follows the file's order of actions, because
+a plan may lengthen 1F1B's warm-up.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_MHZ = 1e5  # clocks in a file must be below this
 
 @dataclass(frozen=True)
 class ClockedSchedule:
-    """A schedule with the order of actions of its energy plan. mhz: for each rank, action -> its planned GPU clock."""
+    """A schedule whose actions are in the order of its energy plan. mhz: for each rank, action -> its planned GPU clock; 0: none."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]

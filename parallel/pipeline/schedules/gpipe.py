@@ -21,7 +21,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 def gpipe_seconds(passes: PassTimes) -> float:
     """Return the seconds of a step: sum t + (m - 1) max t for the forward passes, plus the same for the backward passes. t: for each rank,
-    the time of one pass plus half the waits of a micro-batch. m: number of micro-batches."""
+    the time of one pass plus half the time that it waits for the messages of a micro-batch. m: number of micro-batches."""
     directions = ([x + passes.waits / 2 for x in times] for times in (passes.forward, passes.backward))
     return sum(sum(times) + (passes.microbatches - 1) * max(times) for times in directions)
 

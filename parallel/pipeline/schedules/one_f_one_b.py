@@ -1,6 +1,6 @@
 """1F1B with p ranks and m micro-batches: after p - 1 - r forward passes F, rank r runs F and a backward pass B in turn.
 
-    rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
+    rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     here p = 2, m = 3, B takes twice as long as F; .. is idle time
     rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) micro-batches in flight on rank r
 
 PipeDream-Flush [2006.09503, section 3.3], DAPPLE [2007.01045].
