@@ -43,7 +43,7 @@ def compute_of(run: Run) -> Compute:
     }
     for key, (got, wrong, fix) in refused.items():
         if wrong:
-            raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, without dropout", fix=fix)
+            raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, one document, no factors, no dropout", fix=fix)
 
     def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
         if op.kind == "product":
