@@ -43,7 +43,8 @@ def compute_of(run: Run) -> Compute:
     }
     for key, (got, wrong, fix) in refused.items():
         if wrong:
-            raise BadInput(key, got=got, needed="a model that its graph describes fully: dense, rotary, without dropout", fix=fix)
+            needed = "a model that its graph describes fully: dense, rotary, one document, no factors, no dropout"
+            raise BadInput(key, got=got, needed=needed, fix=fix)
 
     def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
         if op.kind == "product":
