@@ -37,7 +37,7 @@ from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
 # x: logarithm of the factor that the fit puts on a constant
-# smallest assumed standard deviation of log(predicted / measured): about that over layouts with the right constants
+# smallest assumed standard deviation of log(predicted / measured): about its value over layouts with the right constants
 NOISE = 0.05  # (docs/parallel/planner_time.md)
 PRIOR = math.log(2)  # prior standard deviation of x
 DETERMINED = 0.25  # a constant counts as determined by the steps if the standard deviation of its x is below this
@@ -272,8 +272,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
             raise BadInput(str(path), got=got, needed="a finished run", fix="move it to another folder")
         if not _is_device(cluster.device.name, str(on)):
             needed = f"runs on the devices of --cluster, {cluster.device.name}"
-            fix = "give this run's cluster as --cluster, or move the run to another folder"
-            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix=fix)
+            raise BadInput(str(path), got=f"a run on {on}", needed=needed, fix="give --cluster of this run, or move it to another folder")
         hardware = hardware or on
         if on != hardware:
             raise BadInput(str(path), got=f"a run on {on}", needed=f"runs on {hardware}", fix="move it to another folder")

@@ -24,7 +24,7 @@ def check_lora(run: Run) -> None:
         return
     _check_targets(run)
     works: dict[str, tuple[object, str]] = {
-        "tiling.ffn": (1, "tiles of a matrix would share its A or B, which no tile can gather and free for itself"),
+        "tiling.ffn": (1, "tiles of a matrix would share its LoRA factors, which no tile can gather and free for itself"),
         "train.audit_every": (0, "an audit needs weights that are in the run's own checkpoints"),
     }
     no_adapters = Set("lora.rank", 0)

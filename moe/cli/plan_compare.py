@@ -14,7 +14,7 @@ _GIB = 2**30
 
 def table(names: tuple[str, str], plans: tuple[Planned, Planned]) -> list[str]:
     """Return lines of text: the keys in which the two recipes A and B differ, then a row with A, B and B / A for each predicted quantity.
-    names: of A and B, as printed. plans: the predictions for A and for B, each with one ranked plan."""
+    names: the printed names of A and B. plans: the predictions for A and for B, each with one ranked plan."""
     first, second = (flat(made.runs[0]) for made in plans)
     differ = [key for key, value in first.items() if second[key] != value]
     bests = [made.found.ranked[0] for made in plans]

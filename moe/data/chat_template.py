@@ -5,7 +5,7 @@
     {% endgeneration %}{% endfor %}
 
 Without {% generation %}, an assistant's message is found by rendering twice: first the messages before it with the generation prompt, then
-the same messages and this message, without the prompt. The text that the second rendering adds to the first is the assistant's.
+the same messages and this one, without the prompt. The text that the second rendering adds to the first is the assistant's.
 """
 
 from __future__ import annotations

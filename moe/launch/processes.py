@@ -55,8 +55,8 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait until process `pid`, the `moe train` of this launch, ends; then kill this process, a rank. Without this,
-    launchers and their ranks would outlive `moe train`."""
+    """Wait until process `pid`, the `moe train` of this launch, ends; then kill this process, a rank. Without this, launchers and
+    their ranks would outlive `moe train`."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

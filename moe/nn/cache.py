@@ -3,9 +3,9 @@
     prompt, 4 tokens   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
     next token         core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
-In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. During
-generation, methods of the cache replace attention's `core` (`attend`), cross attention's `products`, and the model's `whole_sequences`
-(`all_places`), which gets flags of document starts.
+In latent attention, latents are cached (moe/nn/latent.py). In cross attention, keys and values are computed once. During generation,
+the cache's methods replace functions of the model: `attend` replaces attention's `core`; `products`, cross attention's `products`;
+`all_places`, the model's `whole_sequences`, which is called with flags of document starts.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ vector.
     core(queries, keys, values) -> out
 
 Tensor parallelism splits q or q_up, kv_up and out by heads. In plain attention (attention.py), the collective before split matrices
-(`enter`) communicates x. Here it communicates c, r and the input of q or q_up as one tensor, which is smaller if queries have a latent too. In text generation
-(`compressed`, section 2.1.2), the latents themselves are the keys and values. kv_up has a part U for a head's keys and a part W for its
-values. With attention weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q, and [ c | r ] is key and value
-of all heads. Without `compressed`, values are padded to the keys' size."""
+(`enter`) communicates x. Here it communicates c, r and the input of q or q_up as one tensor, which is smaller if queries have a latent too.
+In text generation (`compressed`, section 2.1.2), the latents themselves are the keys and values. kv_up has a part U for a
+head's keys and a part W for its values. With attention weights p, q (U c) = (U^T q) c and sum p (W c) = W sum p c. So queries become U^T q,
+and [ c | r ] is key and value of all heads. Without `compressed`, values are padded to the keys' size."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1). With a `fracti
 linear    rate / factor                                                         position interpolation (arXiv 2306.15595)
 ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
 dynamic   ntk with the factor max(1, factor * length / trained_length - (factor - 1))       the same, section 3.3
-llama3    rate for pairs with many rotations in trained_length, rate / factor for pairs with few; in between, linear in their number
+llama3    rate for pairs with many rotations in trained_length, rate / factor for pairs with few; between, linear in the rotations
 yarn      as llama3, but in between linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times
           m(mscale_all)^2, with m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """

@@ -310,7 +310,9 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     dotted, field = ".".join(map(str, place or loc)), field_at(place) if len(place) > 1 else None
     if field is not None and section_of(field) is not None:
         inner = some(section_of(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
-        return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with any of the keys {inner}", fix=f"write {dotted}: {{key: value}}")
+        return BadInput(
+            dotted, got=_shown(error["input"]), needed=f"a section with some of the keys {inner}", fix=f"write {dotted}: {{key: value}}"
+        )
     if error["type"] == "tuple_type":
         example = "[1,2]" if field is None or takes_number(field.annotation) else "[NAME]"
         both = f"write {dotted}: {example} in a file, --{dotted} {example} on the command line"

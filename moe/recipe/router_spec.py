@@ -48,7 +48,7 @@ class RouterSpec(Section, alters="function", off_without="model.moe_every or mod
     hash_table: str | None = key(
         None, "for select hash: JSON file with each token id's experts (moe hash-table writes it); null: a hash of id and layer"
     )
-    mixer_margin: float = key(0.01, "for sparsemixer: experts whose logit is more than twice this fraction below the best are masked", gt=0)
+    mixer_margin: float = key(0.01, "for sparsemixer, m: experts are masked if their logit l < best - 2 m max(|l|, best)", gt=0)
     expert_groups: int = key(1, "for group_limited: number of equal groups of consecutive experts", gt=0)
     top_groups: int = key(1, "for group_limited: number of groups that a token may choose from", gt=0)
     group_score: Literal["two_best", "best"] = key(

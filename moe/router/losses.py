@@ -1,4 +1,5 @@
-"""Losses that keep experts evenly used (z: logits small), as pure functions of a routing, in fp32. Padding does not count: `valid_T` is False for it.
+"""Losses that keep experts evenly used, or logits small (z), as pure functions of a routing, in fp32. Tokens with `valid_T`
+False (padding) do not count.
 
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
@@ -38,7 +39,7 @@ def balance_loss(
     summed: Callable[[Tensor], Tensor] = lambda counts_GE: counts_GE,
 ) -> Tensor:
     """Return the balance loss, scalar fp32, with gradient to `probs_TE` only. With `step`, the shares of choices f_e are the whole step's.
-    `num_groups`: number of groups of consecutive tokens. Result: mean of the groups' losses, weighted by their valid tokens.
+    `num_groups`: number of groups of consecutive tokens. Result: mean of the groups' losses, weighted by their numbers of valid tokens.
 
     `group_T` int64: number of each token's group, if groups have tokens on other ranks too; `summed` sums counts, fp32 [G, E], over these
     ranks. The result is then this rank's part: the loss is the mean of the parts, weighted by the ranks' numbers of valid tokens.

@@ -116,7 +116,7 @@ def first_values(run: Run) -> tuple[Weights, Weights]:
 
 def spread(name: str, shape: tuple[int, ...], model: Model) -> float | None:
     """Return the standard deviation of a tensor's initial values in all cases. It is the trainer's (`sigma_of`), except that LoRA's B does
-    not begin at 0. With B = 0, A would have no gradient in the first step, and a wrong scale of the adapter would change no output."""
+    not begin at 0. With B = 0, A would have no gradient in the first step, and a wrong scale of the adapter would not change its output."""
     return _SIGMA_OF_B if name.endswith((".lora_b", *(f".{w}_b" for w in _EXPERT))) else sigma_of(name, shape, model)
 
 

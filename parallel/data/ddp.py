@@ -31,8 +31,8 @@ class DDP(SummedEarly, Stepped):
     number of micro-batches.
     `working`: None: the model casts weights at each use. Else parameter name -> the dtype to which the engine casts the weight once a step.
     The model then holds the cast weights, and `parameters` has the master weights; all gradients are in the engine's own buckets.
-    `forward`: a module that runs in training instead of `model`: for DP, several replicas in one process (parallel/data/dp.py). With pipeline stages, torch's
-    DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
+    `forward`: a module that runs in training instead of `model`: for DP, several replicas in one process (parallel/data/dp.py). With
+    pipeline stages, torch's DistributedDataParallel is not used: all gradients are in the engine's own buckets."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      F0, B0: forward and backward pass of micro-batch 0
                                                                         A0, G0: its terms of the factors A, G   inv: inversion
 
-A and G are K-FAC's factors: second moments of a linear layer's inputs and of its output gradients.
-Each rank measures its first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
+A and G are K-FAC's factors: second moments of a linear layer's inputs and of its output gradients. Each rank measures its
+first steps and makes its own plan. Work that fits into no bubble runs at the end of a step.
 """
 
 from __future__ import annotations

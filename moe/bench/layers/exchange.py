@@ -5,7 +5,7 @@
     moved experts     skewed routing, real experts; measured before and after `balanced_placement` moves experts between ranks:
                       the largest number of rows on a rank, and the time
 
-A dispatcher fails if a rank sends more or fewer bytes in forward and backward than its formula gives (`traffic`; docs/moe/dispatch.md).
+The command fails if a rank sends more or fewer bytes in forward and backward than the formula gives (`traffic`; docs/moe/dispatch.md).
 Ratios of times are medians over rounds. Ranks are forked gloo processes with one thread each.
 """
 

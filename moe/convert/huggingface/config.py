@@ -109,7 +109,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
     turning = m.rope.turning(head_size) if m.latent.key_rank is None else m.latent_sizes.rotary
     config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope, turning)}
-    if m.rope.scaling == "dynamic":  # here transformers reads the trained length from max_position_embeddings
+    if m.rope.scaling == "dynamic":  # for this kind, transformers reads the trained length from max_position_embeddings
         config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction

@@ -6,8 +6,8 @@ the pre-activations H and G are saved (SonicMoE, arXiv 2512.14080).
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]       dW1, dW3 = X[token]^T dH, dG       db1, db3 = 1^T dH, dG
                dX = total of (dH W1^T + dG W3^T)
 
-Products gather rows as they load them, so there is no permuted copy. `total` sums each token's rows. d: gradient of; dO: gradient of
-out. Gradients of weights and biases have the dtype of the weights and biases.
+Products gather rows as they load them, so there is no permuted copy. `total` sums each token's rows. dX is the gradient of X,
+and dO of out. The gradient of a weight or bias has the dtype of that weight or bias.
 """
 
 from __future__ import annotations

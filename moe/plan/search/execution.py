@@ -27,8 +27,8 @@ from moe.plan.operators.links import Machine
 from moe.plan.search.strategies import Settings
 from parallel.annotations.graph import Graph, Operator
 
-# key of a task: (its kind, number of its operator or edge, number of the part). A SUM, and the JOIN before it, instead have the parameter's
-# index among the inputs of all operators. A JOIN before a FETCH or RETURN has a larger number, one for each edge and direction.
+# key of a task: (its kind, number of its operator or edge, number of the part). For a SUM and the JOIN before it, the second number is the
+# index of the parameter among the inputs of all operators. A JOIN before a FETCH or RETURN has a larger one for its edge and direction.
 Key = tuple[int, int, int]
 FORWARD, BACKWARD, FETCH, RETURN, SUM, JOIN = range(6)  # kinds of tasks. RETURN fetches a gradient; JOIN only waits for several tasks
 FINE_S_PER_BYTE = 1e-9  # penalty: seconds added for each byte above a device's memory, 1 ms a MB as in FlexFlow

@@ -49,7 +49,7 @@ def here(world: World) -> Place:
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Predict memory and time, print and return them; return None if the prediction raises an error. Collective: all ranks decide alike.
-    run: the checked run. asked: the same run with its values `auto`; the error's fix is a change of it. cluster: a cluster file, or None for
+    run: the checked run. asked: the same run with its `auto` values; the error's fix changes it. cluster: a cluster file, or None for
     this machine. Raises BadInput if the run or the token ids of an evaluation are predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2

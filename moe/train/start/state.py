@@ -37,7 +37,7 @@ from parallel.store.checkpoint import Piece
 from parallel.store.stored import Reader, Unreadable, check_same_parameters, finite
 from parallel.watch.outcome import of_all
 
-# A checkpoint names a tensor by its kind and its parameter's name. Kinds: "weight", states such as "exp_avg", FACTOR.format(...), EXTRA
+# A checkpoint names a tensor by its kind and parameter. Kinds: "weight", optimizer states such as "exp_avg", FACTOR.format(...), EXTRA
 FACTOR = "kfac.{}"  # K-FAC's factors and inverses, whose layouts differ from the parameters' layouts
 EXTRA = "buffer"  # routers' selection biases, which are buffers: they have no layout and no optimizer states
 SQUARES = "exp_avg_sq"  # prefix of kinds that are means of squares, which are never negative
@@ -135,8 +135,8 @@ def resume(
 ) -> bool:
     """Load the checkpoint `found` into the engine, `counters` and `scale`. Return False if `found` is None. Collective. data: key of the
     tokenized text, `Dataset.key`. recipe: this run's, as JSON. whole: layouts of the whole model's parameters, if this rank has only some
-    pipeline stages. Raises BadInput, which names the parameter, for a checkpoint of another model. Logs changed recipe keys. resume.py
-    has already refused changes that alter what the model computes."""
+    pipeline stages. Raises BadInput, which names the parameter, for a checkpoint of another model. Logs changed recipe keys. Changes
+    that alter what the model computes have already been refused (resume.py)."""
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # False if moe convert made the checkpoint
@@ -144,7 +144,7 @@ def resume(
     mine, _ = adapters_of(engine.layouts)
     everywhere, _ = adapters_of(whole or engine.layouts)
     kept = _kept(engine, {name: of for name, of in everywhere.items() if not is_frozen(global_name(name), now.train.freeze)})
-    fresh = not begun and not all(found.names(kind) for kind in kept)  # a converted checkpoint that lacks optimizer states: all start at zero
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # converted without some optimizer states: all start at zero
     check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))

@@ -74,7 +74,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     """Yield a pair (runs on one process and on many) for each model and each non-empty subset of the axes in `degrees`. Newer releases
     spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with tp_plan={}, and only if `degrees` has no other
     axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products.
-    pin: many processes replay the router's choices of the one process."""
+    pin: in the run on many processes, tokens get the experts that routers chose on one process."""
     alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:

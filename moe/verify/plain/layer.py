@@ -52,8 +52,8 @@ class Layer:
 
 
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, run: Run, num_experts: int, cast: Cast) -> Layer:
-    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. tokens: which tokens of x are padding, and
-    random draws for each token. num_experts includes skip experts, which return their input, and zero experts, which return 0."""
+    """Run x [T, D] through the MoE layer `name`, such as layers.3, in training. tokens: which tokens of x are padding, and random draws for
+    each token. num_experts includes skip experts, which return their input, and zero experts, which return 0."""
     spec, seen = run.router, wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))

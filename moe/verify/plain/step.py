@@ -67,8 +67,8 @@ class PlainStep:
 
     @torch.no_grad()
     def step(self, parameters: Weights, gradients: Weights, moments: Moments) -> None:
-        """Clip the gradients to the recipe's norm and update the parameters in place. moments: for K-FAC, not for
-        AdamW: each matrix's sums of a a^T and of g g^T over all tokens of this step. a: its input, g: the gradient of its output."""
+        """Clip the gradients to the recipe's norm and update the parameters in place. moments: used only by
+        K-FAC: each matrix's sums of a a^T and of g g^T over the tokens of this step. a: its input, g: the gradient of its output."""
         s = self.settings
         self.steps += 1
         self.kfac.begin_update(moments)

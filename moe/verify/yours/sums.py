@@ -19,7 +19,7 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
     """Align sums of the ranks' values: over ranks with the same samples or, if such sums deviate, over all ranks (as for gradients of
-    tensors that all samples share). Return None if both deviate."""
+    tensors without a dim of samples). Return None if both deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
         apart = len(groups) > 1 and len(together) == 1  # such a sum is over all samples, so it must not align with a part of them

@@ -52,8 +52,8 @@ def interleaved_seconds(passes: PassTimes) -> float:
 
 
 def interleaved_peaks(size: Size) -> tuple[RankPeaks, ...]:
-    """Return the peak activations of each of p ranks. Only the first groups of micro-batches are simulated, because further groups
-    do not change the peaks: at most 2 groups if p divides the number of micro-batches, otherwise at most p + 1 groups."""
+    """Return the peak activations of each of p ranks. They are computed from the first groups of micro-batches, because further groups do
+    not change them: at most 2 groups if p divides the number of micro-batches, otherwise at most p + 1 groups."""
     p, more = size.ranks, size.microbatches % size.ranks
     return _peaks(p, min(size.microbatches, (p + 1) * p + more if more else 2 * p), size.chunks)
 
