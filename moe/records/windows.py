@@ -109,8 +109,8 @@ class _Sums:
             self._kept, self._dropped = self._kept + layer["kept"], self._dropped + layer["dropped"]
         self._z += [layer["z_loss"]] if _number(layer.get("z_loss")) else []
         self._entropy += [layer["entropy"]] if _number(layer.get("entropy")) else []
-        least, largest = layer.get("bias_min"), layer.get("bias_max")
-        self._bias_range += [largest - least] if _number(least) and _number(largest) else []
+        if _number(layer.get("bias_min")) and _number(layer.get("bias_max")):
+            self._bias_range.append(layer["bias_max"] - layer["bias_min"])
 
     def layer(self, number: int) -> Layer:
         echoed = self._squares - self._last  # without the last step, which has no next step to compare with
