@@ -102,7 +102,7 @@ def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -
     """Raise BadInput if simulating a continuous pipeline would take too long. filled: number of batches until it is in steady state."""
     if stages * microbatches * filled <= MOST_ACTIONS:
         return
-    # the fix proposes equal numbers of micro-batches and stages: then two batches fill the pipeline, and the third is measured
+    # with at least as many micro-batches as stages, two batches fill the pipeline, and the third is measured
     most = MOST_ACTIONS // max(3, batches)
     fewer = 2 ** (isqrt(most).bit_length() - 1)
     fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"

@@ -96,7 +96,8 @@ def neighbours(count: int, into: int) -> list[list[int]]:
 
 
 def most_used(load: Sequence[float], into: int) -> list[list[int]]:
-    """Return the `into` experts with the highest load, each as a separate group, in ascending order. Of equal loads, the first wins."""
+    """Return the `into` experts with the highest load, each as a separate group, in order of their indices. Of equal loads,
+    the lower index wins."""
     best = sorted(range(len(load)), key=lambda e: (-load[e], e))[:into]
     return [[e] for e in sorted(best)]
 

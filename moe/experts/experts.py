@@ -57,7 +57,7 @@ class Experts(nn.Module):
     """The experts of this rank: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. If `tiles` is above 1, modules
     in `self.tiles` have chunks of these matrices, and their outputs are summed. `hidden`: this rank's range of the `d_ff` hidden units;
     None: all. `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3; the layer adds the bias after w2 (moe/experts/layer.py).
-    `swiglu`: bounds and slope of that activation. `products`: which operands of matrix products are quantised, a name in PRODUCTS.
+    `swiglu`: alpha, limit and offset of a bounded swiglu. `products`: which operands of matrix products are quantised, a name in PRODUCTS.
 
     The attribute `blocks` has the frozen matrices that are quantised blocks (moe/nn/blocks.py) instead of parameters: name -> (its blocks,
     its layout).

@@ -147,7 +147,7 @@ class MoELayer(nn.Module):
 
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
         """Return (the sum of the weighted losses, scalar fp32, or None in evaluation; the report). `shards`: the ranks that hold other
-        tokens of the groups, or None."""
+        tokens of this rank's groups; None: there are none."""
         if (fused := routing.fused) is not None:
             load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())

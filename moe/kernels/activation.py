@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # kernels run without the packages that read recipes
 
 
 class Activation(NamedTuple):
-    """The last two arguments of `activate`. ffn: name of the activation. swiglu: bounds and slope of swiglu; None: silu(h) * g."""
+    """The last two arguments of `activate`. ffn: name of the activation. swiglu: constants of a bounded swiglu; None: silu(h) * g."""
 
     ffn: str
     swiglu: Swiglu | None = None
@@ -28,7 +28,8 @@ class Activation(NamedTuple):
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
     """Return relu(h), gelu(h) in its tanh form, gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. `hidden` is h, `gate` is g.
-    `swiglu`: bounds and slope of silu(h) * g; with them it is computed in fp32 or wider.
+    `swiglu`: alpha, limit and offset of a bounded swiglu, h sigmoid(alpha h) (g + offset), which is computed in fp32 or wider; None: no
+    bounds.
     """
     if ffn == "relu":
         return F.relu(hidden)

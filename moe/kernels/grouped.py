@@ -131,7 +131,7 @@ def arrange(source_R: Tensor, counts: list[int], network: Network, dtype: torch.
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None)
-    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # first padded row of each expert
+    starts = [b.start + expert * b.each for b in cut for expert in range(b.last - b.first)]  # each expert's first row of the Q rows
     held = [count for b in cut for count in counts[b.first : b.last]]
     ends, device = list(accumulate(held)), source_R.device
     shifts = [start - (end - count) for start, end, count in zip(starts, ends, held, strict=True)]
@@ -205,7 +205,8 @@ class _Network(torch.autograd.Function):
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only x's shape and dtype are used
+            # if weight gradients are deferred, only x's shape and dtype are used here
+            x = grad_y if pending is not None and not euler else _gather(x_ND, rows, b)
             a = _activated(h, g, ctx.activation, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).mT, grad_a)

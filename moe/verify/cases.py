@@ -206,7 +206,7 @@ OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizer
         "data": {"objective": "span_corruption"},
     },
 }
-FEW: dict[str, dict[str, Any]] = {  # one head of keys and values; eight heads
+FEW: dict[str, dict[str, Any]] = {  # fewer heads of keys and values than tp ranks: one; the default two, with eight query heads, for tp=8
     "one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}},
     "eight_heads": {"model": {"num_heads": 8, "d_model": 32, "d_ff": 24}, "router": {"preset": "glam", "min_capacity": 1}},
 }

@@ -126,8 +126,8 @@ def completed(chosen: Choice) -> Choice:
 
 
 def case_of(choice: Choice, *, world: int | None) -> Case:
-    """Return a row's case on `world` ranks. choice: the row, feature -> value. world: None: as many ranks as give dp the degree 2, or ep *
-    etp if this is larger. Raises BadInput if `world` is too small, and Idle if a value of the row has no effect."""
+    """Return a row's case on `world` ranks. choice: the row, feature -> value. world: number of ranks; None: as many as the row
+    needs with dp = max(2, ep * etp). Raises BadInput if `world` is too small, and Idle if a value of the row has no effect."""
     (ep, etp), rows, schedule = PLACES[choice["experts"]], choice["dispatch"], choice["schedule"]
     _check_idle(choice, ep)
     pp, tp = (1 if schedule == "none" else 2), TENSOR[choice["tensor"]]

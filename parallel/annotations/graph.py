@@ -85,9 +85,9 @@ class Edge(NamedTuple):
 @dataclass(frozen=True)
 class Graph:
     """The operators of a forward pass, in the order in which they run.
-    dims: letter -> factor. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read the same
-    parameter (tied embeddings). itemsize: bytes of an element of activations. whole: None if this graph has all layers of the model; else,
-    for each parameter, its number of readers in the graph with all layers."""
+    dims: letter -> its role and size. inputs (tokens, targets), parameters: name of the tensor -> its letters. Several operators may read
+    the same parameter (tied embeddings). itemsize: bytes of an element of activations. whole: None if this graph has all layers of the
+    model; else, for each parameter, its number of readers in the graph with all layers."""
 
     dims: Mapping[str, Dim]
     inputs: Mapping[str, str]

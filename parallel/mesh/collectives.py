@@ -296,7 +296,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis's size must divide the size of dim."""
+    """Forward: sum over the axis and keep this rank's shard of dim. Backward: all_gather. The axis's size must divide the size of dim."""
     return tensor if axis.size == 1 else paired(tensor, axis, scattered_sum, gathered, dim=dim)
 
 

@@ -105,7 +105,8 @@ class Layout:
         return tuple(a for a in self.view if a != "pp" and a not in cut)
 
     def summed_over(self) -> tuple[str, ...]:
-        """Return the axes over which gradients are summed: `copies` without `alike`. Gradients are also summed over `holders`."""
+        """Return the axes over which gradients are summed: their ranks hold the same elements (`copies`) but see different tokens (not
+        `alike`). The sum over the stages in `holders` is a separate one."""
         return tuple(a for a in self.copies() if a not in self.alike)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:

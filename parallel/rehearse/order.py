@@ -54,7 +54,7 @@ class Calls:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context in which messages start together."""
+        """Return a context that records its messages as one batch (`Call.batch`), because one batch_isend_irecv starts them together."""
         self._batches += 1
         self._batch = self._batches
         try:

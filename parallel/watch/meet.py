@@ -120,7 +120,8 @@ def _check_name(host: str, node: str, *, wait_s: float) -> None:
             if time.monotonic() > until or isinstance(error, UnicodeError):
                 got = f"{host}, which {node} cannot resolve ({getattr(error, 'strerror', None) or error})"
                 needed = "a name or address of rank 0's machine that can be resolved"
-                raise BadInput("MASTER_ADDR", got=got, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
+                fix = "set it to an address that `hostname -I` prints on rank 0's machine"
+                raise BadInput("MASTER_ADDR", got=got, needed=needed, fix=fix) from None
         time.sleep(_LOOK_S)
 
 

@@ -135,7 +135,7 @@ WHY: dict[str, str] = {
     **dict.fromkeys(("latent attention has n", "only YaRN scales", "yarn, as in DeepSeek", "rotary_size sets"), _DEEPSEEK),
     "blocks are made of whole matrices": _BLOCKS,
     **dict.fromkeys(
-        ("one replica of each", "would need the blocks", "as their threads end", "replicas copy", "runs all replicas"), _THREADS
+        ("one replica of each", "would need the blocks", "as their threads end", "replicas get copies", "runs all replicas"), _THREADS
     ),
     "experts in blocks stay": "the router is frozen with them, so loads hardly change",
     "a residual network or shared experts": "a residual network is a shared expert whose share is learned",

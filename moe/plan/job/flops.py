@@ -122,7 +122,7 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    # T5: the first layer of encoder or decoder holds the bias that all layers of this half share
+    # T5's bias: in a decoder alone each layer has one; in an encoder-decoder the first layer of each half holds it for the whole half
     has_bias = model.kind == "decoder" or layer in (0, model.decoder_begins)
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and has_bias else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)

@@ -191,7 +191,7 @@ def plan_of(run: Run) -> Plan:
 
 
 def stage_layers(run: Run) -> tuple[int, ...] | None:
-    """Return the number of layers of each stage if the trainer cuts the model by FLOPs; None if pp is 1 or stages outnumber layers."""
+    """Return the number of layers of each stage in the trainer's default cut, by FLOPs; None if pp is 1 or stages outnumber layers."""
     stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
     if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
         return None

@@ -100,9 +100,10 @@ def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
 
 def _of_network(network: Network, stack: Stack, hidden: float, gradient: float) -> float:
     """Temporary bytes in the backward pass of a dense feed-forward network. hidden: bytes of one tensor of the hidden size. gradient: bytes
-    of its largest matrix's gradient. In other programs (`stack.casts` False), this gradient exists at the same time as the activation's
-    gradients (two with a gate). In this project, the last product frees its gradient and its input before the activation's gradients are
-    allocated. With relu the input stays, because relu's gradient needs relu's output."""
+    of the largest weight matrix's gradient. In other programs (`stack.casts` False), this weight gradient exists together with the
+    gradients of the activation's inputs (two with a gate). In this project, the product with w2 frees its weight gradient and its input
+    before the gradients of the activation's inputs are allocated. With relu that input stays: it is relu's output, which relu's gradient
+    needs."""
     if not stack.casts:
         return (2 if network.gated else 1) * hidden + gradient
     return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)

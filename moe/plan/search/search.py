@@ -110,7 +110,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
     2. if result 1 does not fit: with a device's memory as the limit
     3. if search 2 finds nothing, and result 1 does not fit even with recomputation: the same limit, all layers recomputed
 
-    The strategies of the trainer's own plans are added, so that none of these plans is faster than the best solution."""
+    The plans that the trainer can run are added, written as strategies, so the best solution is at least as fast as each of them."""
     machine, folded = runnable.machine, runnable.folded
     share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
     weight = {layer: n * share for layer, n in folded.weight.items()}

@@ -55,7 +55,7 @@ def pipeline_time(
 
     forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients, which are part of `backward`.
     sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: all stages of a rank are equal.
-    how: `least` and `alone` return the lower bound if the schedule has no closed form.
+    how: for a schedule without a closed form, `simulated` simulates it; `least` and `alone` return a lower bound without a simulation.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:

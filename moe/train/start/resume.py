@@ -76,9 +76,10 @@ class Resumed:
 
 
 def _table(found: Reader, run: Run, allowed: Sequence[str], *, where: str) -> tuple[Table | None, list[Change]]:
-    """Return (table token id -> experts for hash routers, or None; list with the table's change, [] without one). The table is the
-    checkpoint's, or the recipe's if the checkpoint `found` has none. If both have one and they differ, the recipe's is taken if `allowed`
-    has router.hash_table; else BadInput is raised. where: name of the checkpoint in the error."""
+    """Return (hash routers' table, changes). The table has the experts of each token id; it is None if the run needs none. It is the one
+    of the checkpoint `found`, or the recipe's if the checkpoint has none. If both have one and they differ, the recipe's is taken, with one
+    Change, if `allowed` has router.hash_table; else BadInput is raised. Otherwise changes is []. where: name of the checkpoint in the
+    error."""
     if (name := hash_table.wanted(run)) is None:
         return None, []
     stored = found.state.get(hash_table.STATE)

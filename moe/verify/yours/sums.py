@@ -29,8 +29,9 @@ def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> lis
 
 
 def by_columns(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align output gradients in which some columns (last dim) are copies and others terms of a sum, such as those of latent attention's
-    projection with shared rotary keys. Return None for other values, and if a column is neither."""
+    """Align output gradients in which each column (last dim) is a copy of the single process's column, or a term of it to be summed over
+    the ranks with the same samples. Example: latent attention's projection with shared rotary keys. Return None if `key` is of another
+    kind, and if a column is neither."""
     aligned = []
     for held in ([(rank, piece) for rank in ranks if (piece := own[rank]) is not None] for ranks in of.readers):
         total = _sum(of, key, held, bound) if key.kind == "output gradient" else None
