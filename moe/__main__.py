@@ -1,4 +1,4 @@
-"""Entry point of the command `moe` and of `python -m moe`. It sets signal handlers first, because importing the command takes a moment."""
+"""Entry point of the command `moe` and of `python -m moe`. Sets signal handlers first, because a signal may arrive during the imports."""
 
 import contextlib
 import signal

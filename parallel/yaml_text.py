@@ -41,7 +41,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def load(text: str) -> Any:
-    """Return the data of a YAML text. Raise one of NOT_YAML if the text is no YAML, has over MOST_VALUES values, or nests over DEEPEST."""
+    """Return the data of a YAML text. Raise one of NOT_YAML if the text is no YAML, has more than MOST_VALUES values, or is
+    nested more than DEEPEST deep."""
     _check_size(text)
     return yaml.load(text, _Loader)
 

@@ -36,9 +36,10 @@ from moe.records.metrics import SUMMARY, read, read_summary
 from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
-# x: logarithm of the factor that the fit puts on a constant
-# smallest assumed standard deviation of log(predicted / measured): about its value over layouts with the right constants
-NOISE = 0.05  # (docs/parallel/planner_time.md)
+# smallest standard deviation of log(predicted / measured) that the fit assumes: even with the right constants, errors of layouts vary by
+# about this much (docs/parallel/planner_time.md)
+NOISE = 0.05
+# x: logarithm of the factor by which the fit multiplies a constant
 PRIOR = math.log(2)  # prior standard deviation of x
 DETERMINED = 0.25  # a constant counts as determined by the steps if the standard deviation of its x is below this
 MOST = math.log(4)  # largest absolute value of x: a factor of 4

@@ -54,7 +54,7 @@ class Row:
 
 
 def main(flags: Doctor, _: dict[str, str]) -> int:
-    """Print the table, and write it to --json. Return exit code 1 if a check failed, or a rule fired."""
+    """Print the table, and write it to --json. Return exit code 1 if a check of the machine failed or, with RUN, if a rule fired."""
     if flags.run_dir is not None:
         refuse({"trace": flags.trace}, got="with a run", needed="a run, or --trace")
         return _run(Path(run_dir(flags.run_dir, "metrics.jsonl")), flags.json)

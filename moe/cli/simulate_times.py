@@ -52,8 +52,8 @@ class Costs(ABC):
         return makespan(schedule, self.cost(schedule), **self._messages(schedule))
 
     def period(self, schedule: Schedule, batches: int) -> float:
-        """Return the time that one more batch adds after `batches` batches. schedule: one batch, at the end of which the pipeline is
-        empty."""
+        """Return the time that one more batch adds in a long run. schedule: one batch, at the end of which the pipeline is empty. batches:
+        largest number of further batches to simulate, if no steady state is reached before."""
         return drained_period(schedule, self.cost(schedule), batches=batches, **self._messages(schedule))
 
     def _messages(self, schedule: Schedule) -> dict[str, Any]:

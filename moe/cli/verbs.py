@@ -61,7 +61,7 @@ class Verify:
     --compare ONE MANY: compare two recorded steps of any PyTorch program. --peer NAME: compare another project's parallel layouts."""
 
     many: str | None = _word("with --compare ONE: folder with the record (moe.verify.record) of the same step on several ranks", None)
-    compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print the differences of MANY")
+    compare: str | None = _flag("folder ONE with the record of a step of your own program on one process: print how MANY differs from it")
     peer: str | None = _flag(
         "compare another project's step on several ranks with its step on one: transformers, deepspeed, torch, torchtitan, megatron_core"
     )
@@ -249,7 +249,7 @@ class Convert:
     method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
         "dense to experts: copy (default), granular, noise, drop; to fewer experts: merge, prune"
     )
-    share: float | None = _flag("for noise: share of the weights; for drop: share of the hidden units; 0.5 by default")
+    share: float | None = _flag("for noise: share of the weights that get noise; for drop: share of the hidden units drawn anew; 0.5 by default")
     scale: float | None = _flag("for noise: its size in standard deviations of each matrix; 0.01 by default")
     weights: Literal["uniform", "load"] | None = _flag("for merge: how experts are weighted in the average; uniform by default")
     load: Path | None = _flag(

@@ -87,8 +87,8 @@ class Document(NamedTuple):
 
 class Survey(NamedTuple):
     """Counts over an entire corpus: `documents` with text, `skipped` ones without text, kinds of files, and remarks on files. `split`: the
-    unit that is assigned to train or validation: file, line, or document (files, lines and rows mixed). With position, every document is
-    cut: its first part is for training, its last for validation."""
+    unit that is assigned to train or validation: file, line, or document (files, lines and rows mixed). It is position if one side would
+    be empty: then every document is cut, its first part for training, its last for validation."""
 
     split: Literal["file", "line", "document", "position"]
     documents: int

@@ -70,7 +70,7 @@ def is_table(name: str) -> bool:
 
 def saved_files(path: Path, names: Sequence[str]) -> list[str]:
     """Return the files to read among the `names` in a folder: all, or only the ones in state.json if the package `datasets` saved the
-    folder. Raises BadInput for several saved datasets, and for one with missing files."""
+    folder. Raises BadInput if saved datasets are in subfolders, and for a saved dataset with missing files."""
     saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
     saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
     if not saved:
@@ -133,7 +133,7 @@ def decoding(path: Path, encoding: str) -> Iterator[None]:
 def lines(path: Path, encoding: str = UTF_8) -> Iterator[bytes]:
     """Yield a file's lines as UTF-8 bytes. Raises BadInput for a line of a compressed file that exceeds the limit of a document and, if
     `encoding` is not UTF-8, for a line that cannot be decoded."""
-    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1  # of bytes; in another encoding than UTF-8, of characters
+    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1  # in bytes, or in characters if not UTF-8; -1: no limit
     with opened(path) as file, decoding(path, encoding):
         source = file if encoding == UTF_8 else io.TextIOWrapper(file, encoding=encoding, newline="\n")
         while line := source.readline(limit):

@@ -191,8 +191,8 @@ def _length(name: str, side: Any) -> int | None:
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     """Return a sample as ids [max_length + 1] int64, padded with PADDING. An id that is not predicted becomes -101 - id, which is below 0.
-    `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of
-    the vocabulary, of which one is predicted."""
+    `what`: the sample's name in error messages. Raises BadInput unless the sample has 2 to max_length + 1 ids of the vocabulary,
+    and at least one after the first is predicted."""
     columns = columns_of(sample, what)
     count = len(columns[IDS])
     if not 2 <= count <= max_length + 1:

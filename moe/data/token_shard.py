@@ -36,7 +36,7 @@ class TokenShard:
 
     A part is stored as [sequences, columns]. `columns`, ascending, are the rank's positions and, for the targets, the position after each.
     In an encoder-decoder, the first `source` of `positions` are the encoder's input and have no targets. `axes`: mesh axes whose ranks
-    together read every token once, so losses, counts and loads are summed over these axes.
+    together read every token once, so losses, counts and the experts' loads are summed over these.
     """
 
     num_sequences: int

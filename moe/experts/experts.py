@@ -187,7 +187,8 @@ class Experts(nn.Module):
             return summed(self.tiles, x, one_tile)
         network, kernels = self._network(weights), self.kernels
         if network.adapters or self.blocks:
-            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"  # first product of a shape (moe/kernels/grouped.py)
+            # the first product of each new shape takes much longer than later ones (moe/kernels/grouped.py), so counts are rounded up to 32
+            new_shapes_are_slow = x.dtype.itemsize == 2 and x.device.type == "cpu"
             kernels = ByProduct(kernels, partial(_with_adapters, network, self.scale), unit=32 if new_shapes_are_slow else 1)
         if isinstance(counts, Routed):
             out: Tensor = kernels.routed_ffn(x, counts.gate_TK, counts.plan, network, dropped_RF=dropped_RF)

@@ -106,7 +106,7 @@ class MoELayer(nn.Module):
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Exchange = Local()
         self.reporting = True  # False in text generation: for one token, the report takes as long as a matrix product
-        self.spread: Spread | None = None  # set if tp ranks divide the tokens, or if ranks hold parts of a group of tokens
+        self.spread: Spread | None = None  # set if tp ranks divide the tokens, or if sp ranks share a sequence
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD, (batch, length) = x_BLD.flatten(0, 1), x_BLD.shape[:2]
@@ -146,8 +146,8 @@ class MoELayer(nn.Module):
         return y_TD, report
 
     def _measured(self, routing: Routing, context: Context, shards: Shards | None) -> tuple[Tensor | None, LayerReport]:
-        """Return (the sum of the weighted losses, scalar fp32, or None in evaluation; the report). `shards`: the ranks that hold other
-        tokens of this rank's groups; None: there are none."""
+        """Return (the sum of the weighted losses, scalar fp32, or None in evaluation; the report). `shards`: how ranks share the
+        groups of tokens that have a capacity or a balance loss in common; None: this rank has whole groups."""
         if (fused := routing.fused) is not None:
             load_E, (kept, dropped) = fused.counts[:-2], fused.counts[-2:]
             return fused.loss if self.training else None, LayerReport(self.layer, load_E, kept, dropped, *fused.means.unbind())
@@ -216,8 +216,8 @@ def _run_on_scaled_inputs(dispatcher: Exchange, x_TD: Tensor, routing: Routing, 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context, shards: Shards | None) -> dict[str, Tensor]:
     """Return loss name -> fp32 scalar over the spec's balance_scope, not yet multiplied by the loss's weight; 0 for a loss that is not
-    computed. Without context.whole_step, the micro-batch counts as the global batch. Collective if groups have tokens on several ranks
-    (`shards`).
+    computed. Without context.whole_step, the micro-batch counts as the global batch. Collective if ranks share groups of
+    tokens (`shards`).
     """
     num_experts, none = routing.probs_TE.shape[1], routing.probs_TE.new_zeros(())
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]

@@ -35,7 +35,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 32  # up to this number of rows of all experts together, one product with more padding is cheaper than several products
 _BLOCK_BYTES = 3 * 2**20  # a block's fp32 scratch memory per thread: fits into a core's cache, and is small compared with the gradients
 
-# saved for the backward pass, of all Q rows: (gates, dropout factors, pre-activations h (relu: relu(h) instead) and g)
+# tensors of all Q rows, saved for the backward pass: (gates, dropout factors, h = x w1 + b1 (relu: relu(h) instead), g = x w3 + b3)
 _Kept = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 Factors = tuple["Block", Tensor, Tensor, Tensor | None]  # (block, activation A, gradient of h, gradient of g), for weight gradients
 

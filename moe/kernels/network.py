@@ -23,7 +23,7 @@ from moe.kernels.rows import Plan
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's inputs and outputs
 
 Matrices = tuple[Tensor, Tensor, Tensor | None]  # w1, w2, w3
-Counts = list[int] | Tensor  # number of rows of each expert; a tensor, int64 [E] on the rows' device, if the host need not know it
+Counts = list[int] | Tensor  # number of rows of each expert; a tensor, int64 [E] on the rows' device, if the host need not know the numbers
 Times = Callable[[str, Tensor, Tensor, list[int]], Tensor]  # ("w1", rows [R, I], matrices [E, I, O], rows of each expert) -> [R, O]
 
 

@@ -49,8 +49,10 @@ def persistent_product(
     TURNED: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute out[r] = a[r] w[e] [+ a_too[r] w_too[e]] for each row r of expert e, by any number of programs. tiles: for each row tile
-    (expert, first row, end of the expert's rows). used [1]: number of row tiles that have rows. Other arguments are as for `product` in
-    gemm.py. A row block may include rows of the next expert, whose sums are not stored. Beyond a tensor's end, TMA loads zeros."""
+    (expert, first row, end of the expert's rows). used [1]: number of row tiles that have rows. w[e] is [inner, columns], in memory
+    [columns, inner] if TURNED. EVEN: BLOCK_N divides columns. GROUP: number of row tiles that are computed together, column by
+    column, to reuse the L2 cache. A row block may include rows of the next expert, whose sums are not stored. Beyond a tensor's end, TMA
+    loads zeros."""
     rows_first = tl.make_tensor_descriptor(a, [R, inner], [inner, 1], [BLOCK_M, BLOCK_K])
     matrices_first = _matrices(w, E, inner, columns, TURNED, BLOCK_N, BLOCK_K)
     if a_too is not None:
@@ -78,7 +80,8 @@ def persistent_product(
 
 
 def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
-    """Multiply each row of 16-bit numbers by its expert's matrix, as `product` of network.py does. Raise BadInput for a GPU without TMA."""
+    """Multiply each row of 16-bit numbers by its expert's matrix: a w [+ a_too w_too], [R, O]. w is [E, I, O], or [E, O, I] if `turned`.
+    Raise BadInput for a GPU without TMA."""
     if not has_tma(a.device):
         fix = Set("it", "triton")
         raise BadInput(

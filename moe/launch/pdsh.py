@@ -35,7 +35,8 @@ def passed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def of_file(path: Path) -> dict[str, str]:
     """Read a file of NAME=VALUE lines, such as DeepSpeed's .deepspeed_env. Return {name: value, quoted for the remote shell}.
-    A value may be in the shell's quotes. `$HOME` and other variables are expanded on the other machine. Raises BadInput for other lines."""
+    A value may be in the shell's quotes. `$HOME` and other variables are expanded on the other machine. Empty lines and comments are
+    skipped; any other line raises BadInput."""
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(errors="surrogateescape").splitlines(), 1):
         name, equals, value = (part.strip() for part in line.strip().removeprefix("export ").partition("="))

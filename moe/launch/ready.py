@@ -33,7 +33,7 @@ from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
 from parallel.process.libc import die_with
 
-# longest waits: for the process ids of forked ranks, for the leader's exit code, and between two checks of a signal
+# longest waits for a message: with the process ids of forked ranks, with the leader's exit code, and between two calls of no_more()
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # modules that a rank imports only when training begins (torch's optimizers import the compiler, and rank 0 imports TensorBoard)
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")

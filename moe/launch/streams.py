@@ -1,7 +1,7 @@
 """Copies a rank's output to the rank's log. Output that cannot be written is discarded, so that the run continues, for example after a
 terminal was closed, or after Ctrl-C has ended tee in `moe train ... | tee log`.
 
-    <run folder>/logs/rank-<n>.log     what rank n printed, attempts one after another, and the stack of a crash (faulthandler)
+    <run folder>/logs/rank-<n>.log     what rank n printed each time it was started, and the stack of a crash (faulthandler)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def log_of(out: Path, rank: int) -> Path:
 
 @dataclass
 class Log:
-    """A rank's log of one attempt. kept: whether the attempt's lines stay in the file."""
+    """A rank's log of one attempt (start of its process). kept: whether the attempt's lines stay in the file after its end."""
 
     kept: bool = True
 

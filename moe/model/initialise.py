@@ -20,7 +20,7 @@ from parallel.mesh.layout import Box, Layout, stored
 from parallel.mesh.mesh import Degrees, Mesh
 from parallel.numerics.first_values import key_of_tensor, truncated_normal
 
-SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # (global name, unsharded shape, model) -> sigma, as `sigma_of`
+SigmaOf = Callable[[str, tuple[int, ...], sections.Model], float | None]  # (global name, unsharded shape, model) -> sigma; None: all 1
 
 
 class FirstValues:

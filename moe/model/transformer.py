@@ -7,8 +7,8 @@ An encoder-decoder (T5, arXiv 1910.10683) has the encoder's blocks first. A sequ
     x = embedding of the encoder's tokens  -> encoder's blocks -> norm -> s          encoder and decoder: one position bias each
     y = embedding of the decoder's tokens  -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
-Pipeline stages send one tensor, which has x (or s), then y. If sequences are sharded, a rank has a shard of the encoder's tokens, then a
-shard of the decoder's.
+The division by sqrt(D) is only for tied embeddings. Pipeline stages send one tensor, which has x (or s), then y. If sequences are
+sharded, a rank has a shard of the encoder's tokens, then a shard of the decoder's.
 
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside.
 """

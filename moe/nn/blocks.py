@@ -2,7 +2,7 @@
 
     MXFP4   packed uint8 [..., G, 16]: 2 elements of 4 bits a byte, the low bits first; scales uint8 [..., G]: an exponent for 32 elements
             element = FP4[4 bits] * 2 ** (scale - 127)
-    FP8     values fp8 e4m3 [M, N]; factors fp32 [M / m, N / n], rounded up: a factor for each block of m x n elements
+    FP8     values fp8 e4m3 [M, N]; factors fp32 [ceil(M / m), ceil(N / n)]: one factor for each block of m x n elements
             element = fp8 * factor, rounded to bf16
 
 `Blocks` holds a stack of experts' matrices in such blocks, or a linear layer's matrix as a stack of one. `put` encodes a matrix so that
@@ -26,7 +26,7 @@ from moe.recipe.shapes import FP8_BLOCK, MXFP4_BLOCK
 
 Form = Literal["mxfp4", "fp8"]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of E2M1, by the low 3 bits; the fourth bit is the sign
-_AT_ONCE, _SAMPLE = 8, 16  # in encoding fp8: number of blocks at a time; a block's factor is first computed from each 16th element
+_AT_ONCE, _SAMPLE = 8, 16  # in encoding fp8: number of blocks at a time; first, a block's factor is computed from every _SAMPLE-th element
 _LARGEST = (448, 416, 384, 352, 320, 288, 256, 240)  # the largest fp8 e4m3 number with each of the 8 significands
 
 
@@ -142,7 +142,7 @@ def _blocks_to_fp8(block_NS: Tensor) -> tuple[Tensor, Tensor]:
     """Return (fp8 values as uint8, factor) of each block. Each number in _LARGEST is tried as the fp8 value of the block's largest element.
     Almost always a sample of the elements determines the factor; if not, all elements do."""
     value_NS, factor_N = torch.zeros_like(block_NS, dtype=torch.uint8), torch.ones(len(block_NS), device=block_NS.device)
-    left = block_NS.any(1).nonzero().flatten()  # blocks without a factor
+    left = block_NS.any(1).nonzero().flatten()  # indices of blocks whose factor is not yet known
     for every in (_SAMPLE, 1):
         for largest in _LARGEST:
             if len(left):
@@ -174,8 +174,8 @@ def _fitted(block_NS: Tensor, largest: int, every: int) -> tuple[Tensor, Tensor,
 
 
 def _factors(block_NS: Tensor, value_NS: Tensor) -> tuple[Tensor, ...]:
-    """Return candidates for each block's factor: the middle of the interval that its bf16 elements allow, and the next numbers in fp32.
-    Both arguments are magnitudes."""
+    """Return candidates for each block's factor: the middle of the interval that its bf16 elements allow, and the fp32 numbers just
+    below and above it. Both arguments are magnitudes."""
     bits = block_NS.view(torch.int32)
     half = (bits & 0x7F800000).view(torch.float32) * 2.0**-8  # half of the distance to the next number in bf16
     below = torch.where(bits & 0x7FFFFF == 0, half / 2, half)

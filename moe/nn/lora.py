@@ -38,8 +38,8 @@ TARGETS = {
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Give each matrix of the targets adapters B and A of rank `lora.rank`; with lora.rank 0, none. Must be called before initial values
-    are set."""
+    """Add adapters B and A of rank `lora.rank` to each matrix that `lora.targets` names; with lora.rank 0, to none. Must be called before
+    initial values are set."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -70,8 +70,8 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: for
-    W [out, in], B [out, r] and A [r, in]; for the experts' W [E, in, out], their adapters [E, in, r] and [E, r, out]."""
+    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B [out, r]
+    and A [r, in] if W is [out, in]; the experts' adapters [E, in, r] and [E, r, out] if W is a stack [E, in, out]."""
     wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 

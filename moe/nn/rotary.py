@@ -5,8 +5,8 @@ A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1). With a `fracti
 linear    rate / factor                                                         position interpolation (arXiv 2306.15595)
 ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
 dynamic   ntk with the factor max(1, factor * length / trained_length - (factor - 1))       the same, section 3.3
-llama3    rate for pairs with many rotations in trained_length, rate / factor for pairs with few; between, linear in the rotations
-yarn      as llama3, but in between linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times
+llama3    rate for pairs with many rotations in trained_length, rate / factor for pairs with few; else a mix, linear in the rotations
+yarn      as llama3, but the mix is linear in the pair's index; cos and sin times m(mscale) / m(mscale_all), and logits times
           m(mscale_all)^2, with m(s) = 0.1 s ln(factor) + 1 (arXiv 2309.00071, section 3.2 and eq. 22; DeepSeek-V2's code)
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe.recipe import sections
 
-# B batch, L length, H heads, C channels of a head (in cosines, sines and rates: pairs)
+# B batch, L length, H heads, C channels of a head (in names of cosines, sines, angles and rates: channel pairs)
 
 DEFAULT = sections.Rope()
 
@@ -81,7 +81,7 @@ def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:
-    """Return the rotation at these positions for heads with `channels` rotary channels. `Context.for_all_layers` shares the result."""
+    """Return the rotation at these positions for heads with `channels` rotary channels. All layers of a forward pass share it."""
     angle_LC = position_L.float().unsqueeze(1) * rates(rope, channels, device=position_L.device)
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:

@@ -5,7 +5,7 @@
     record.experts[3]                                                   layer 3: int32 [2, 8, K]; -1: token not routed on this rank
     model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new policy: same experts, gates from its own logits
 
-The key is a token's position in the whole batch, so a record can be replayed with another layout and other micro-batches.
+Experts are stored by a token's position in the whole batch, so a record can be replayed with another layout and other micro-batches.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
-# (log-probabilities of targets [B, L], function: tensor of this rank's own tokens -> tensor of these targets' tokens) -> summed loss
+# (log-probabilities of targets [B, L], function that arranges a tensor [B, own L] of this rank's tokens as those targets) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
@@ -247,8 +247,8 @@ def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
     """Return scores [2, N] of one tile: log-sum-exp of each token's logits, and its target's logit. `first`: index of the tile's first row.
-    `cap`: bound of the logits, or None. The backward pass computes the logits again, in `chunks` chunks of tokens. `product` may contain
-    collectives."""
+    `cap`: bound of the logits; None: unbounded. The backward pass computes the logits again, in `chunks` chunks of tokens. `product` may
+    contain collectives."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
@@ -258,7 +258,7 @@ def _recomputed_scores(
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
     """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it).
-    `row_N`: index of the target among these logits. `here_N`: whether the target is among them. `cap`: bound of the logits, or None."""
+    `row_N`: index of the target among these logits. `here_N`: whether the target is among them. `cap`: bound of the logits; None: unbounded."""
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 

@@ -64,8 +64,8 @@ def build(
     run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None, spread: SigmaOf | None = None
 ) -> tuple[Transformer, dict[str, Layout]]:
     """Return (this rank's shards of the model, parameter's name -> layout). Collective. `table`: a checkpoint's table of experts for hash
-    routers; None: the recipe's file is read. spread: standard deviations of initial values (FirstValues). Raises BadInput if the compute
-    dtype is `auto`, if the table does not fit the recipe, or if a user's router is wrong (`check_own`).
+    routers; None: the recipe's file is read. spread: computes standard deviations of initial values (FirstValues). Raises BadInput if the
+    compute dtype is `auto`, if the table does not fit the recipe, or if a user's router is wrong (`check_own`).
     """
     if run.precision.compute not in DTYPES:
         fix = "call settle_precision first, as train() does, or set bf16"

@@ -91,8 +91,8 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
 
 
 def _exchange(run: Run, mesh: Mesh, order: Order, attention: Attention | LatentAttention, label: str, *, cross: bool = False) -> None:
-    """Give an attention layer a core that communicates between ranks. In cross attention, `order` is the order of the queries. label: name
-    of the layer's process groups."""
+    """Give an attention layer a core that communicates between ranks. In cross attention, `order` is the order of the queries. label: the
+    layer's name in error messages about collectives."""
     kind = run.sequence.named
     make = kind.make if order.causal else kind.open_make or kind.make
     method = make(mesh.axis("sp_ring", label=label), replace(order, inner=1), attention.window)

@@ -14,8 +14,9 @@ from parallel.numerics.precision import DTYPES
 
 
 def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
-    """Return a dict for each parameter on `rank`: name, style, sharded dims -> axes, tile, shapes of the whole and of the shard, axes over
-    which it is replicated, axes over which its gradient is summed, and bytes before ZeRO or FSDP."""
+    """Return a dict for each parameter on `rank`. cut: sharded dim -> axes that shard it. tile: such as "1 of 4", None if there are no
+    tiles. whole, here: shapes of the parameter and of the rank's shard. copies: axes over which the shard is replicated. summed_over: axes
+    over which its gradient is summed. bytes: size of the shard before ZeRO or FSDP."""
     mesh = Mesh.of(run.mesh_degrees(), rank)
     model, plan, layouts = laid_out(run, mesh)
     size = DTYPES[run.precision.master].itemsize

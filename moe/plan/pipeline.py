@@ -178,8 +178,8 @@ def described(run: Run) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, and the costs of one micro-batch on it. parameters: number of parameters. forward, backward: FLOPs of the two passes, the
-    backward pass with recomputation. weights: the FLOPs in `backward` for gradients of weights (action W). held: bytes of activations kept
+    """A stage, and the costs of one micro-batch on it. parameters: number of parameters. forward, backward: FLOPs of the two passes;
+    `backward` includes recomputation. weights: the FLOPs in `backward` for gradients of weights (action W). held: bytes of activations kept
     until the backward pass. crossing: bytes of the output that is sent to the next stage; the output's gradient has equally many."""
 
     layers: range

@@ -98,7 +98,7 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
         raise BadInput(key, got=value, needed=f"a name that {module} has", fix=fix)
     part = getattr(found, name)
     if not callable(part):
-        raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} one")
+        raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} a function or class")
     if arguments is not None:
         _check_arguments(key, value, part, arguments)
     return part

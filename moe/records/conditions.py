@@ -24,7 +24,7 @@ from moe.router.methods.catalog import method_of
 LASTING = 3  # number of windows, the last ones of the run so far, that must all show a condition
 QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of steps, in which a new router may be uneven
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
-MOVED = 0.25  # windows count once learning rates sum to this share of the initial weights' size: an AdamW step moves weights by about lr
+MOVED = 0.25  # windows count once the sum of learning rates is this share of the initial weights' std: AdamW moves a weight by ~lr a step
 CROWDED = 0.75  # a layer (k of E experts a token) is crowded if busiest load / fair share - 1 exceeds this share of its maximum, E / k - 1,
 TWICE = 2.0  # and the busiest load exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # an expert with a smaller load / fair share is dead: it hardly learns; share of dead experts for an alarm
@@ -32,7 +32,7 @@ BETTER = 0.9  # an uneven load that has fallen to this share of its first value 
 DROPPED = 0.5  # alarm above this share of dropped choices: more are lost than computed
 SATURATED = 100.0  # mean square of logsumexp(logits): logits of 10, where bf16 numbers are 0.06 apart and softmax hardly has a gradient
 CERTAIN = 0.01  # entropy / ln E of a router that is certain of every token: its softmax hardly has a gradient
-ECHO, UNEVEN = -0.25, 0.5  # loads swing if deviations from the fair share correlate with the next step's by <= ECHO, with RMS >= UNEVEN
+ECHO, UNEVEN = -0.25, 0.5  # loads swing if deviations from the fair share have correlation <= ECHO with the next step's, and RMS >= UNEVEN
 SCORES = 1.0  # softmax and sigmoid scores are between 0 and 1: an expert whose bias is this much below another's is never chosen before it
 GROWN = 1.1  # biases drift if their range is above this many times its first value: a converted model may begin with a large range
 ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
@@ -41,7 +41,7 @@ BEYOND = 10.0  # a learning rate above this many times the initial weights' size
 NO_INFORMATION = 0.05  # a loss below this, in nats a token, is too low for real text, which has at least 0.5 nats a byte
 
 After = Literal["start", "warm-up", "training"]
-Shown = tuple[float, str] | None  # (measured value, sentence) if a window shows the condition
+Shown = tuple[float, str] | None  # (measured value, sentence about it) if a window shows the condition; else None
 
 
 def lasting(

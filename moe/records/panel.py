@@ -144,7 +144,8 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (label, text) about the loss scale and skipped steps; ("", "") if there are none. s: the latest step's line."""
+    """Return (label, text) about the loss scale and skipped steps; ("", "") if the scale is 1 or unknown and
+    no step was skipped. s: the latest step's line."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
     if known(scale) and scale != 1:

@@ -46,8 +46,8 @@ class Restart:
         return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
 
     def continues(self, out: Path) -> bool:
-        """Return whether the restarted run is the run in folder `out`: True if the first record there was written at `since` or later, or
-        if there is none, because the previous attempt ended before its first record. An older record is from another run."""
+        """Return whether the restarted run is the run in folder `out`: True if the folder's first record was written at `since` or later;
+        an older record is from another run. True also without a record, because the previous attempt may have ended before its first."""
         first = first_time(out / METRICS)
         return first is None or first >= self.since
 
@@ -61,7 +61,7 @@ def _parent_began() -> float:
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
     """Return fields for the event `resumed`: number and seconds of the recorded steps after `step`, which will be repeated, and new totals.
-    Call it before `cut_after`, which removes these steps. restart: the restart by `moe train --restarts` or torchrun, or None."""
+    Call it before `cut_after`, which removes these steps. restart: by `moe train --restarts` or torchrun; None: by the user."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)

@@ -27,8 +27,8 @@ MOST, MIN_STEPS = 40, 5  # largest number of windows in a run, and smallest numb
 class Layer:
     """Means of one MoE layer over a window. load_E: load / fair share, for each expert. uneven: root mean square of (load / fair share - 1)
     over experts and single steps. echo: correlation of this deviation with the next step's, from -1 (loads alternate between high and low)
-    to 1. dropped: share of choices. z_loss, entropy: of the router's softmax. bias_range: largest minus least selection bias, NaN if
-    unknown."""
+    to 1. dropped: dropped choices / all choices of experts. z_loss: mean squared log-sum-exp of the router's logits. entropy: of its
+    softmax. bias_range: largest minus least selection bias, NaN if unknown."""
 
     layer: int
     load_E: Array
@@ -132,8 +132,8 @@ def window_length(steps: int) -> int:
 
 
 def windows_of(lines: Sequence[Mapping[str, Any]], steps: int) -> list[Window]:
-    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. If the last lines do not fill a
-    window, they form a shorter one; they are left out if they fill less than half a window."""
+    """Return the windows of a run's lines of metrics.jsonl. steps: number of steps of the whole run. Lines that remain at the end form a
+    shorter window if they fill at least half of one; otherwise they are left out."""
     size, by_step = window_length(steps), {line["step"]: line for line in lines if line.get("kind", "train") == "train"}
     found, filling = list[Window](), Filling()
     for number, step in enumerate(sorted(by_step), start=1):

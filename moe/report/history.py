@@ -51,7 +51,7 @@ class History:
 
     @property
     def in_nats(self) -> bool:
-        """Whether losses are in nats per token. Values of a user's own train.loss are not, and their evaluations lack bits per byte."""
+        """Whether losses are in nats per token. Values of a user's own train.loss are not; evaluations then lack bits per byte."""
         return all("bits_per_byte" in line for line in self.evals)
 
     @property

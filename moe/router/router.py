@@ -80,8 +80,8 @@ class Router(nn.Module):
     @in_region("route")
     def forward(self, x_TD: Tensor, *, sequence_tokens: int | None, context: Context, shards: Shards | None = None) -> Routing:
         """Route the tokens x_TD [T, D], one sequence after another. `sequence_tokens`: number of tokens of a whole sequence; None: all
-        tokens are one group. `shards`: the ranks that hold other tokens of these sequences, if any. Raises BadInput if router.group does
-        not divide a micro-batch's number of sequences in training."""
+        tokens are one group. `shards`: the ranks over which the tokens of these sequences are distributed; None: this rank has whole
+        sequences. Raises BadInput if router.group does not divide a micro-batch's number of sequences in training."""
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
         if self._fuses(logits_TE, context, shards, sequence_tokens):
@@ -120,9 +120,9 @@ class Router(nn.Module):
 
     def _fused(self, logits_TE: Tensor, shards: Shards | None, *, sequence_tokens: int | None, context: Context) -> Routing:
         """Route by one kernel. `_decide` chooses the experts instead if a record gives them, or if experts have a capacity and the kernel
-        cannot assign the slots: router.drop is not position, or K > 1, ranks share groups, and router.queue is not choices_first. A
-        recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`). `sequence_tokens`: tokens
-        of a sequence."""
+        cannot assign the slots. It cannot if router.drop is not position, nor if ranks share groups, K > 1 and router.queue is not
+        choices_first. A recomputation reuses the experts of the first pass. Collective if ranks share groups of tokens (`shards`).
+        `sequence_tokens`: tokens of a sequence."""
         from moe.kernels.triton.router import Given, Together
 
         spec, route, made_now, known = self.spec, _kernel(self.kernels, "route", logits_TE), list["Fused"](), list["Together"]()
@@ -266,9 +266,9 @@ class Router(nn.Module):
         slots: int | None,
         priority_TK: Tensor | None = None,
     ) -> Tensor:
-        """Return the active choices that get a slot: bool [T, K]. `active_TK`: choices that need one; None: all. `shards`: the ranks that
-        hold other tokens of the groups, or None. `slots`: number of an expert's slots in a group; None: no limit. `priority_TK`: see
-        `kept_choices`."""
+        """Return the active choices that get a slot: bool [T, K]. `active_TK`: choices that need one; None: all. `shards`: the ranks over
+        which tokens of a group are distributed; None: this rank has whole groups. `slots`: number of an
+        expert's slots in a group; None: no limit. `priority_TK`: see `kept_choices`."""
         if shards is not None and slots is not None:
             whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
             expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]

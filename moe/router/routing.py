@@ -12,7 +12,7 @@ from moe.router.methods.method import Chosen
 if TYPE_CHECKING:
     from moe.kernels.triton.router import Fused
 
-# T tokens, E experts, K choices, G groups
+# T tokens, E experts, K choices, G groups of tokens that share capacity or a balance loss
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Decision:
 class Routing:
     """One layer's routing of T tokens. Fields that are not described here are as in Decision. `expert_TK` int64: the chosen experts.
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool: False for padding, whose choices
-    are neither kept nor counted; None: no padding. `counted_TK` bool: False for unused choices. `chance_TE` fp32: each expert's
-    probability of being chosen, None without a load loss. `fused`: results of the fused router kernel, with losses and counts (probs_TE
-    then has no gradient); None: no fused kernel was used.
+    are neither kept nor counted; None: no padding. `counted_TK` bool: False for unused entries, if a token has fewer
+    than K choices. `chance_TE` fp32: each expert's probability of being chosen, None without a load loss. `fused`: results of the fused
+    router kernel, with losses and counts (probs_TE then has no gradient); None: no fused kernel was used.
     """
 
     expert_TK: Tensor

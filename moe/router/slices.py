@@ -1,7 +1,7 @@
 """Token groups, for routing and its losses, that lie on several ranks of sp and tp. The ranks exchange what a decision or loss needs to
 know about the whole group:
 
-    balance loss               sum of each expert's choices    the rest is a mean over each rank's own tokens
+    balance loss               sum of each expert's choices    each rank then takes a mean over its own tokens
     slots                      all-gather of chosen experts    each rank assigns slots to all tokens, and keeps its own tokens' slots
     expert choice, sinkhorn    all-gather of logits            each rank decides for all tokens, and keeps its tokens' decisions
 

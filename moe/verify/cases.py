@@ -141,7 +141,7 @@ AHEAD: dict[str, dict[str, Any]] = {  # multi-token prediction of two more token
         "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
     },
 }  # fmt: skip
-OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizers; frozen weights; LoRA; packed documents for T5
+OTHER: dict[str, dict[str, Any]] = {  # models for one feature each, such as an optimizer other than AdamW, frozen weights or LoRA
     "olmoe": {
         "optimizer": LINEAR,
         "model": {"qk_norm": "whole", "qkv_bias": True, "out_bias": True, "attention_sinks": True},
@@ -206,7 +206,8 @@ OTHER: dict[str, dict[str, Any]] = {  # QK norms over all heads; other optimizer
         "data": {"objective": "span_corruption"},
     },
 }
-FEW: dict[str, dict[str, Any]] = {  # fewer heads of keys and values than tp ranks: one; the default two, with eight query heads, for tp=8
+# models with fewer key-value heads than tp ranks: one head, or the usual two, with eight query heads so that tp=8 can split the queries
+FEW: dict[str, dict[str, Any]] = {
     "one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}},
     "eight_heads": {"model": {"num_heads": 8, "d_model": 32, "d_ff": 24}, "router": {"preset": "glam", "min_capacity": 1}},
 }
@@ -265,8 +266,8 @@ class Case:
     slices: int = 0  # reference: attention is merged from this number of sequence slices (moe/verify/in_parts.py); 0: torch's attention
     length: int = LENGTH  # tokens of a sequence
     batch: int = BATCH  # sequences of a step
-    kernels: str = "cpu"  # experts.kernels
-    casts: str = "use"  # precision.casts
+    kernels: str = "cpu"  # value of the recipe's key experts.kernels
+    casts: str = "use"  # value of the recipe's key precision.casts
     recipe: str | None = None  # path of a user's recipe; the case trains a small version of its model (moe/verify/small.py)
     values: str | None = None  # JSON of a recipe that runs unchanged, with its own sizes and layout (`as_written`)
     steps: int = 0  # number of steps; 0 means ten

@@ -49,8 +49,8 @@ DRAWS, MOST_DRAWS = 5, 32  # smallest and largest number of runs with random rou
 
 def twin_of(case: Case) -> Case:
     """Return the reference case, which one process computes. In 16 bits it also has the splits of `case` (micro-batches, tp and sp ranks),
-    which only affect the tolerance; a case with `values` has none. With PipeDream or 2BW it also has the pipeline, which determines the age
-    of the weights."""
+    which only affect the tolerance; it has none of them if `case` has `values` (a recipe that runs unchanged). With PipeDream or 2BW it
+    also has the pipeline, which determines the age of the weights."""
     if case.values is not None:
         return case if case.delayed else alone(case)
     twin = Case(case.model, PLAIN, 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
@@ -110,7 +110,7 @@ def own_order(case: Case) -> Case:
     batches = case.dp * case.microbatches * replicas * case.grid.sequences
     cut = replace(one, microbatches=batches, head_tiles=case.head_tiles, chunks=case.chunks)
     if case.tensor in LINES:
-        whole = case.run().optimizer.kind == "adafactor"  # which refuses tiles
+        whole = case.run().optimizer.kind == "adafactor"  # it refuses tiles
         cut = replace(cut, parts=case.tp, head_tiles=1 if whole else case.head_tiles * case.tp)
     cut = replace(cut, blocks=case.grid.columns)
     return replace(cut, slices=case.sp, attention=case.attention) if case.sp > 1 else cut

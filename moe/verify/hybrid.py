@@ -46,7 +46,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "sequence": ("none", "zigzag", "ulysses"),
     "data": (*planned(), "fsdp+kept"),  # fsdp+kept: FSDP with sharding.reshard false
     "experts": ("ep2", "ep4", "ep2 etp2"),
-    "sequences": ("1", "3"),  # number of sequences in a micro-batch of a data-parallel rank, or of one row of its tp grid
+    "sequences": ("1", "3"),  # sequences of a data-parallel rank's micro-batch; with a grid of tp ranks: of each grid row's share of it
 }
 
 

@@ -198,7 +198,8 @@ def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
 
 
 def _reports(numbers: Numbers) -> dict[str, Tensor]:
-    """Return name of a router -> its four losses, number of choices with a slot, and choices per expert, as `_report` in twin.py does."""
+    """Return a dict: name of a router -> [5 + E]: balance, importance, load and z loss, number of choices with a slot, choices of each
+    expert. The plain twin reports the same figures (`_report` in twin.py)."""
 
     def row(n: LayerNumbers) -> Tensor:
         return torch.tensor([n.balance_loss, n.importance_loss, n.load_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)

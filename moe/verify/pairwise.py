@@ -61,7 +61,7 @@ def cover(
 ) -> Covering:
     """Choose rows that contain every pair that is not refused. complete(values): returns the simplest row with these values. refuse(row):
     returns the error with which the row is refused, or None. A pair is refused if the simplest row with it is refused. If several values
-    add equally many new pairs, a row gets the value that the fewest rows have. For factors in `first_of`, it gets the first value listed.
+    add equally many new pairs, a row gets the value that the fewest rows have; for a factor in `first_of`, the factor's first such value.
     """
     reason_of: dict[tuple[str, ...], BadInput | None] = {}
 

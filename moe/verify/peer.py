@@ -66,7 +66,7 @@ def main(
         if degree not in (2, 4):
             needed = "2 or 4, which divide the tiny models' 4 samples, heads and experts"
             raise BadInput(f"--{name}", got=degree, needed=needed, fix=f"--{name} 2")
-    torch.set_num_threads(1)  # ranks are forked from this process
+    torch.set_num_threads(1)  # for each rank, too: ranks are forked from this process
     models = _models(model, adapter, peer, pin)
     pairs = list(adapter.pairs(models, known, pin))
     idle = [name for name in models if name not in {pair.model for pair in pairs}]
@@ -96,7 +96,8 @@ def main(
 
 
 def _rows(pairs: list[Pair], home: Path, timeout_s: float) -> Iterator[Row]:
-    """Run the pairs and yield their rows. `passed` is None for a pair that did not run."""
+    """Run the pairs and yield their rows. `equal`, `differ`: numbers of values within and beyond their bounds. `open`: number of values
+    that are not compared. `passed`: None for a pair that did not run."""
     failed: dict[str, str] = {}
     for pair in pairs:
         one, many = home / pair.model / "one", home / pair.model / pair.layout.replace(" ", "-")

@@ -106,7 +106,8 @@ def main(
 
 
 def _nproc_on(device: str | None, nproc: int | None) -> int:
-    """Return the largest number of processes. Raises BadInput for an unknown device, and for more processes than GPUs."""
+    """Return the largest number of processes of a layout: `nproc`, by default 2, or 1 on a single GPU. Raises BadInput for an unknown
+    device, and for more processes than GPUs."""
     if device not in (None, *ALONE):
         raise BadInput("--device", got=device, needed=f"one of {', '.join(ALONE)}", fix="--device cuda")
     if device != "cuda":

@@ -4,11 +4,11 @@
     backward    gradient <--enter-- partial sums <--compute-- whole gradient of the result <--leave-- gradient of the tensor
 
 A tensor has one sharding between operators and may have another inside an operator. "enter": the collectives (resharding.py) from the
-sharding between operators to the sharding inside; "leave": the reverse. A sharded factor (letter of the operator's rule) that the output
-lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient partial sums. For example, a weight
-lacks the batch (data parallelism), and the input of a column-parallel layer lacks the hidden units (the all-reduce f in Megatron-LM's
-backward pass). If several operators read a tensor with the same sharding, its "enter" runs once. Sources: GSPMD (arXiv 2105.04663), section
-4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
+sharding between operators to the sharding inside; "leave": the reverse. A factor is a letter of an operator's einsum rule ("bld,df->blf").
+A sharded factor that the output lacks makes the result partial sums. A sharded factor that an input lacks makes this input's gradient
+partial sums. For example, a weight lacks the batch (data parallelism), and the input of a column-parallel layer lacks the hidden units (the
+all-reduce f in Megatron-LM's backward pass). If several operators read a tensor with the same sharding, its "enter" runs once. Sources:
+GSPMD (arXiv 2105.04663), section 4; Mesh-TensorFlow (arXiv 1811.02084), section 4.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from parallel.annotations.graph import Graph, Operator
 from parallel.annotations.resharding import Axes, Sharding, Sizes, Step, num_parts, reshard, sent_by
 
-Cuts = Mapping[str, Axes]  # sharding of one operator: letter of a factor -> mesh axes that shard it, major first
+Cuts = Mapping[str, Axes]  # sharding of one operator: factor (a letter of its rule) -> mesh axes that shard it, major first
 STATISTIC_BYTES = 8  # statistics of a norm or a loss for one position: two numbers in fp32
 
 
@@ -43,7 +43,7 @@ class Conflict(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Sharding of one operator. cuts: letter of a factor -> mesh axes that shard it. needs: for each input, the sharding in which the
+    """Sharding of one operator. cuts: factor (a letter) -> mesh axes that shard it. needs: for each input, the sharding in which the
     operator reads it. made: sharding of its result, perhaps partial sums.
     gives: for each input, the sharding of the gradient that the operator computes; None: the input has no gradient."""
 
@@ -182,7 +182,7 @@ def indices(graph: Graph) -> frozenset[str]:
 
 def needed(cuts: Cuts, letters: str) -> tuple[Axes, ...]:
     """Return for each dim of a tensor with these letters the mesh axes that shard it inside an operator. cuts: the operator's sharding,
-    letter of a factor -> mesh axes."""
+    factor (a letter) -> mesh axes."""
     return tuple(cuts.get(letter, ()) for letter in letters)
 
 
@@ -193,7 +193,7 @@ def shares(cuts: Cuts, letters: str, *, but: str = "") -> Axes:
 
 
 def work_of(op: Operator, cuts: Cuts, constant: frozenset[str]) -> Work:
-    """Return the Work of an operator. cuts: letter of a factor -> mesh axes that shard it. constant: names of tensors that have no
+    """Return the Work of an operator. cuts: factor (a letter) -> mesh axes that shard it. constant: names of tensors that have no
     gradient."""
     return Work(
         op,

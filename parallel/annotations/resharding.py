@@ -56,7 +56,8 @@ class Sharding:
 @dataclass(frozen=True)
 class Step:
     """One collective or slice over one mesh axis. sent: bytes that a rank sends.
-    source: dim that is sharded over the axis only before the step, or None. target: dim that is sharded over it only after, or None."""
+    source: dim that is sharded over the axis before the step and not after; None if there is none, as for an all_reduce. target: dim that
+    is sharded over it after the step and not before; None if there is none."""
 
     kind: Kind
     axis: str

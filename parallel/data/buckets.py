@@ -23,7 +23,8 @@ from parallel.mesh.gradients import Bucket, StartedSum, buckets_of, data_axis, s
 from parallel.mesh.layout import Layouts
 from parallel.mesh.mesh import Mesh
 
-# largest number of unfinished sums: at most 256 MiB of copied gradients (an fp32 gradient larger than a bucket is summed without a copy)
+# largest number of buckets with unfinished sums. Their copies of gradients take at most 256 MiB: an fp32 gradient larger than a bucket is
+# summed without a copy
 _MOST_STARTED = 8
 
 
@@ -46,7 +47,7 @@ class Buckets:
         trained = [name for name in names if self.parameters[name].requires_grad]
         self.expected.update(trained)
         elements = {name: self.parameters[name].numel() for name in reversed(trained)}
-        place = {name: number for number, name in enumerate(elements)}  # order of the parameters in the backward pass
+        place = {name: number for number, name in enumerate(elements)}  # position in the expected order of gradients
         found = buckets_of(elements, lambda name: data_axis(self.layouts[name], self.mesh))
         self.coming.extend(sorted(found, key=lambda bucket: place[bucket.names[-1]]))
 

@@ -1,7 +1,7 @@
 """The interface between the trainer and every kind of data parallelism (an engine).
 
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over ranks with copies
-    owned_gradients()      --clip----->   step(lr, factor=...)      or      drop_gradients()
+    owned_gradients()      --clip----->   step(lr, factor=...), or drop_gradients() if the step is skipped
 
 Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert gets tokens of its whole ep group. Its
 gradient needs no correction factor, because summed gradients do not depend on ep.
@@ -24,7 +24,8 @@ from parallel.numerics.weight_gradient import PendingGradients
 from parallel.watch.audit import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # optimizer states of AdamW
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or name of an optimizer state, box: a slice for each dim) -> its values
+# (parameter, "weight" or name of an optimizer state, box: a slice for each dim of this rank's tensor- or expert-parallel shard) -> values
+Load = Callable[[str, str, Box], Tensor]
 Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
 StateDims = Mapping[str, int | None]  # optimizer state -> dim of the parameter that it is averaged over (Adafactor); None: not averaged
 

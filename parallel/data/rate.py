@@ -14,8 +14,8 @@ def at_rate(
     lr: float, factor: float, optimizer: torch.optim.Optimizer, *, weights: Iterable[Tensor], grads: Iterable[Tensor] = ()
 ) -> Iterator[None]:
     """Return a context in which optimizer.step() updates `weights` with learning rate `lr` and with the gradients times `factor`. torch's
-    fused AdamW divides gradients by `grad_scale` (fp32) when it reads them. In all other cases the gradients `grads` are multiplied in
-    place."""
+    fused AdamW divides gradients by its `grad_scale` (1 / factor, in fp32) when it reads them. For other optimizers, and for fp64 weights,
+    the gradients `grads` are multiplied in place."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     first = next(iter(weights), None)

@@ -34,7 +34,7 @@ class StageSums:
             self.groups += module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.of = {names[id(param.sharded_param)]: group for group in self.groups for param in group.fsdp_params}
-        model.set_is_last_backward(False)  # a backward pass does not wait for sums: `finish` does
+        model.set_is_last_backward(False)  # a backward pass does not wait for its reduce-scatters: `finish` does
         if once:
             # all units' scatters run at the same time, each from an input buffer, which replaces the unit's gradients in memory
             model.set_reduce_scatter_max_input_buffers(max(1, len(self.groups)))

@@ -301,7 +301,7 @@ def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Forward: concatenate the ranks' shards along dim. Backward: keep this rank's shard of the gradient, which is equal on all ranks."""
+    """Forward: concatenate the ranks' shards along dim. Backward: all ranks have the same gradient; keep this rank's shard of it."""
     return tensor if axis.size == 1 else paired(tensor, axis, gathered, _own_shard, dim=dim)
 
 

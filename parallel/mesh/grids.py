@@ -27,7 +27,7 @@ SMALLEST = {"2d": 4, "2.5d": 8, "3d": 8}  # smallest number of ranks of each kin
 
 @dataclass(frozen=True)
 class Grid:
-    """Arrangement of the ranks of tp as depth x rows x columns. kind: value of tensor.kind, or "sliced" or "copied" (top of this file). If
+    """Arrangement of the ranks of tp as depth x rows x columns. kind: value of tensor.kind, or "sliced" (top of this file). If
     the kind has no grid, `rows` is the number of ranks."""
 
     kind: str

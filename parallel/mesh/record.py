@@ -48,10 +48,10 @@ Splits = list[int] | None  # number of rows (indices of dim 0) to, or from, each
 class Lane:
     """The collectives that this rank has announced in one group of ranks.
 
-    name: of the group's axis. ranks: the group's ranks. index: this rank's index among them. number: how many collectives. chain: hash of
-    all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and received so far, in the formula at
-    the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for each rank j of the group h_ij (for
-    rows sent to j) and h_ji (for rows received from j)."""
+    name: the group's axis. ranks: the group's ranks. index: this rank's index among them. number: count of announced collectives. chain:
+    hash of all of them, in order. last: the last 512 of them, newest last. splits: checksum of the rows sent and received so far, in the
+    formula at the top of this file. Coefficients of the formula: weight is w_i - w_(i-1). out and back have for each rank j of
+    the group h_ij (for rows sent to j) and h_ji (for rows received from j)."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], index: int) -> None:
         self.name, self.ranks, self.number, self.chain, self.splits = name, ranks, 0, 0, 0

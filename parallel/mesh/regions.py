@@ -24,7 +24,7 @@ _NONE: AbstractContextManager[None] = nullcontext()
 
 
 def region(name: str) -> AbstractContextManager[object]:
-    """Return a context that is a region of this name in the profiler's trace."""
+    """Return a context manager that marks the operations of its block as a region of this name in the profiler's trace."""
     return record_function(PREFIX + name) if _profiler_enabled() else _NONE  # type: ignore[no-untyped-call]
 
 

@@ -2,7 +2,7 @@
 
     device    dtype         kernel                                                channels of a head
     CPU       any           _scaled_dot_product_flash_attention_for_cpu           any
-    CUDA      fp16, bf16    _scaled_dot_product_flash_attention, from sm_80       to 192, 225 to 256
+    CUDA      fp16, bf16    _scaled_dot_product_flash_attention, from sm_80       up to 192, 225 to 256
     otherwise               none: plain operations (softmax.py)
 
 Keys and values may have fewer heads than queries. The backward kernels take the output and log-sum-exp of all blocks, merged.

@@ -41,7 +41,7 @@ class PendingGradients:
         return (tuple(w if w.is_leaf else w._base for w in weights) for weights, _ in self._entries)  # type: ignore[misc]
 
     def split(self, key: Callable[[Tensor], int]) -> dict[int, PendingGradients]:
-        """Move the deferred functions to one PendingGradients for each value of key(first weight of the function)."""
+        """Return a dict: key -> PendingGradients. Each deferred function moves from this object to the entry key(its first weight)."""
         parts: dict[int, PendingGradients] = {}
         for (first, *_), entry in zip(self.weights(), self._entries, strict=True):
             parts.setdefault(key(first), PendingGradients())._entries.append(entry)

@@ -73,8 +73,8 @@ class Given(Rule):
         return made
 
     def kept(self, name: str, num_dims: int) -> StateDims:
-        """Return a parameter's optimizer states: name -> None, because each has the parameter's shape. Raises BadInput if checkpoints
-        cannot save or load them."""
+        """Return a dict with a key for each optimizer state of a parameter: the state's name. All values are None, because each state has
+        the parameter's shape. Raises BadInput if checkpoints cannot save or load these states."""
         if (name, num_dims) not in self._kept:
             self._kept[name, num_dims] = self._tried(name, num_dims)
         return self._kept[name, num_dims]

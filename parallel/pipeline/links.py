@@ -126,8 +126,8 @@ class Links:
             record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _release(self, message: Message) -> None:
-        """Called when `message` has arrived: free the tensors that this rank sent to the source of `message`, and that the source received
-        before it sent `message`. Their transfers have ended, so waiting for them takes little time."""
+        """Free the tensors that this rank sent to the source of `message`, and that the source received before it sent `message`.
+        Their transfers have ended, because `message` has arrived, so waiting for them takes little time."""
         sent_at, sent = self._traffic.sent_at[message], self.sent[message.source]
         while sent and sent[0][0] <= sent_at:
             sent.popleft()[1].wait()

@@ -18,7 +18,8 @@ import torch
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Return a context in which torch is deterministic, if `asked`. It changes settings of the whole process, and restores them."""
+    """Return a context in which torch is deterministic; if not `asked`, it changes nothing. It changes torch's settings for the whole
+    process, and restores them at its end. CUBLAS_WORKSPACE_CONFIG stays set."""
     if not asked:
         yield
         return

@@ -212,8 +212,8 @@ def _last_resort_s() -> float:
 
 
 def _communicator(world: World) -> Communicator:
-    """Make a new mesh's communicator. With `--debug-collectives` (MOE_DEBUG_COLLECTIVES), the ranks of each collective compare it before it
-    runs."""
+    """Make a new mesh's communicator. With `--debug-collectives` (MOE_DEBUG_COLLECTIVES), ranks compare their descriptions of each
+    collective before it runs."""
     asked, watching = os.environ.get(DEBUG), watchdog.current()
     record = None if watching is None else watching.record
     if not asked or not dist.is_initialized():

@@ -54,7 +54,7 @@ class Calls:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Return a context that records its messages as one batch (`Call.batch`), because one batch_isend_irecv starts them together."""
+        """Within this context, record messages as one batch (`Call.batch`), because one batch_isend_irecv starts them together."""
         self._batches += 1
         self._batch = self._batches
         try:
@@ -109,7 +109,8 @@ def _of_messages(of_rank: Mapping[int, Sequence[Call]], named: Callable[[int], s
 
 
 def _messages(calls: Sequence[Call], rank: int, peer: int) -> Iterator[list[tuple[tuple[int, str], Call]]]:
-    """Yield the messages between the two ranks, each as ((source, content), call): a sorted list for each batch that starts together."""
+    """Yield a sorted list for each batch of messages between the two ranks that start together. Its entries are ((source, content), call).
+    A message outside of a batch has a list of its own."""
     mine = [call for call in calls if call.peer == peer]
     numbered = [(call.batch or -n, ((rank if call.name == "send" else peer, call.said), call)) for n, call in enumerate(mine, 1)]
     for _, batch in groupby(numbered, key=lambda both: both[0]):

@@ -100,8 +100,8 @@ class Balanced(Method):
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
         """Start to send this rank's keys or queries to the rank `step` places ahead, which computes with them at this step, and to receive
-        this rank's inputs from the rank `step` places behind. keys, queries: the tensors to send if that rank computes with this rank's
-        keys, or with its queries."""
+        this rank's inputs from the rank `step` places behind. keys: this rank's tensors to send if the rank ahead computes its own queries
+        with them. queries: those to send if it computes this rank's queries with its own keys."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)

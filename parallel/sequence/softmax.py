@@ -116,7 +116,7 @@ class Gradients(NamedTuple):
 
 
 def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
-    """Return the Partial with which a merge starts, in fp32 or wider: output 0, log-sum-exp -inf, or the sink's logit with sinks."""
+    """Return the Partial with which a merge starts, in fp32 or wider: output 0, log-sum-exp -inf or, with attention sinks, their logits."""
     wide = sum_dtype(q_BHLC.dtype)
     lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
     if sink_H is not None:
@@ -167,8 +167,8 @@ def attend_backward(
     keys: Tokens,
     bias: Bias | None = None,
 ) -> Gradients:
-    """Return a block's gradients. `whole`: the merged result of all blocks of these queries; its `out_BHLC` has q's dtype. The other
-    arguments are those of `attend`."""
+    """Return a block's gradients. `grad_BHLC`: gradient of the merged output. `whole`: the merged result of all blocks of these queries;
+    its `out_BHLC` has q's dtype. The other arguments are those of `attend`."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
     if (fused := _fused(q_BHLC, queries, keys, bias)) is not None:

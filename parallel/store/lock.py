@@ -26,7 +26,7 @@ HELD = "MOE_LOCKED_FOLDER"
 _SIGNED = "process "  # first word of a lock file
 _TRIES, _POLL_S = 50, 0.01  # tries, and seconds between them, while another process makes or removes the folder
 _GONE = (errno.ENOENT, errno.ESTALE)
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links or wait for pipes
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK  # flags to open a lock file, which may be any file of a user: follow no link, wait for no pipe
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class TensorFile:
         return out
 
     def not_finite(self) -> str | None:
-        """Return the key of the first tensor with a value that is not finite, or None. Reads CHECKED_BYTES at a time."""
+        """Return the key of the first tensor with a value that is not finite; None if all are finite. Reads CHECKED_BYTES at a time."""
         buffer = torch.empty(CHECKED_BYTES, dtype=torch.uint8)
         raw = memoryview(buffer.numpy())  # type: ignore[arg-type]
         with self.path.open("rb", buffering=0) as file:

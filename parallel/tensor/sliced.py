@@ -4,7 +4,7 @@
     before attention or MLP (`enter`)       gather the shards                       sum gradients over ranks, keep this rank's shard
     after it (`leave`)                      sum over ranks, keep this rank's shard  gather the gradient's shards
 
-A MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).
+An MoE layer needs neither: it routes each rank's own tokens (moe/experts/spread.py).
 
 Costs: docs/parallel/tensor_slices.md. Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 """

@@ -1,1 +1,1 @@
-"""Detects hangs and silent data corruption, and raises an error of one rank on every rank."""
+"""Detects hangs and silent data corruption. If one rank raises an error, all ranks raise it."""

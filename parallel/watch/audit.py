@@ -119,7 +119,7 @@ def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Findin
 
 
 def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find tensors that changed on a rank although nothing wrote to them. A copy that did not change on another rank is intact. before,
+    """Find tensors that changed on a rank although nothing wrote to them. Copies on other ranks that did not change count as intact. before,
     prints: earlier and present `fingerprints(held)`. Collective."""
     changed, found, alone = before != prints, [], set(range(len(held)))
     for axis, numbers in _together(held, mesh):

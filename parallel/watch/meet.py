@@ -110,7 +110,7 @@ def unfit(devices: Sequence[str]) -> dict[str, str]:
 
 
 def _check_name(host: str, node: str, *, wait_s: float) -> None:
-    """Raise BadInput if a host name has no address. torch would print its C++ stack again and again until its time limit."""
+    """Raise BadInput if `host` has no address after `wait_s`. torch would print its C++ stack again and again until its time limit."""
     until = time.monotonic() + wait_s
     while True:
         try:

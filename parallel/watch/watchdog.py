@@ -368,7 +368,8 @@ def ended_by(error: BaseException) -> Ended | None:
 
 
 def prints_line() -> bool | None:
-    """Return whether this rank prints the watchdog's diagnosis. None if the watchdog did not end the run, or on a single rank."""
+    """Return whether this rank prints the watchdog's diagnosis. None if there is none: the watchdog did not end the run, or this process
+    has no watchdog, as in a run on one rank."""
     return None if _of_process is None or _of_process.line is None else _of_process.prints
 
 

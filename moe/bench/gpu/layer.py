@@ -2,7 +2,8 @@
 
 The least time of a kernel, its bound, is the longer of two: its FLOPs / the rate of a large matrix product, and the bytes that it must
 read and write / the rate of a copy. `share` is this bound / the measured time. T tokens, K choices, R = T K rows, D model, F hidden,
-E experts, b bytes an element. With swiglu, H = X W1, G = X W3, A = silu(H) G, O is the layer's output, and d marks a gradient:
+E experts, b bytes an element. With swiglu, H = X W1, G = X W3, A = silu(H) G. O is the layer's output, `gate` the router's weight of a row,
+and d marks a gradient:
 
     kernel     computes                               FLOPs       bytes
     up         H, G, A from X[token]                  4 R D F     (T D + 2 E D F + 3 R F) b

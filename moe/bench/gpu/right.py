@@ -26,7 +26,7 @@ from moe.router.losses import balance_loss, z_loss
 
 # dtype -> largest relative error in the 2-norm. fp32: sums are in another order. 16 bits: twice the unit roundoff of 2^-8 or 2^-11.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-# whether the device is a GPU -> (T, E, D, F)
+# whether the device is a GPU -> the sizes (T, E, D, F) that are compared
 SIZES = {True: ((257, 5, 264, 328), (1024, 8, 512, 1024), (333, 16, 200, 136)), False: ((21, 3, 36, 28),)}
 NETWORKS = ("relu", "gelu", "geglu", "swiglu")
 LOADS = ("even", "drops", "one takes all", "empty experts")  # how choices are spread over experts; drops: some are dropped

@@ -141,8 +141,8 @@ def _all_reduce_seconds(axis: Axis) -> float:
 
 
 def _simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, reduction: float) -> Timeline:
-    """Simulate the schedule. actions[rank]["F0"]: seconds of an action. transfer: seconds of a message. reduction: seconds of a gradient's
-    all-reduce."""
+    """Simulate the schedule. actions: for each rank, action ("F0": forward pass of stage 0) -> seconds. transfer: seconds of a message.
+    reduction: seconds of a gradient's all-reduce."""
 
     def cost(rank: int, action: Action) -> float:
         return reduction if action.op is Op.S else actions[rank][f"{action.op}{action.stage}"]

@@ -35,7 +35,7 @@ BATCH, LENGTH, LAYERS = 2, 256, 2
 WIDTHS = {128: 4, 512: 8}  # width of the model -> number of heads; there are half as many key-value heads
 WITHIN = 1e-4  # relative tolerance of outputs and gradients: implementations sum in different orders in fp32
 
-RACES = (
+RACES = (  # Race(name, implementation, the one that it is compared with, largest allowed ratio of seconds; None: no limit)
     Race("1d over dtensor", "1d", "dtensor", 1.0),
     Race("1d over torch's styles", "1d", "torch", 1.0),
     Race("dtensor over torch's styles", "dtensor", "torch", None),

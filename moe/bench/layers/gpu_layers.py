@@ -98,7 +98,8 @@ def megablocks(case: LayerCase, ffn: str) -> Pass:
 
 
 def _output_first(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the case's weights (w1 [E, F, D], w3 [E, F, D] or None, w2 [E, D, F]), each with its output dim before its input dim."""
+    """Return the case's weights (w1 [E, F, D], w3 [E, F, D], w2 [E, D, F]), each with its output dim before its input dim. w3 is None if
+    the network is not gated."""
     w1_EDF, w2_EFD, w3_EDF = stack(case, ffn)
     w3_EFD = None if w3_EDF is None else w3_EDF.detach().transpose(1, 2)
     return w1_EDF.detach().transpose(1, 2), w3_EFD, w2_EFD.detach().transpose(1, 2)

@@ -40,12 +40,12 @@ from parallel.process.extensions import missing_for_nvme
 from parallel.process.fork import run_on_ranks
 from parallel.process.libc import give_freed_memory_back
 
-TOLERANCE = 0.05
+TOLERANCE = 0.05  # largest allowed difference between measured bytes and the formula, as a fraction of the formula
 KINDS = (
     *("ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
     *("zero2+cpu", "zero3+cpu", "zero3+cpu-all", "zero3+nvme", "zero3+nvme-all"),
 )
-LENGTH = 7
+LENGTH = 7  # tokens of a sequence
 
 
 @dataclass(frozen=True)

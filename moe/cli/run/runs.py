@@ -1,4 +1,4 @@
-"""Functions of the verbs verify, generate, eval, report and convert."""
+"""Runs `moe verify`, `moe generate`, `moe eval`, `moe report` and `moe convert`: checks their flags, and calls the code behind them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     MXFP4 (GPT-OSS)     key_blocks uint8 [E, N, G, 16] and key_scales uint8 [E, N, G]: E experts, N outputs, G groups of 32 inputs. The
                         tensor `key` is read as bf16 [E, 32 G, N], as transformers stores it
-    FP8 (DeepSeek-V3)   key fp8 e4m3 [rows, columns] and key_scale_inv fp32 [rows / m, columns / n], rounded up: a factor for each block
-                        of m x n elements
+    FP8 (DeepSeek-V3)   key fp8 e4m3 [rows, columns] and key_scale_inv fp32 [ceil(rows / m), ceil(columns / n)]: one factor for each
+                        block of m x n elements
 
 `quantization_config` in config.json names the format.
 """
@@ -61,7 +61,7 @@ class Mxfp4:
         return experts, groups * MXFP4_BLOCK, out
 
     def read(self, box: Box) -> Tensor:
-        """Return a region of the stack; only its blocks are read from the file. `box`: a slice for each of E, in and out."""
+        """Return a region of the stack. Reads only the blocks that overlap it. `box`: a slice for each of E, in and out."""
         experts, rows, columns = box
         groups = slice(rows.start // MXFP4_BLOCK, -(-rows.stop // MXFP4_BLOCK))
         packed = self.blocks.read((experts, columns, groups, slice(0, MXFP4_BLOCK // 2)))

@@ -229,7 +229,8 @@ def _take_along(source: Path, into: Path) -> None:
 
 def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
     """Convert the run `source` to a transformers folder `out`. Return lines to print. Raises BadInput before the folder exists. `dtype`:
-    dtype of the written weights, a key of DTYPES (parallel/numerics/precision.py); None: as in the imported files, else as in the run."""
+    dtype of the written weights, a key of DTYPES (parallel/numerics/precision.py); None: that of the files from which the model was
+    imported, or of the run's checkpoint if no such files are known."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)

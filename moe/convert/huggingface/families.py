@@ -186,7 +186,7 @@ class Family:
 
     `must`: key of config.json -> its only supported values. `latent`: multi-head latent attention. `picks_layers`: decoder_sparse_step and
     mlp_only_layers choose the layers with experts. `leading`: the first layers are dense, and experts may be in groups. `halves`: the
-    model has an encoder and a decoder. If none of these three is set, experts are in all layers. `base`, `turning`: defaults of
+    model has an encoder and a decoder. Without picks_layers, leading and halves, experts are in all layers. `base`, `turning`: defaults of
     rope_theta and partial_rotary_factor; `turning` None: all channels are rotated.
     """
 

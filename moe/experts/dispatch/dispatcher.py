@@ -65,7 +65,7 @@ class Dispatcher(ABC):
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks into which a rank's experts are cut."""
+        """Return the number of chunks into which a rank's experts are divided. Rows are sent chunk by chunk."""
         return 1
 
     def check(self, *, ranks: int, held: int) -> None:  # noqa: B027  not abstract: most dispatchers refuse nothing

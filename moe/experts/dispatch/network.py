@@ -63,8 +63,8 @@ def compute(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """Apply the experts to rows [R, D], sorted by expert. Return the results in the same order and dtype. `counts_E`: number of rows of
-    each expert; with several etp ranks, the host waits for these numbers, unless they are an `Arrived`. `weights`: the chunk of experts to
-    apply; None: all experts of this rank. `position_R`: for dropout, the index of each row's token among the step's tokens.
+    each expert. With several etp ranks, the host waits for these numbers; an `Arrived` already has them on the host. `weights`: the chunk
+    of experts to apply; None: all experts of this rank. `position_R`: for dropout, the index of each row's token among the step's tokens.
     """
     arrived = counts_E if isinstance(counts_E, Arrived) else Arrived.of(counts_E, etp)
     if etp.size == 1:

@@ -1,5 +1,5 @@
-"""Sends rows (a token's vector, once for each chosen expert) to the ranks that hold their experts, and the results back. All rows are sent
-in one step, or each rank's experts are cut into chunks, with a step for each chunk.
+"""Sends rows (a token's vector, once for each chosen expert) to the ranks that hold their experts, and the results back. Each rank's
+experts are cut into one or several chunks, and the rows of each chunk are sent in a step of their own.
 
 x_TD --permute--> rows sorted by chunk, rank, expert --exchange over ep, reorder--> rows of this rank's experts, by expert
 y_TD <--combine-- results in the same order          <--inverse, exchange---------- their results
@@ -102,7 +102,7 @@ class Steps(Exchange):
         plan = self.kernels.plan(self.places(routing, order), routing.kept_TK, num_experts=ranks * held)
         send_NPE = plan.counts_E.view(self.chunks, ranks, each)
         receive_PH = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis)
-        arrived_PH = all_gather(receive_PH.sum(0, keepdim=True), self.etp)  # rows that each etp rank receives
+        arrived_PH = all_gather(receive_PH.sum(0, keepdim=True), self.etp)  # rows of each held expert on each etp rank
         read = read_later(send_NPE, receive_PH, arrived_PH)
 
         def steps() -> list[Step]:

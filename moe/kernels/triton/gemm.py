@@ -2,7 +2,7 @@
 
     up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* scale]    rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
-    back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
+    back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the terms of <dA, A>, the gate's gradient
     weights   dW = left^T right over one expert's rows, left or right gathered, or neither
 
 dX is the gradient of X, and so on; O is the layer's output for each token. All sums are fp32. Weights are contiguous.
@@ -16,6 +16,7 @@ import triton.language as tl
 from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 # M a tile's rows, N its columns, K the dim of the sum; R rows, D model, F hidden, E experts
+# ALPHA, LIMIT, OFFSET: constants of swiglu, u sigmoid(ALPHA u) * (clamp(g, -LIMIT, LIMIT) + OFFSET) with u = min(h, LIMIT)
 # EVEN: True if the block sizes divide the matrices' dims, so that loads and stores need no mask for columns
 
 

@@ -28,8 +28,8 @@ _PROGRAMS = 4 if INTERPRETED else 264  # number of programs of the backward pass
 
 @triton.jit(do_not_specialize=["T"])
 def norm_forward(x, gain, out, statistics, T, D, EPS: tl.constexpr, CENTRED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute out[t] = (x[t] - mean) * scale * gain and statistics[t] = (scale, mean). If not CENTRED, there is no mean in either. T
-    tokens, D channels."""
+    """Compute out[t] = (x[t] - mean) * scale * gain and statistics[t] = (scale, mean). If not CENTRED: no mean is subtracted, and
+    statistics[t] = (scale,). T tokens, D channels."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     width_D = tl.arange(0, BLOCK_D)
     here_TD = token_T.to(tl.int64)[:, None] * D + width_D[None, :]

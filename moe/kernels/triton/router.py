@@ -81,7 +81,7 @@ class Together(NamedTuple):
 
 @triton.jit
 def _softmax(logit_TE, real_E):
-    """Return the softmax of each token's logits, and the logarithm of the sum of their exponentials."""
+    """Return the softmax of each token's logits, and the logits' log-sum-exp. real_E: False for columns beyond E."""
     most_T = tl.max(tl.where(real_E[None, :], logit_TE, float("-inf")), axis=1)
     grown_TE = tl.where(real_E[None, :], tl.exp(logit_TE - most_T[:, None]), 0.0)
     sum_T = tl.sum(grown_TE, axis=1)
@@ -149,9 +149,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Route one block of `each` tokens: each of the G groups has `tokens` tokens, cut into B blocks. `bias` [E] is added to the compared
-    scores. `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K] or None:
-    experts with the highest scores without bias, for the balance loss; read if `given` is not None, else written. CHOSEN (softmax over the
-    chosen experts only): the experts with the highest logits are chosen, not those with the highest scores. NORMED: gates sum to SCALE.
+    scores. `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K]: experts
+    that the balance loss counts, those with the highest scores without bias (None: it counts the chosen ones); read if `given` is not None,
+    else written. CHOSEN (softmax over the chosen experts only): experts are chosen by logits, not by scores. NORMED: gates sum to SCALE.
     Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2, one number for each expert: its probabilities; how
     often it was chosen; how often it is among the first `counted` choices of a token, or, if `load` is not None, among its first `counted`
     experts in `load`. Row 3: z loss, entropy and number of tokens.

@@ -73,8 +73,9 @@ def queues(
 ) -> tuple[Tensor, Tensor]:
     """Give slots to the choices of all ranks that share groups of tokens. Return (whether each of this rank's choices gets a slot, bool
     [T, K]; number of times that each expert is among the first `counted` choices of a group's tokens, int32 [groups, E]).
-    `expert_PK` int64: the choices gathered from these ranks, -1 for a choice that needs no slot. `row_G` int64: for each token, in the
-    order of sequences, its row in expert_PK. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group."""
+    `expert_PK` int64: the choices gathered from these ranks, -1 for a choice that needs no slot. `row_G` int64: the row in expert_PK of
+    each token of all groups, in the order of sequences. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group.
+    """
     kept_TK = expert_PK.new_empty(len(mine), expert_PK.shape[1], dtype=torch.bool)
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots": slots_each}
     counts_GBE = _sort(expert_PK, None, kept_TK, **sizes, row_T=row_G, first=mine.start)

@@ -38,8 +38,8 @@ FIRST = Space(
 
 
 class Found(NamedTuple):
-    """Sets of degrees, the most promising first. counts: a Ranking without plans; it counts plans that were refused, and plans whose memory
-    was computed."""
+    """Sets of degrees, the most promising first. counts: a Ranking without ranked plans, for its numbers: plans that were tried, that fit,
+    and that were refused."""
 
     degrees: tuple[Degrees, ...]
     counts: Ranking

@@ -161,7 +161,7 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
 
 
 def _first(space: Space, run: Run, cluster: Cluster) -> Space:
-    """Return the values of `space` that round 1 tries for a run with resolved degrees."""
+    """Return the space of round 1: FIRST, with the largest degrees of `space`. run: has resolved degrees."""
     largest = 8 * cluster.devices_per_node if cluster.world <= SMALL else FIRST.largest_microbatch
     return replace(
         _offloading(FIRST, run),

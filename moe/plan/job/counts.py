@@ -126,8 +126,8 @@ def _matrix(network: Network, count: float, kind: Kind) -> Elements:
 
 
 def dense(network: Network, count: float, *parts: str) -> Elements:
-    """Return `count` parameters outside of experts as Elements. They are frozen if the recipe freezes one of `parts`
-    (moe/recipe/frozen.py)."""
+    """Return `count` parameters outside of experts as Elements. They are frozen with LoRA, or if train.freeze has one
+    of the names `parts` (moe/recipe/frozen.py)."""
     return Elements(count, frozen_dense=count * network.freezes(*parts))
 
 

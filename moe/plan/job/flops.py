@@ -7,7 +7,7 @@ With a causal mask, a token attends to (L + 1) / 2 positions on average; with a 
 means over the tokens of encoder and decoder. A token passes only the layers of its half; the encoder's tokens also pass cross-attention's
 matrices of keys and values. A token's choice of an expert counts as computed even if the expert's capacity drops it.
 
-With LoRA, no gradient of a frozen matrix is computed, and none of activations before the first adapter: see `_adapted_training`.
+With LoRA, no gradient of a frozen matrix is computed, nor of an activation before the first adapter: see `_adapted_training`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def fullest_ranks(
     inputs that it receives, which may be larger.
 
     sizes: number of layers of each stage. sparse: indices of the layers with experts. before: number of encoder layers, of which the last
-    has the encoder's norm. every: every n-th layer is recomputed. chunks: number of stages on each rank.
+    has the encoder's norm. every: layers 0, every, 2 * every, ... are recomputed. chunks: number of stages on each rank.
     """
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1

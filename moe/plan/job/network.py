@@ -51,9 +51,9 @@ class Router:
     kept: int = 0  # bytes per token that routing keeps for the backward pass
     group: int | None = None  # number of sequences that are routed together; 0: all of a micro-batch; None: each token is routed alone
     decides: int = 0  # bytes per token that ranks exchange if the tokens of a group are on several ranks, to decide their routing
-    counts: int = 0  # bytes per group that these ranks exchange for the balance loss: choices of each expert
+    counts: int = 0  # bytes per group that its ranks exchange for the balance loss: number of choices of each expert
     gathered_counts: bool = False  # on a GPU, each rank counts the choices that it gets in the exchange `decides`, so `counts` is not sent
-    balances: int = 0  # bytes per token that these ranks exchange for importance and load losses, in forward and again in backward
+    balances: int = 0  # bytes per token that a group's ranks exchange for importance and load losses, in forward and again in backward
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Experts:
         return 1 + self.excess * (min(ep, LARGEST_EP) - 1) if self.busiest is None else self.busiest
 
     def share(self, ep: int) -> float:
-        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean. Limited by the experts' capacity, or else by the
-        number of tokens."""
+        """Rows that the busiest of `ep` ranks computes, as a multiple of the ranks' mean. Limited by the experts' capacity; without
+        one, by the number of tokens."""
         limit = self.count / self.choices if self.slots is None else self.slots / self.mean_rows
         return max(1.0, min(self.unlimited(ep), ep, limit))
 

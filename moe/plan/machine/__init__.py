@@ -1,1 +1,1 @@
-"""Descriptions of clusters, devices and training programs."""
+"""Descriptions of clusters, devices and training programs (kernels, launch times, overlap of communication) for the planner."""

@@ -12,7 +12,8 @@ moe/plan/memory/stack.py defines the parts for training without parallelism. Und
 
 s length, b sequences of a micro-batch, h width, a heads, as in the paper. I and W are the two parts of a backward pass that some schedules
 split: gradients of inputs first, gradients of weights later.
-Arguments of several functions: index: a layer's index in the stack `network`. itemsize: bytes of an element of activations.
+Arguments of several functions: stack: coefficients of activation memory. index: a layer's index in `network`. itemsize: bytes of an element
+of activations.
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -93,7 +94,7 @@ def _norm_outputs(n: Network, index: int) -> tuple[bool, bool]:
 
 
 def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
-    """Bytes that a layer's cross-attention keeps, without the encoder's output, which `ends_kept` counts once for all layers."""
+    """Bytes that a layer's cross-attention keeps, without the encoder's output, which `between_halves` counts once a stage."""
     c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
     inner, keys = n.heads * n.channels, _key_heads(n, stack, c) * n.channels
     of_norm = (norm_kept(n, plan, stack) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read

@@ -151,7 +151,7 @@ class _Engine:
         return self.of_dense * to_come.dense + self.of_expert * to_come.expert
 
     def fullest_moment(self, rank: RankMoments) -> _Full:
-        """Return the moment of the step at which the rank needs most memory."""
+        """Return the point of a step at which the rank needs the most memory."""
         plan, stack = self.plan, self.stack
         whole = _gathered(plan, stack, rank) if plan.stage == 3 and not self.by_moment else None
         sharded = self._missing(rank.held.trained)
@@ -274,8 +274,8 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
 
 def _bucket(plan: Plan, stack: Stack, at: At) -> float:
-    """Bytes of DeepSpeed's gradient bucket, which has its full size even for a small model. This project's ZeRO stages 1 and 2 allocate it
-    at the first gradient, after the loss."""
+    """Bytes of DeepSpeed's gradient bucket, which has its full size even for a small model. In this project, ZeRO stages 1 and 2 allocate
+    it at the first gradient, after the loss."""
     if not stack.bucket_elements or plan.kind.bucket == "none" or plan.copies == 1:
         return 0.0
     if stack.gathers == "moments" and (_sums_itself(plan) or (plan.kind.bucket == "passes" and plan.pp == 1 and at == "loss")):

@@ -231,8 +231,8 @@ class _Moments:
 
     def _at_loss(self, rank: Rank, fresh: Elements, kept: float, ends: float, whole: dict[At, float], *, once: bool) -> Iterator[Moment]:
         """Yield the moments "loss": before the backward pass of layers. fresh: parameters without gradients. kept, ends: bytes that all
-        micro-batches in flight keep, in layers and outside of them. whole: result of `_gathered`. once: no B or W of the step has ended
-        yet."""
+        micro-batches in flight keep, in layers and outside of them. whole: kind of moment -> bytes that ZeRO stage 3 adds. once: no B
+        or W of the step has ended yet."""
         outside, plan = self.outside, self.plan
         named: dict[str, Any] = {"to_come": fresh.trained, "gathered": whole.get("loss", 0.0)}
         if rank.stages[-1].number == self.last:

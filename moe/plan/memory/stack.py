@@ -64,7 +64,7 @@ class Stack:
     logits: float = 10  # bytes per logit at the memory peak of the loss
     logits_kept: float = 4  # bytes per logit that are kept until the backward pass
     logits_shared: float = 0  # additional bytes per logit at the peak if tp ranks share the vocabulary
-    # unit of the field `gathered`; moments: not used, since gathered weights are computed for each point in time of a step (moments.py)
+    # unit of the field `gathered`. moments: `gathered` is not used, because moments.py computes gathered weights at each point of a step
     gathers: Literal["layers", "elements", "moments"] = "layers"
     gathered: float = 2  # number of layers, or of parameters, that ZeRO-3 holds unsharded at a time
     reads_again: bool = True  # with tensor.sequence_parallel, the backward pass gathers products' inputs again instead of keeping them
@@ -75,7 +75,7 @@ class Stack:
     reduce_bytes: int = 4  # bytes of an element of a gradient before it is reduced and sharded
     gradients: Literal["kept", "freed"] = "kept"  # whether gradient buffers stay allocated between steps
     over_ranks: int = 0
-    # a deferred weight gradient needs a product's input and its output's gradient: their bytes as kept / those in the compute dtype
+    # bytes that are kept for a deferred weight gradient (a product's input, its output's gradient) / their bytes in the compute dtype
     pending: float = 1.0
 
 

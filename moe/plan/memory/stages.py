@@ -100,8 +100,8 @@ def _counted(network: Network, every: int, stage: range) -> tuple[tuple[int, int
 
 
 def _candidates(moments: Iterable[tuple[InFlight, bool]], stages: Sequence[StageBytes]) -> dict[_Key, Now]:
-    """Return, among moments with the same key, the one with the most kept bytes (`Rank.candidates`). moments: (micro-batches in flight,
-    whether no B or W has ended yet)."""
+    """Return a dict: key -> among the moments of a step with this key, the one with the most kept bytes (`Rank.candidates`). moments:
+    (micro-batches in flight, whether no B or W has ended yet)."""
     found = dict[_Key, Now]()
     kept, pending = [of.kept + of.ends_kept for of in stages], [of.pending + of.ends_pending for of in stages]
     for of, once in moments:
@@ -166,7 +166,8 @@ class Stages:
         return StageBytes(number, *self.layers_of(layers), ends, outside.head_pending * last, of_loss)
 
     def rank(self, number: int, peaks: RankPeaks, moments: Iterable[tuple[InFlight, bool]]) -> Rank:
-        """Return the sizes of pipeline rank `number`. peaks, moments: of this rank, from `in_flight` and `moments_of` (in_flight.py)."""
+        """Return the sizes of pipeline rank `number`. peaks: the rank's stages and number of weight versions. moments: the rank's, as for
+        `_candidates`."""
         stages = tuple(map(self.stage, peaks.stages))
         return Rank(number, peaks.versions, stages, _candidates(moments, stages))
 

@@ -35,7 +35,7 @@ from parallel.data.kinds.kind import At, GatheredSizes
 from parallel.mesh.grids import GRIDS
 
 NOTHING = Elements()
-NO_EXPERTS = -1  # index for a layer without experts
+NO_EXPERTS = -1  # layer index that stands for any layer without experts
 
 
 def at_loss(network: Network, plan: Plan, stack: Stack) -> float:
@@ -175,7 +175,7 @@ class LayerBytes:
 
 @lru_cache(maxsize=20_000)
 def layer_bytes(network: Network, plan: Plan, stack: Stack, sparse: bool) -> LayerBytes:
-    """Return the sizes of a layer, with experts if it is `sparse`. plan.recompute is the kind of recompute of this layer."""
+    """Return the sizes of a layer, with experts if it is `sparse`. plan.recompute: what this layer recomputes in the backward pass."""
     index = network.sparse_layers[0] if sparse else NO_EXPERTS
     of = (network, plan, stack, index)
     elements, matrix = counts.layer(network, plan, index), widest(network, plan, sparse=sparse)

@@ -2,8 +2,8 @@
 
 A program is a graph of operators with a sharding of every tensor (parallel/annotations/partition.py). `rows` and `columns` are mesh axes:
 
-    batch over rows, dense weights unsharded                          dp, ddp     (if weights are over rows too: fsdp)
-    heads, hidden and vocab over columns, length unsharded            tp, 1d      (if length is over columns between layers: sliced)
+    batch over rows, dense weights unsharded                          dp, ddp     (fsdp, if rows shard dense weights too)
+    heads, hidden and vocab over columns, length unsharded            tp, 1d      (sliced, if columns shard the length between layers)
     experts over rows, columns or both, expert_hidden over either     ep, etp     (on the same ranks as dp and tp)
 
 Each tensor's sharding is compared with its sharding in the most similar plan. The error names the first tensor that differs. A program

@@ -160,9 +160,9 @@ def best_layout(
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs of one term of a step's cost. names: the dims on which the term depends. costs: (choice of axes for these dims, cost) for
-    all legal choices. times: number of equal terms. found: cached results of `least`; the key has the axis of each name (None: not
-    chosen yet)."""
+    """Costs of one term: seconds of an operator or of a tensor's resharding, or the number of a tensor's elements on a rank. names: the
+    dims on which the term depends. costs: (choice of axes for these dims, cost) for all legal choices. times: number of equal terms.
+    found: cached results of `least`; the key has the axis of each name (None: not chosen yet)."""
 
     names: tuple[str, ...]
     costs: tuple[tuple[Choice, float], ...]

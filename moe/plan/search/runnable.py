@@ -1,10 +1,11 @@
-"""Expresses the trainer's own plans as strategies of a graph's operators, so that plans and results of searches have the same cost model.
+"""Expresses plans that the trainer can run as strategies of a graph's operators, so that their times are predicted by the same cost model
+as those of plans from a search.
 
     mesh of a stage   (edp, dp / edp, sp, tp)         edp: number of replicas of each expert; ep = dp / edp * sp * tp, or 1 without
                                                          expert parallelism
 
-    1d        products are cut by heads, hidden units and vocabulary over tp; pointwise operators are repeated by every rank of tp
-    sliced    the same products; pointwise operators are cut by length over tp
+    1d        tensor parallelism: products are cut by heads, hidden units or vocabulary over tp; each tp rank repeats pointwise operators
+    sliced    as 1d, but pointwise operators are cut by length over tp (Megatron-LM's sequence parallelism)
     sp        everything is cut by length over sp; keys and values are gathered
     experts   tokens are cut by sequences over all ranks, experts over the ranks of ep
 
@@ -62,8 +63,8 @@ class Folded:
 
 
 def fold(graph: Graph) -> Folded:
-    """Fold a graph: keep only the first of layers with equal operators. A layer must read only the last output of the previous layer, and
-    outputs of layers without an equal layer (an encoder-decoder's embedding and last encoder layer)."""
+    """Fold a graph: keep only the first of layers with equal operators. A layer may read only the last output of the previous layer, and
+    outputs of layers that no other layer equals (such as an encoder-decoder's embedding and last encoder layer)."""
     ends = (graph.layers[0], graph.layers[-1])
     signs: dict[tuple[tuple[str, ...], ...], int] = {}
     of: dict[int, int] = {}

@@ -216,8 +216,9 @@ class Spare:
 
 def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
     """Return the spare time of a rank, computed from its last actions as if it never waited. After this rank's last input gradient, the
-    earlier ranks still compute one input gradient each, one rank after another, and then rank 0 its remaining weight gradients. `others` is
-    this time minus that of this rank's own remaining weight gradients; it is 0 with a schedule that keeps each stage on two ranks."""
+    earlier ranks still compute one input gradient each, one rank after another; then rank 0 computes its remaining weight gradients.
+    `others` is the time of all this, minus the time of this rank's own remaining weight gradients; 0 if the schedule keeps each stage on
+    two ranks."""
     if plan.pp == 1:
         return Spare((0.0,), 0.0)
     of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)

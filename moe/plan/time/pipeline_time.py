@@ -27,7 +27,7 @@ MOST_WEIGHTS = 0.99  # largest fraction of the backward pass's time that weight 
 Times = Sequence[float]  # seconds of one micro-batch on each rank or stage
 Apart = tuple[Times, Times]  # (forward, backward) seconds of one micro-batch on each stage
 Rounded = tuple[float, ...]  # times of the stages in rounding units (`unit` in pipeline_time)
-How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: a lower bound, the same for both in this file
+How = Literal["simulated", "least", "alone"]  # simulated: exact; least, alone: a lower bound (they differ only in cost.py)
 
 
 def crossings(plan: Plan) -> int:
@@ -55,7 +55,7 @@ def pipeline_time(
 
     forward, backward: seconds of one micro-batch on each rank. weights: seconds of weight gradients, which are part of `backward`.
     sent: seconds of a message between stages. stages: (forward, backward) seconds of each stage; None: all stages of a rank are equal.
-    how: for a schedule without a closed form, `simulated` simulates it; `least` and `alone` return a lower bound without a simulation.
+    how: for schedules without a closed form. `simulated`: simulate them. `least`, `alone`: return the same lower bound, without simulation.
     """
     passes = PassTimes(forward, backward, 2 * sent * crossings(plan), plan.microbatches, plan.chunks)
     if plan.pp == 1:

@@ -137,7 +137,7 @@ class Model(Section, alters="shape"):
     sliding_window: int | None = key(None, "tokens that a token attends to, itself included (Mistral); null: all", gt=0, alters="function")
     sliding_layers: tuple[int, ...] | None = key(
         None,
-        "indices of layers with the window; the blocks of ahead are counted from num_layers; null: all",
+        "indices of layers with the window; blocks for multi-token prediction (ahead) have indices from num_layers on; null: all",
         alters="function",
         of="model.sliding_window",
     )

@@ -60,7 +60,7 @@ def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watche
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[BubbleFiller]:
-    """Return a list of one watcher, which does K-FAC's work while the pipeline is idle; [] for another optimizer."""
+    """Return a list of one watcher, which does K-FAC's work while the pipeline is idle. It is empty if the optimizer is not K-FAC."""
     if not isinstance(engine, KfacEngine):
         return []
     assert isinstance(engine.module, Transformer)

@@ -109,7 +109,7 @@ class Sums:
     def __init__(self, expert_counts: dict[int, int], device: torch.device, tokens: int, *, divided: Axis = ALONE) -> None:
         self.expert_counts, self.tokens, self.divided = expert_counts, tokens, divided
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their `_row`s, concatenated
+        self.rows: dict[tuple[int, ...], Tensor] = {}  # indices of a forward pass's MoE layers -> sums of their numbers (`_row`)
         self.biases: dict[int, Tensor] = {}  # layer -> 1, and its router's least, largest and mean absolute selection bias
 
     def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:

@@ -47,7 +47,7 @@ def nothing_to_move(run: Run) -> str | None:
 class Rebalancer:
     """Counts each layer's load, and every `experts.rebalance_every` steps moves experts if this evens out the load. All ranks must call the
     same methods in the same order. experts: layer -> number of its experts, without those that compute nothing. load: layer -> how often
-    each was chosen since experts could last be moved. placements: layer -> ids of the layer's experts, ep rank 0's experts first."""
+    each was chosen since the last step at which experts could move. placements: layer -> ids of its experts, ep rank 0's experts first."""
 
     def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
         self.engine, self.mesh = engine, mesh

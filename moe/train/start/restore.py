@@ -67,9 +67,9 @@ def described(base: Reader) -> dict[str, str]:
 
 
 def moved_base(found: Reader, given: Path | None) -> Path | None:
-    """Return the folder to which the base model of the adapters `found` was moved, or None if `given`, the value of
-    --init_from, does not lead to it. A checkpoint `given` is that folder. In a run's folder it is the checkpoint with the base's name
-    (step-N), if the base is no longer at its old place."""
+    """Return the folder to which the base model of the adapters `found` was moved; None if it is not known. given: the value of
+    --init_from. If `given` is a checkpoint, return it. If it is a run's folder, return its checkpoint with the base's name (step-N), unless
+    the base is still at its old place."""
     if given is None or (given / "manifest.json").is_file():
         return given
     there = Path((found.state.get(WHERE) or {}).get("path", ""))

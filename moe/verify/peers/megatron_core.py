@@ -6,9 +6,9 @@ moe      as gpt, with MoE layers: four experts, top-2 routing and a shared exper
 sigmoid  as moe, with sigmoid scores, two groups of experts and a selection bias
 
 The axis fsdp means data parallelism here. Expert parallelism (ep) uses the ranks of fsdp and tp: with ep and tp, each expert is whole on
-one rank; with ep, tp and fsdp, each expert is sharded over tp. In the rows of models with experts, the layout's name ends with the token
-dispatcher. On a CPU, stand-ins replace CUDA devices and streams, and `Norm` replaces megatron-core's wrapper of torch's RMSNorm, which
-refuses sequence parallelism.
+one rank; with ep, tp and fsdp, each expert is sharded over tp. In the printed rows of models with experts, the layout's name ends with
+the token dispatcher. On a CPU, stand-ins replace CUDA devices and streams, and `Norm` replaces megatron-core's wrapper of torch's RMSNorm,
+which refuses sequence parallelism.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ layers that are sharded. full_dtensor: weights and activations are DTensors ever
 2.13's FSDP2 refuses its types. `moe verify` prints this error in the layout's row.
 
 On a CPU, F.scaled_dot_product_attention replaces the two attention kernels for text (FlexAttention and varlen), which have no backward pass
-there. Gradients are divided before their sum, because gloo has no sum with a factor.
+there. FSDP2 scales gradients in a separate operation, because gloo has no sum with a factor.
 """
 
 from __future__ import annotations

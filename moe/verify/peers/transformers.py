@@ -26,7 +26,7 @@ MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 DEGREES = ("ep", "tp", "fsdp")
 ROUTED = MODELS
 _EXPERTS, _PRODUCTS = 4, ("eager", "batched_mm", "grouped_mm")  # _PRODUCTS: values of experts_implementation
-_MOST = 2_000_000  # largest number of parameters of a tiny model. With more, the family has a size that `_SIZES` does not set
+_MOST = 2_000_000  # largest number of parameters of a tiny model; a larger model has a size that `_SIZES` does not set
 _SIZES: dict[str, Any] = {  # `config_of` uses the entries that the family's configuration has
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "num_local_experts": _EXPERTS,
@@ -53,7 +53,7 @@ def load() -> None:
     """Import the modules that the ranks need, and turn off transformers' log messages and warnings."""
     import transformers
 
-    with contextlib.suppress(ImportError):  # earlier releases do not have it
+    with contextlib.suppress(ImportError):  # earlier releases lack this module
         from transformers.distributed import mixin  # noqa: F401
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -75,7 +75,7 @@ def pairs(models: tuple[str, ...], degrees: dict[str, int], pin: bool) -> Iterat
     spread experts only over ranks of tp or fsdp. There, ep alone runs on ranks of tp with tp_plan={}, and only if `degrees` has no other
     axis. For MODELS, ep alone (in newer releases: ep with one other axis) also has a pair for each implementation of experts' products.
     pin: in the run on many processes, tokens get the experts that routers chose on one process."""
-    alone = "ep_size" not in _keys()  # False in newer releases, which spread experts only over the ranks of tp or fsdp
+    alone = "ep_size" not in _keys()  # whether ep has its own ranks; newer releases spread experts over the ranks of tp or fsdp
     heads = max(2, degrees.get("tp", 1))
     for model in models:
         for chosen in subsets(degrees):
@@ -94,7 +94,7 @@ def config_of(model: str, heads: int = 2) -> Any:
     import transformers
 
     config = transformers.CONFIG_MAPPING[model]()
-    # 12 * heads: grouped_mm needs rows of a multiple of 16 bytes
+    # each tp rank gets a multiple of 12 fp32 numbers: grouped_mm needs rows of a multiple of 16 bytes
     sizes: dict[str, Any] = _SIZES | {"num_key_value_heads": heads, "moe_intermediate_size": 12 * heads}
     known = {name: value for name, value in sizes.items() if _has(config, name)}
     if "kv_lora_rank" in known:  # latent attention has a key head for each query head, and rotates 4 elements of each
@@ -105,7 +105,7 @@ def config_of(model: str, heads: int = 2) -> Any:
 def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
-    except RuntimeError:  # transformers' answer if the layers have different values
+    except RuntimeError:  # raised by transformers if the value differs between layers
         return True
 
 

@@ -58,7 +58,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 class PlainStep:
     """AdamW, Muon, Adafactor or K-FAC. exp_avg: parameter name -> first moment, or Muon's momentum. exp_avg_sq: parameter name -> second
-    moment; for Adafactor "<name> rows", "<name> columns" or "<name> all" -> means of squares."""
+    moment. Adafactor has instead "<name> rows" and "<name> columns", or "<name> all" for a vector -> moving means of g^2."""
 
     def __init__(self, settings: sections.Optimizer) -> None:
         self.settings, self.steps, self.kfac = settings, 0, PlainKfac(settings.kfac)

@@ -1,1 +1,1 @@
-"""Lists the cases of `moe verify`, with one file for each kind of parallelism."""
+"""Lists the cases of `moe verify` (each a tiny model in one layout), with one file for each kind of parallelism."""

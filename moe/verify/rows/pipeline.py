@@ -1,4 +1,4 @@
-"""Lists the cases of pipeline parallelism."""
+"""Lists the cases of `moe verify` (each a tiny model in one layout) that have pipeline stages."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def _halves_cases() -> list[Case]:
 def _empty_stage_cases() -> list[Case]:
     """Cases of stages without layers: the first with only the embedding, the last with only the head, or one between them."""
     ends = ((3, 0), (0, 3))
+    # (model, engine, world, schedule, number of layers of each stage, precision, recompute)
     rows: list[tuple[str, str, int, str, tuple[int, ...], str, str]] = [
         *((model, "ddp", 2, "1f1b", stages, "fp32", "none") for model in THREE for stages in ends),
         ("gshard", "ddp", 2, "zb_h1", (3, 0), "fp16", "none"),

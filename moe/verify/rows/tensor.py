@@ -1,5 +1,5 @@
-"""Lists the cases of tensor parallelism that `moe verify` trains: 1D, on grids of ranks, with sequence parallelism between layers, with
-overlap, by DTensor."""
+"""Lists the cases of tensor parallelism that `moe verify` trains: 1D, 2D, 2.5D, 3D, by DTensor, with sequence parallelism between layers, and
+with collectives that overlap with products."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from moe.verify.types.watch import INPUT
 from parallel.errors import some
 from parallel.mesh.mesh import AXES, Degrees
 
-# largest allowed difference of two flows, divided by the square root of the sum of (x g)^2 over the elements of both
+# compute dtype -> largest allowed ratio of the difference of two flows to sqrt(sum of (x g)^2 over the elements of both tensors x); g: the
+# gradient of x
 BOUND = {"fp32": 1e-5, "bf16": 0.1, "fp16": 0.02}
 _NORM = 1e-4  # largest allowed relative error of the gradient norm, and of first moments
 
@@ -166,7 +167,7 @@ class _Flows:
         return self._total(law.left, 0), self._total(law.right, 0), sqrt(self._total((*law.left, *law.right), 1))
 
     def norm(self, trained: Iterable[str]) -> Iterator[str]:
-        """Yield a line if the recorded gradient norm is not the norm over all gradients in which each element counts once."""
+        """Yield a line if the recorded gradient norm differs from the norm of all gradients, with each element counted once."""
         whole = sqrt(self._total((name for name in trained if name in self.whole), 2))
         if any(isfinite(norm) and abs(norm - whole) > _NORM * whole for norm in self.norms):
             yield f"counted wrongly: the norm is {self.norms[0]:.7g}, of all gradients {whole:.7g} (step {self.step})"

@@ -39,10 +39,12 @@ def main(
     recipe: str | None = None,
     say: Say = say_now,
 ) -> int:
-    """Print a row for each layout of up to `nproc` processes (None: 2). Return 1 if a law is broken in a layout.
+    """Print a row for each layout of up to `nproc` processes (None: 2): number of laws of flows, and the largest difference of two flows
+    divided by its bound. Return 1 if a law is broken in a layout.
 
     kinds: names in moe/verify/kinds.py, separated by commas. only: run only rows whose layout, kind or precision contains this text. json:
-    file of the table. timeout_s: time limit for a layout of up to four ranks. recipe: a user's recipe, of which a small version is tested.
+    file of the table. timeout_s: time limit for a layout of up to four ranks; eight ranks have twice this time. recipe: a user's recipe, of
+    which a small version is tested.
     """
     nproc, started = nproc or 2, time.perf_counter()
     torch.set_num_threads(1)  # processes forked later must not inherit a thread pool

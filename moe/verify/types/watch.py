@@ -52,8 +52,8 @@ class Seen:
     flows: step -> key -> [hash of the pair (tensor, gradient), flow, sum of (x g)^2, sum of g^2] of each tensor
     said: each step's numbers (loss, norms) as texts; laws.py checks that all ranks have the same texts
     norms: step -> norm of the gradients, times the loss scale
-    choices: for each pass of a router, [step, router, tokens, length of a whole sequence, slots of an expert or None, number of experts];
-        tokens: for each token, [position, whether it is no padding, experts, whether each choice has a slot]
+    choices: for each pass of a router, [step, router, tokens, length of a whole sequence, slots of an expert, number of experts]; slots:
+        None if there is no limit; tokens: for each token, [position, whether it is no padding, experts, whether each choice has a slot]
     gates: for each pass of a router, [step, router, for each token [position, whether each gate has a gradient other than 0]]
     balance: for each pass of a router, [step, router, hash of choices and positions, then for each expert the sum, minimum and maximum over
         tokens of the gradient of its probability, from the balance loss alone]

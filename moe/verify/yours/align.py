@@ -122,8 +122,8 @@ def samples(one: Piece, here: Piece, rank: int) -> Samples:
 
 
 def _by_hash(one: tuple[str, ...], here: tuple[str, ...]) -> list[int] | None:
-    """Return the index in `one` of each hash in `here`; None if one is missing. A hash stands for a sequence of the first input. Tries a
-    contiguous part, every n-th, then any order."""
+    """Return the index in `one` of each hash in `here`; None if `one` lacks a hash. A hash stands for a sequence of the first input. Tries
+    a contiguous part, every n-th, then any order."""
     if not here or len(here) > len(one):
         return None
     number, size = len(one) // len(here), len(here)
@@ -306,7 +306,8 @@ def factor_of(one: Tensor, here: Tensor) -> float | None:
 
 
 def multiple(one: Tensor, here: Tensor) -> float:
-    """Return the median of here / one over the larger elements of `one`; 1 if it is 0. A few masked tokens do not change a median."""
+    """Return the median of here / one over the elements of `one` above 1 % of the largest; 1 if the median is 0. A few masked
+    tokens do not change a median."""
     large = one.abs() > 0.01 * one.abs().max()
     value = float((here[large] / one[large]).median()) if bool(large.any()) else 1.0
     return value if value else 1.0

@@ -31,8 +31,8 @@ from moe.verify.yours.values import MASTER, Deviation, Key, Piece, Recorded, Rec
 _GRADIENTS = ("output gradient", "gradient", "local gradient")
 OF_PARAMETERS = ("weight", "gradient", "weight after")
 FORWARD = ("weight", "input", "output", "note")
-# if the bound of a value is larger than this, a value within it counts as not compared: such a bound could hide that one of four terms is
-# missing from a sum. A bound is about twice the effect of rounding, here 12.5 %
+# largest useful bound: a larger one could hide that one of four terms is missing from a sum, so a value within it counts as not compared.
+# A bound is about twice the effect of rounding, so LOOSE corresponds to an effect of 12.5 %
 LOOSE = 0.25
 TOO_LOOSE = "rounding alone changes this value, or its gradient, by more than 12.5 %"
 
@@ -132,8 +132,8 @@ class Comparison:
 
     def _updates(self, key: Key, seen: list[Seen]) -> list[Seen]:
         """Return `seen`, the weights after the step, without the differences that are explained by the allowed errors of their gradients.
-        If only a sample of a weight is recorded, the last entry is the norm of all its elements. In it, the same relative difference counts
-        as explained as in the sample."""
+        If only a sample of a weight is recorded, the last entry is the norm of all its elements. Relative to the norm,
+        as large a difference counts as explained as in the sample."""
         others = [{s.rank: s for s in self.seen(k, 0.0) or [] if s.part} if k in self.one.pieces else {} for k in _of_update(key)[1:]]
         settled, moved, squares = [], 0.0, 0.0
         for s in seen:
@@ -226,8 +226,8 @@ class Comparison:
         return 1.0
 
     def pieces(self, key: Key) -> list[Piece | None]:
-        """Return for each rank the value of all its calls, joined to one tensor. Terms of a sum on several ranks (a DTensor with Partial)
-        are added."""
+        """Return for each rank the tensors of all its calls under this key, joined to one; None if there are none, or if they do not join.
+        Terms of a sum on several ranks (a DTensor with Partial) are added."""
         own = [joined(r.pieces[key], key.kind, self.one.pieces.get(key, [])) if key in r.pieces else None for r in self.ranks]
         summed = []
         for piece in own:
@@ -315,7 +315,7 @@ class Comparison:
         if key.kind == "gradient" and not any(k.kind == "gradient" for r in self.ranks for k in r.pieces):
             return self._before_reduction(key)
         if not holders and key == weight and any(key.name.startswith(f"{prefix}.") for shifts in self.shifts for prefix in shifts):
-            return []  # `_lacking` says what is wrong
+            return []  # `_lacking` then reports that no rank holds it
         if not holders or weight not in self.one.pieces:
             return self._refuse(key, "no rank has this parameter, or all have an empty one")
         seen = []

@@ -18,8 +18,8 @@ Comparison = Any  # the class in judge.py, which cannot be imported here because
 
 
 def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
-    """Align sums of the ranks' values: over ranks with the same samples or, if such sums deviate, over all ranks (as for gradients of
-    tensors without a dim of samples). Return None if both deviate."""
+    """Align the single process's value with sums of the ranks' values: over ranks with the same samples or, if such sums deviate, over all
+    ranks (as for gradients of tensors without a dim of samples). Return None if both deviate."""
     for together in (groups := of.readers, [list(range(len(own)))]):
         seen = [_sum(of, key, [(rank, piece) for rank in ranks if (piece := own[rank]) is not None], bound) for ranks in together]
         apart = len(groups) > 1 and len(together) == 1  # such a sum is over all samples, so it must not align with a part of them
@@ -30,8 +30,8 @@ def sums(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> lis
 
 def by_columns(of: Comparison, key: Key, own: list[Piece | None], bound: float) -> list[Seen] | None:
     """Align output gradients in which each column (last dim) is a copy of the single process's column, or a term of it to be summed over
-    the ranks with the same samples. Example: latent attention's projection with shared rotary keys. Return None if `key` is of another
-    kind, and if a column is neither."""
+    the ranks with the same samples. Example: latent attention's projection with shared rotary keys. Return None for other values than
+    output gradients, and if a column is neither a copy nor a term."""
     aligned = []
     for held in ([(rank, piece) for rank in ranks if (piece := own[rank]) is not None] for ranks in of.readers):
         total = _sum(of, key, held, bound) if key.kind == "output gradient" else None

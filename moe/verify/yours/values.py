@@ -28,7 +28,7 @@ from parallel.errors import BadInput, counted
 
 PERIOD = 64  # a sample keeps k of every PERIOD indices of a dim
 MOST = 2**14  # default number of elements above which only a sample of a tensor is stored
-VERSION = 3  # of the files' format
+VERSION = 3  # version of the files' format
 # slot of a master weight, which DeepSpeed's optimizer updates. If it differs by more than rounding from the weight that the model reads,
 # that is the cause of a deviation (causes.py)
 MASTER = "master"
@@ -62,8 +62,8 @@ class Piece:
     kept: tuple[int, ...]
     dtype: str
     summed_over: tuple[int, ...] = ()
-    norm: float | None = None  # of all elements, if this is a sample
-    name: str = ""  # of the value, with # for each number; decides which indices a sample keeps
+    norm: float | None = None  # norm of all elements of the rank's tensor, if this is a sample; else None
+    name: str = ""  # name of the value, with # for each number; decides which indices a sample keeps
     rows: tuple[str, ...] = ()  # only for the first input: a hash of the data at each index of dim 0
     index: tuple[tuple[int, ...], ...] = ()
 
@@ -102,7 +102,7 @@ class Piece:
         return [torch.arange(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)]
 
     def cut(self, gradient: Tensor) -> Tensor:
-        """Return the elements of a gradient that belong to this rank's shard of the weight. (torch's tensor-parallel styles may leave the
+        """Return the elements of a gradient that belong to this weight, a rank's shard. (torch's tensor-parallel styles may leave the
         unsharded gradient on each rank.)"""
         for dim, at in enumerate(self.places if gradient.shape == self.whole and not self.sampled else ()):
             gradient = gradient.index_select(dim, at)

@@ -64,8 +64,8 @@ def gathered(at: At, w: GatheredSizes) -> float:
 def _each_pass(at: At, w: GatheredSizes) -> float:
     """Return the bytes of gathered weights and unsharded gradients on a pipeline rank, if gradients are reduce-scattered after each
     backward pass. A stage's weights stay gathered from a forward pass until its next backward pass; `w.held` counts the weights that are
-    gathered at this moment. The unsharded gradients of one layer, the input of the last reduce-scatter, stay allocated until the next one,
-    also during forward passes (`w.trained_behind`)."""
+    gathered at this moment. The unsharded gradients of one layer, the input of the last reduce-scatter, stay allocated until the next
+    reduce-scatter, also during forward passes (`w.trained_behind`)."""
     c, r = w.compute_bytes, w.sum_bytes
     match at:
         case "loss":

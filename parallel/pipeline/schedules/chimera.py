@@ -10,7 +10,7 @@ micro-batches and changes micro-batch sizes to close the bubbles between blocks.
 with up to p micro-batches in flight.
 
 With n = 2 f pipelines (section 3.6), f run down and f run up, each starting p / f ranks after the previous one. Each rank holds n stages.
-The bubble is (p - n) / (n m) if F = B. Blocks of p micro-batches follow one another directly.
+The bubble is (p - n) / (n m) of the compute time if F = B. Blocks of p micro-batches follow one another directly.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def chimera_refusal(size: Size) -> BadInput | None:
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """Return the rank of a pipeline's stage. The first half of the pipelines run down, the others up. The pipelines of each half start
-    2 * ranks / pipelines ranks apart."""
+    """Return the rank that holds a stage of a pipeline. The first half of the pipelines run down, the others up. The pipelines of each half
+    start 2 * ranks / pipelines ranks apart."""
     up, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if up else stage) + shift * 2 * ranks // pipelines) % ranks
 
@@ -121,7 +121,7 @@ class _Greedy:
         return min(found, default=None)
 
     def _do(self, choice: tuple[int, int, int, int, int, int]) -> int:
-        """Append the chosen action to its rank's order. Return the rank that receives its result (for the last B: the same rank)."""
+        """Append the chosen action to its rank's order. Return the rank that receives the result (for B of stage 0: the same rank)."""
         start, back, n, stage, rank, up = choice
         op, stage, last = (Op.F, Op.B)[back], -stage, self.ranks - 1
         end = self.free[rank] = start + 1 + back

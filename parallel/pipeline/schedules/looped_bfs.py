@@ -1,7 +1,7 @@
 """Breadth-first pipeline [2211.05953]: v chunks a rank as in interleaved 1F1B, but all micro-batches pass one chunk before the next.
 
-With p ranks and m micro-batches, the bubble is (p - 1) / (v m). All micro-batches are in flight in all chunks. FSDP gathers weights only
-once for each chunk and direction, not for each micro-batch.
+With p ranks and m micro-batches, the bubble is (p - 1) / (v m) of the compute time. All micro-batches are in flight in all
+chunks. FSDP gathers weights only once for each chunk and direction, not for each micro-batch.
 """
 
 from __future__ import annotations

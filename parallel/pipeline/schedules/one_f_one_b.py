@@ -35,6 +35,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup
 
 
 def one_f_one_b_seconds(passes: PassTimes) -> float:
-    """Return the seconds of a step [2104.04473]: sum t + (m - 1) max t. t: for each rank, the time of one of the m micro-batches."""
+    """Return the seconds of a step [2104.04473]: sum t + (m - 1) max t. t: for each rank, the seconds of one of the m micro-batches,
+    forward and backward."""
     total = passes.total
     return sum(total) + (passes.microbatches - 1) * max(total)
