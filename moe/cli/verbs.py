@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 # keys of section `degrees` that `moe simulate` and `moe energy` ignore, because they treat each pipeline rank as one device
 NOT_SIMULATED = ("tp", "sp", "etp")
-# verbs whose command line may set recipe keys, as --section.key VALUE
+# verbs with a command line that may set recipe keys, as --section.key VALUE
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 
