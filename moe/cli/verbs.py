@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 # keys of section `degrees` that `moe simulate` and `moe energy` ignore, because they treat each pipeline rank as one device
 NOT_SIMULATED = ("tp", "sp", "etp")
-# verbs whose command line may set recipe keys, as --section.key VALUE
+# verbs with a command line that may set recipe keys, as --section.key VALUE
 RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 
 
@@ -249,7 +249,9 @@ class Convert:
     method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
         "dense to experts: copy (default), granular, noise, drop; to fewer experts: merge, prune"
     )
-    share: float | None = _flag("for noise: share of the weights that get noise; for drop: share of the hidden units drawn anew; 0.5 by default")
+    share: float | None = _flag(
+        "for noise: share of the weights that get noise; for drop: share of the hidden units drawn anew; 0.5 by default"
+    )
     scale: float | None = _flag("for noise: its size in standard deviations of each matrix; 0.01 by default")
     weights: Literal["uniform", "load"] | None = _flag("for merge: how experts are weighted in the average; uniform by default")
     load: Path | None = _flag(

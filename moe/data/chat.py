@@ -305,7 +305,7 @@ def _rendered(template: ChatTemplate, first: list[dict[str, Any]], after: list[d
 
 
 def _weighted(spans: list[Span], answers: list[dict[str, Any]], template: ChatTemplate) -> list[Span]:
-    """Return the spans without those of the assistant's messages (`answers`) of weight 0. Raises BadInput if spans and
+    """Return the spans without the assistant's messages (`answers`) of weight 0. Raises BadInput if spans and
     messages do not match one to one."""
     if all(answer.get("weight", 1) for answer in answers):
         return spans

@@ -209,7 +209,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _table(path: Path, what: str) -> Iterator[Any]:
-    """Yield the module pyarrow, whose errors in the context become BadInput. what: beginning of the error message about a cell."""
+    """Yield the module pyarrow. Its errors in the context become BadInput. what: beginning of the error message about a cell."""
     arrow = needed_package("pyarrow", path)
     try:
         yield arrow

@@ -39,7 +39,7 @@ FORMAT = 2  # version of the token files and of the code that reads a corpus; pa
 ENCODE_TOGETHER_CHARACTERS = 1 << 21  # about this many characters are tokenized in one call
 # Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
-# Hashes are cached only for files whose last change is at least this old. File times are coarse, so a file that has changed just now could
+# Hashes are cached only for files with a last change at least this old. File times are coarse, so a file that has changed just now could
 # change again without a new time.
 SETTLED_NS = 2_000_000_000
 

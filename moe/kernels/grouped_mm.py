@@ -1,7 +1,7 @@
 """The experts' networks with torch's grouped product (F.grouped_mm): one launch for all experts, by CUTLASS on Hopper and later GPUs.
 
 The steps are: permute; rows x w1 and rows x w3; activation; hidden units x w2; combine. The result of each step is written to memory and
-kept for the backward pass. All other operations are those of `experts.kernels: auto`. The size of a row must be a multiple of 16 bytes.
+kept for the backward pass. All other operations are as with `experts.kernels: auto`. The size of a row must be a multiple of 16 bytes.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def machine(token: str, number: object) -> str:
 
 
 def machines(folder: Path, token: str) -> dict[int, int]:
-    """Return {machine's number: exit code of its launcher}, for the other machines whose launcher failed in the launch `token`."""
+    """Return {machine's number: exit code of its launcher}, for the other machines with a failed launcher in the launch `token`."""
     codes: dict[int, int] = {}
     for path in folder.glob(machine(token, "*")):
         with contextlib.suppress(OSError, ValueError):  # the file is being written or has just been removed

@@ -76,8 +76,8 @@ def attend(
 ) -> Tensor:
     """Call torch's attention. Without a mask it is causal or, if `causal` is False, over all keys. Return [B, H, L, C] in q's dtype.
     `mask`: values to add to the logits, in q's dtype, or bool, True for visible keys. `sink_H` fp32 [H]: the logit of an added first
-    key, whose value is 0 and which all tokens see. It is stored in an additional channel of queries and keys, so that any attention kernel
-    can compute it. `scale`: factor of the logits; None: 1 / sqrt(C)."""
+    key, whose value is 0 and which all tokens see. The logit is stored in an additional channel of queries and keys, so that any attention
+    kernel can compute it. `scale`: factor of the logits; None: 1 / sqrt(C)."""
     if sink_H is None:
         return _fused(q_BHLC, k_BKSC, v_BKSC, mask=mask, causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale

@@ -66,7 +66,7 @@ def compute_of(run: Run) -> Compute:
 
 def inputs_of(run: Run, tokens_BL: Tensor, targets_BL: Tensor) -> dict[str, Tensor]:
     """Return name -> integer input of the graph. Targets of multi-token prediction are the later tokens; at a sequence's end they are
-    padding, whose loss is 0."""
+    padding, which has loss 0."""
     found = {"tokens": tokens_BL, "targets": targets_BL}
     for depth in range(run.model.ahead):
         targets_BL = F.pad(targets_BL[:, 1:], (0, 1), value=PADDING)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism. Each schedule is data (a file each, listed in schedules/catalog.py), to simulate and draw without processes."""
+"""Pipeline parallelism. A schedule is only data, so it can be simulated and drawn without processes; schedules/catalog.py lists all."""

@@ -63,7 +63,7 @@ class Links:
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
         self._connected: set[tuple[int, int]] = set()
-        # target rank -> for each message whose tensor is still kept: (index of the target's action that receives it, the send, the tensor)
+        # target rank -> for each message with a kept tensor: (index of the target's action that receives it, the send, the tensor)
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, traffic: Traffic, empty: Empty) -> None:

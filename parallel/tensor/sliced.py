@@ -23,7 +23,7 @@ from parallel.tensor.style import Shape, Style
 
 @dataclass(frozen=True)
 class SlicedNorm(Style):
-    """Style of a norm whose input is split over tp by positions. If the norm is inside a Transformer block, also sets
+    """Style of a norm with an input that is split over tp by positions. If the norm is inside a Transformer block, also sets
     the block's function `columns`, which returns the positions that this rank holds."""
 
     def layout(self, name: str, shape: Shape) -> Layout:

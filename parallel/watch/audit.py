@@ -119,8 +119,8 @@ def by_majority(held: Sequence[Held], prints: Tensor, mesh: Mesh) -> list[Findin
 
 
 def by_change(held: Sequence[Held], before: Tensor, prints: Tensor, mesh: Mesh) -> list[Finding]:
-    """Find tensors that changed on a rank although nothing wrote to them. Copies on other ranks that did not change count as intact. before,
-    prints: earlier and present `fingerprints(held)`. Collective."""
+    """Find tensors that changed on a rank although nothing wrote to them. Copies on other ranks that did not change count as intact.
+    before, prints: earlier and present `fingerprints(held)`. Collective."""
     changed, found, alone = before != prints, [], set(range(len(held)))
     for axis, numbers in _together(held, mesh):
         alone -= set(numbers)

@@ -47,7 +47,7 @@ MODELS: dict[bool, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 STEPS = {True: 10, False: 2}  # whether the device is a GPU -> number of timed steps
 TOP = 30  # largest number of GPU kernels that are listed
-LOSSES = 10  # number of steps whose losses are compared
+LOSSES = 10  # number of steps with compared losses
 
 
 def step_rows(machine: Machine, before: dict[str, list[Row]]) -> list[Row]:

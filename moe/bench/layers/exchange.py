@@ -1,4 +1,4 @@
-"""Compares the bytes that each MoE dispatcher sends with the dispatcher's formula, and its time with that of a plain all-to-all.
+"""Compares the bytes that each MoE dispatcher sends with the dispatcher's formula, and its time with a plain all-to-all's.
 
     each dispatcher   balanced routing; experts return their input, so that all time is spent on sending rows to experts and back
     plain             four all_to_all_single with equal splits that together send as many bytes, as in a forward and a backward pass

@@ -100,7 +100,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-# tensors of older files whose names end like this are skipped: the recipe implies them, another tensor is equal, or no layer uses them
+# tensors of older files with such an ending are skipped: the recipe implies them, another tensor is equal, or no layer uses them
 NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
@@ -301,7 +301,7 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-_SAME = {"kimi_k2": "deepseek_v3"}  # model_type whose published code is a copy of a family's code -> that family
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type with published code that is a copy of a family's -> that family
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@
 Rank (o, i) of the axes ep_outer and ep_inner is rank o * inner + i of ep. E and E' are experts, g and g' their gates. A token is sent
 together with the gates of its choices and the places of their experts (an expert's place is its number in the order in which ranks hold
 experts, placement.py). After the second exchange, each rank sums the outputs of its own experts for a token, by the same kernel call as
-Local (dispatcher.py). The numbers of tokens in the second exchange are computed on the device from those of the first, so the host waits
+Local (dispatcher.py). The numbers of tokens in the second exchange are computed on the device from the first exchange's, so the host waits
 once for both. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
 

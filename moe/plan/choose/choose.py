@@ -4,7 +4,7 @@
 
 The ranking is a best-first branch and bound. The plan with the smallest lower bound of its seconds takes its next step: its memory is
 computed, then tighter bounds, and at last its exact seconds. It is ranked when these are smaller than the bounds of all other plans. Memory
-and exact seconds of those plans need not be computed. Among plans whose seconds are equal in the printed digits, tight ones (see TIGHT)
+and exact seconds of those plans need not be computed. Among plans with equal seconds in the printed digits, tight ones (see TIGHT)
 come last. Among equally fast plans, the one with less memory comes first, then the one with fewer kinds of parallelism.
 
 A plan that fits without recompute is not tried with recompute, which is slower. `full` recompute needs the least memory: if a plan does not

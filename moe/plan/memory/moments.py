@@ -47,7 +47,7 @@ class Moment(NamedTuple):
     rows sent to and from experts. to_come: trained parameters whose gradient does not exist yet.
     waiting: parameters of a tied head, whose gradient autograd holds separately until it adds the embedding's.
     gathered: bytes of gathered weights and unreduced gradients with ZeRO stage 3, without pipeline stages.
-    freed: parameters whose gathered weights have been freed. reducing: parameters whose gradients are being reduced. Both are read only
+    freed: parameters with gathered weights that have been freed. reducing: parameters with gradients being reduced. Both are read only
     with ZeRO stage 3 and pipeline stages.
     summed: in the last backward pass, trained parameters with a complete gradient, which engines with buckets may be summing.
     """

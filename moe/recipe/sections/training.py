@@ -156,7 +156,7 @@ class Lora(Section, alters="shape"):
 
     @property
     def blocks_of(self) -> tuple[Literal["attention", "experts", "dense"], ...]:
-        """Modules whose frozen matrices are kept in quantised blocks of MXFP4 or FP8: attention, experts, dense."""
+        """Modules with frozen matrices in quantised blocks of MXFP4 or FP8: attention, experts, dense."""
         if not self.rank or self.base == "whole":
             return ()
         return ("attention", "experts", "dense") if self.base == "fp8_all" else ("experts",)

@@ -116,7 +116,7 @@ def _ahead_loss(
     x: Tensor, weights: Weights, run: Run, targets: Tensor, begins: Begins, tokens: Tokens, cast: Rounding, table: Tensor
 ) -> Tensor:
     """Loss of multi-token prediction (Passed.ahead). Depth k (from 0) joins the hidden state of position i with the embedding of token
-    i+1+k, and predicts token i+2+k. The hidden state is that of depth k-1; for k = 0 it is x, the last block's output. table: the head's
+    i+1+k, and predicts token i+2+k. The hidden state comes from depth k-1; for k = 0 it is x, the last block's output. table: the head's
     matrix."""
     model, length = run.model, targets.shape[1]
     total = wide(x).new_zeros(())

@@ -28,7 +28,7 @@ _MOST_MHZ = 1e5  # clocks in a file must be below this
 
 @dataclass(frozen=True)
 class ClockedSchedule:
-    """A schedule whose actions are in the order of its energy plan. mhz: for each rank, action -> its planned GPU clock; 0: none."""
+    """A schedule with its actions in the order of its energy plan. mhz: for each rank, action -> its planned GPU clock; 0: none."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]

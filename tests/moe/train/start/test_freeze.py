@@ -109,7 +109,7 @@ def test_a_run_keeps_frozen_weights_without_moments_and_continues(cut: Path, hom
     weights = {key for key in first if key.endswith("/weight")}
     assert {key for key in weights if first[key] == last[key]} == {f"{name}/weight" for name in still}
     refused = trained.train(trained.recipe(home, train={"steps": 8}), cut)[0]
-    assert str(refused).startswith("train.freeze: got [], needed [router, embedding], as in step-6: its optimizer states")
+    assert str(refused).startswith("train.freeze: got [], needed [router, embedding], as in step-6, which has optimizer states")
 
 
 @pytest.mark.parametrize(
