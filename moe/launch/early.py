@@ -74,8 +74,8 @@ def early_signals(*, prints: bool, leave: Callable[[], None] = lambda: None) -> 
 
 @contextlib.contextmanager
 def _called_immediately(stop: _TooEarly) -> Iterator[None]:
-    """Within the context, a second thread calls the signal handler `stop` immediately. Python itself calls a handler only when the main
-    thread returns from C code, in which that thread may wait minutes for missing ranks."""
+    """Within the context, a second thread calls the handler `stop` as soon as a signal arrives. Python itself calls a handler only when the
+    main thread returns from C code, in which that thread may wait minutes for missing ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

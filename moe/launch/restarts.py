@@ -50,8 +50,8 @@ class End:
 class Restarts:
     """Decides after each attempt of the run in folder `out` whether it is restarted, from which checkpoint, and on how many processes.
     limit: N of --restarts; 0: never. fresh, from_step: flags of the run. smaller: numbers of processes for --elastic, largest first.
-    processes: number of processes of the next attempt; None: all. gone: if `processes` has just changed, the rank of the last attempt
-    whose GPU is no longer used; None otherwise, or if it is unknown which rank died first."""
+    processes: number of processes of the next attempt; None: as at first. gone: if `processes` has just changed, the rank of the last
+    attempt whose GPU is no longer used; None otherwise, or if it is unknown which rank died first."""
 
     def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit

@@ -87,9 +87,9 @@ class Linear(nn.Module):
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy. For bf16 x, a GPU's
-    tensor cores multiply three bf16 parts of W, with the exactness of fp32 (moe/kernels/triton/wide.py). No product uses TF32, with which a
-    router would choose other experts."""
+    """Return x W^T in fp32, or in float64 if x is. Only x itself is saved for the backward pass, not its fp32 copy. For bf16 x on a
+    GPU, tensor cores multiply x by three bf16 matrices whose sum is W, as exactly as in fp32 (moe/kernels/triton/wide.py). No product uses
+    TF32, with which a router would choose other experts."""
     if x_TI.is_cuda and x_TI.dtype == torch.bfloat16 and weight_OI.dtype in (torch.float32, torch.bfloat16) and kernels_of(x_TI) is not cpu:
         from moe.kernels.triton import wide
 

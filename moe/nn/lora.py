@@ -70,8 +70,8 @@ def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Val
 
 
 def adapted(weight: Tensor | Blocks, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right: B [out, r]
-    and A [r, in] if W is [out, in]; the experts' adapters [E, in, r] and [E, r, out] if W is a stack [E, in, out]."""
+    """Return W + scale * left right, for matrices or stacks of them, in fp32 or wider. W is first rounded to `dtype`. left, right:
+    B [out, r] and A [r, in] if W is [out, in]; the experts' adapters [E, in, r] and [E, r, out] if W is a stack [E, in, out]."""
     wide = sum_dtype(left.dtype if isinstance(weight, Blocks) else weight.dtype)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
@@ -124,7 +124,7 @@ class _Widened(torch.autograd.Function):
 def grouped_product(
     rows_RI: Tensor, weight_EIO: Tensor | Blocks, counts: list[int], first_EIr: Tensor, second_ErO: Tensor, *, scale: float
 ) -> Tensor:
-    """Return rows (W + scale * first second) in the rows' dtype, for frozen matrices W of experts. The rows are sorted by expert;
+    """Return rows @ (W + scale * first @ second) in the rows' dtype, for frozen matrices W of experts. The rows are sorted by expert;
     expert e has counts[e] rows. first, second: each expert's adapters [I, r] and [r, O]."""
     out: Tensor = _GroupedProduct.apply(rows_RI, weight_EIO, first_EIr, second_ErO, counts, scale)
     return out
@@ -169,8 +169,8 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def frozen_product(rows_RI: Tensor, blocks: Blocks, counts: list[int]) -> Tensor:
-    """Return rows W in the rows' dtype, for experts' frozen matrices in quantised blocks. The rows are sorted by expert, counts[e] of
-    expert e."""
+    """Return rows @ W in the rows' dtype, for experts' frozen matrices W in quantised blocks. The rows are sorted by expert; expert e has
+    counts[e] rows."""
     out: Tensor = _FrozenProduct.apply(rows_RI, blocks, counts)
     return out
 
@@ -192,7 +192,7 @@ def _transposed(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _added(y: Tensor, narrow: Tensor, matrix: Tensor, scale: float) -> Tensor:
-    """Return y + scale * narrow matrix, in y's memory."""
+    """Return y + scale * narrow @ matrix, in y's memory."""
     rows = y.view(-1, y.shape[-1])  # a view, because results written into a copy would be lost
     torch.addmm(rows, narrow.flatten(0, -2), matrix, alpha=scale, out=rows)
     return y
@@ -210,7 +210,7 @@ def _times(rows_RI: Tensor, matrices_EIO: Tensor | Blocks, counts: list[int], *,
 
 
 def _outer(rows_RI: Tensor, grads_RO: Tensor, counts: list[int], dtype: torch.dtype) -> Tensor:
-    """Return rows^T grads of each expert: [E, I, O] of `dtype`."""
+    """Return rows^T @ grads of each expert: [E, I, O] of `dtype`."""
     return torch.stack([(rows.t() @ grads).to(dtype) for rows, grads in zip(rows_RI.split(counts), grads_RO.split(counts), strict=True)])
 
 

@@ -1,6 +1,7 @@
 """Rotary positions (arXiv 2104.09864): channel pairs of a head rotate by position * rate_i, rate_i = base^(-2i/C), angles in fp32.
 
 A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1). With a `fraction` below 1, only the first C channels of a head rotate.
+Values of `scaling`, and what each makes of the rate (ntk, dynamic: of the base):
 
 linear    rate / factor                                                         position interpolation (arXiv 2306.15595)
 ntk       base * factor^(C / (C - 2))                                           YaRN's paper, section 3.1
@@ -125,7 +126,7 @@ def _kept_by_index(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
 
 
 def _size(rope: sections.Rope) -> float:
-    """Return YaRN's factor on cos and sin. It multiplies queries and keys, so the logits of rotary channels by its square."""
+    """Return YaRN's factor on cos and sin. Queries and keys both get it, so the rotary channels' part of a logit gets its square."""
     return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all)
 
 

@@ -257,8 +257,8 @@ def _recomputed_scores(
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
-    """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it).
-    `row_N`: index of the target among these logits. `here_N`: whether the target is among them. `cap`: bound of the logits; None: unbounded."""
+    """Return scores [2, N]: each token's log-sum-exp of logits, and its target's logit (0 if another tile has it). `row_N`: index of the
+    target among these logits. `here_N`: whether the target is among them. `cap`: bound of the logits; None: unbounded."""
     logits_NV = capped(logits_NV.to(sum_dtype(logits_NV.dtype)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 

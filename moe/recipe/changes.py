@@ -37,7 +37,7 @@ def changes(before: Run, after: Run) -> list[Change]:
 
 
 def function_changes(before: Run, after: Run) -> list[Change]:
-    """Return every changed key that changes the function that the model computes, but not the parameters' shapes."""
+    """Return the changed keys that alter what the model computes, but not the parameters' shapes."""
     old, new = _function(before), _function(after)
     found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
     by_model = before.experts.ffn is None and after.experts.ffn is None  # a change of model.ffn is already listed

@@ -151,7 +151,8 @@ def _section_in(values: dict[str, Any], section: str) -> dict[str, Any]:
 
 _PRESET = "router.preset"
 _OF_PRESET = ("preset", *RouterSpec.model_fields)
-# joins a router key's origin and the parent recipe's value that `_drop_router` removed: "mixtral: null; not 2.0, which PARENT has for ..."
+# begins the note about a parent recipe's value that `_drop_router` removed. The key's origin is then shown as
+# "mixtral: null; not 2.0, which PARENT has for its own preset"
 _DROPPED = "; not "
 
 

@@ -61,7 +61,8 @@ class Meant:
 
 
 def meant_by(name: str, value: Any = None, *, flags: Sequence[str] = ()) -> Meant | None:
-    """Return the meaning of another tool's name with this value; None for an unknown name. flags: flags of the verb, such as --out."""
+    """Return the meaning of another tool's name with this value; None for an unknown name. flags: flags of the `moe` verb that
+    was given the name, such as --out; (): a recipe file has the name."""
     word = name.lower().replace("-", "_")
     if word in OWN_FLAGS and not flags:
         return Meant(flag=f"--{word}")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 GATED = ("geglu", "swiglu")  # feed-forward networks with a third matrix, the gate (GLU variants, arXiv 2002.05202)
 T5_BUCKETS = 32  # number of buckets into which a relative position bias sorts distances
-START = 0  # first token that a decoder reads (T5: the id of padding)
+START = 0  # id of the first token that the decoder of an encoder-decoder reads (T5: the id of padding)
 SEPARATOR = 0  # id of the token before each document, in the tokenizers bytes and bpe
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square or variance in a norm, unless a recipe sets another value
 PADDING = -100  # stands in place of a token id: torch's default ignore_index, a target that a loss ignores
@@ -28,8 +28,8 @@ BLOCK_BYTES = {"mxfp4": 1 / 2 + 1 / MXFP4_BLOCK, "fp8": 1 + 4 / FP8_BLOCK**2}  #
 
 
 class Decoding(NamedTuple):
-    """Cost of dequantising a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. moved: bytes that GPU
-    kernels read and write per element. kernels: number of these kernels."""
+    """Cost of dequantising a frozen matrix (moe/nn/blocks.py). temporary: peak bytes of temporary tensors per element. moved: bytes that
+    GPU kernels read and write per element. kernels: number of these kernels."""
 
     temporary: float
     moved: float
@@ -99,8 +99,8 @@ def inputs_within(tokens: int) -> int:
 
 
 def divisible_inputs(near: int, *, read: int, written: int) -> list[int]:
-    """Return at most two lengths of encoder inputs, the nearest to `near` first. `read` divides the length of the input, and `written` the
-    length of its targets."""
+    """Return at most two lengths of encoder inputs, the nearest to `near` first, of which each is a multiple of `read` and has targets
+    whose length is a multiple of `written`."""
     multiples = (read * (near // read + step) for apart in range(1000) for step in {apart, -apart})
     fits = (n for n in multiples if n > 3 and spans_of(n).inputs == n and spans_of(n).targets % written == 0)
     return sorted(islice(fits, 4), key=lambda n: abs(n - near))[:2]

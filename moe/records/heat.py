@@ -1,4 +1,4 @@
-"""A row of expert load: one cell for each expert, with height and colour by its load relative to the mean load.
+"""Shows expert load as a row of characters: one for each expert, with height and colour by its load relative to the mean load.
 
     relative  0   ⅛       ½       1       1½      2 and more
     cell      ·   ▁       ▂       ▄       ▆       █            blue: below the mean, grey: the mean, orange: above

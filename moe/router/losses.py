@@ -4,7 +4,7 @@ False (padding) do not count.
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
-    load       = CV^2 of the experts' expected loads: sums of tokens' probabilities  (the same paper, eq. 8-11; moe/router/scores.py)
+    load       = CV^2 of the experts' expected loads: sum_t P(token t chooses e)     (the same paper, eq. 8-11; moe/router/scores.py)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
 A loss over the global batch is not a sum of losses of its micro-batches and ranks. So each micro-batch of each rank gets the means over

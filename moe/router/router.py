@@ -267,8 +267,8 @@ class Router(nn.Module):
         priority_TK: Tensor | None = None,
     ) -> Tensor:
         """Return the active choices that get a slot: bool [T, K]. `active_TK`: choices that need one; None: all. `shards`: the ranks over
-        which tokens of a group are distributed; None: this rank has whole groups. `slots`: number of an
-        expert's slots in a group; None: no limit. `priority_TK`: see `kept_choices`."""
+        which tokens of a group are distributed; None: this rank has whole groups. `slots`: number of an expert's slots in a group;
+        None: no limit. `priority_TK`: see `kept_choices`."""
         if shards is not None and slots is not None:
             whole = (None if x is None else shards.whole(x.contiguous()) for x in (expert_TK, active_TK, priority_TK))
             expert_TK, active_TK, priority_TK = whole  # type: ignore[assignment]

@@ -90,7 +90,7 @@ def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None =
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # strides: elements from one index of a dim to the next
     while first < end:
         room = min(at_once, end - first)
-        # the outermost dim along which a slice of size 1 has at most `room` elements
+        # the outermost dim along which a slice of size 1 can begin at `first` and has at most `room` elements
         dim = next(d for d, step in enumerate(steps) if first % step == 0 and step <= room)
         index = [first // step % size for step, size in zip(steps, shape, strict=True)]
         count = min(room // steps[dim], shape[dim] - index[dim])

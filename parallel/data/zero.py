@@ -304,8 +304,8 @@ def settings(stage: int, more: dict[str, Any], *, device: torch.device) -> dict[
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. family: Layout.family of these parameters. dtype: dtype in which the model reads them.
-    owned: whether this rank's shards count in the gradient norm."""
+    """Parameters that DeepSpeed flattens together. family: label by which gradient norms are grouped (Layout.family). dtype: dtype in
+    which the model reads them. owned: whether this rank's shards count in the gradient norm."""
 
     settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str

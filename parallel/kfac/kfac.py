@@ -107,10 +107,10 @@ class Kfac:
     """K-FAC for all linears of a rank. The caller runs forward passes within `recording`, and calls `finish` before each update, or
     `discard_step` if there is no update.
 
-    linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces the tensors in place over the ranks with
-    copies. place: layout -> (this rank's index among the ranks with copies, number of these ranks). at_once: True: curvature units run as
-    soon as they are ready. False: a ready unit waits until the caller passes it to `run`, or until `finish` runs all units that are due.
-    Inversions always wait like this.
+    linears: name -> linear. total: function of (name -> tensor, name -> layout) that all-reduces each tensor in place over the ranks with
+    copies of its factor. place: layout of a factor -> (this rank's index among the ranks with copies, number of these ranks).
+    at_once: True: curvature units run as soon as they are ready. False: a ready unit waits until the caller passes it to `run`, or until
+    `finish` runs all units that are due. Inversions always wait like this.
     updates: number of updates so far. factors: ("A" or "G", name of a linear) -> factor."""
 
     linears: dict[str, Linear]

@@ -56,7 +56,7 @@ class Work(Protocol):
         ...
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
-        """Return a context in which the stage's parameters have the values of this weight version."""
+        """Return a context manager in which the stage's parameters have the values of this weight version."""
         ...
 
     def update(self, stage: int, version: int) -> None:

@@ -30,7 +30,7 @@ class Versions:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[None]:
-        """Return a context for one action that reads weights (F, B or the input gradient I). In the context, the parameters have the values
+        """Return a context manager for one action that reads weights (F, B or the input gradient I). Inside, the parameters have the values
         of `version`. After the last action that reads this version, its tensors are freed."""
         if version == self.newest:
             yield

@@ -18,8 +18,8 @@ import torch
 
 @contextmanager
 def deterministic(asked: bool) -> Iterator[None]:
-    """Return a context in which torch is deterministic; if not `asked`, it changes nothing. It changes torch's settings for the whole
-    process, and restores them at its end. CUBLAS_WORKSPACE_CONFIG stays set."""
+    """Return a context in which torch is deterministic; if not `asked`, a context without effect. torch's settings are changed for the
+    whole process and restored at the end. The environment variable CUBLAS_WORKSPACE_CONFIG stays set."""
     if not asked:
         yield
         return

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from parallel.errors import counted
 from parallel.process.libc import die_with, keep_freed_memory
 
-_GRACE_S = 3.0  # seconds to wait for the other ranks' errors, which often help, after one rank has failed
+_GRACE_S = 3.0  # seconds to wait, after one rank has failed, for the errors of other ranks, which often show the cause
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:

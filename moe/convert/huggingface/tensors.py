@@ -48,7 +48,8 @@ class Location:
     expert: int | None = None
 
     def whole(self, shape: Shape, experts: int) -> Shape:
-        """Return the shape of the file's tensor that contains a parameter of this shape. `experts`: number of experts, if it is a stack."""
+        """Return the shape of the file's tensor that contains a parameter of this shape. `experts`: number of experts in this tensor, if it
+        is stacked."""
         there = list(shape[::-1] if self.row.turned else shape)
         if self.row.half is not None:
             there[-1 if self.row.mixed else 0] *= 2

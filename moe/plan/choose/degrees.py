@@ -1,8 +1,8 @@
 """Finds the sets of degrees (pp, tp, sp, dp, ep) that can have the fastest plan: the first of two search rounds (planned.py).
 
-A set of degrees is judged by the lower bound of its fastest plan. Only a few values of the other settings (FIRST) are tried, each plan with
-its fastest schedule. Memory is as with 1F1B; the other schedules of `Space` need at least as much. The sets are found in the order of their
-bounds. Once enough are found, the search ends at the first bound above the exact seconds of the fastest plan so far.
+A set of degrees is judged by a lower bound of its fastest plan's step time. Only a few values of the other settings (FIRST) are tried, each
+plan with its fastest schedule. Memory is as with 1F1B; the other schedules of `Space` need at least as much. The sets are found in the
+order of their bounds. Once enough are found, the search ends at the first bound above the exact seconds of the fastest plan so far.
 
     ideal time, without bubbles -> bound of the fastest schedule -> fits? -> bound with its recompute -> tighter bound -> a set is found
 

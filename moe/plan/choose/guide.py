@@ -22,7 +22,7 @@ _GIB = 2**30
 ABOUT_EQUAL = 0.1  # two times are called about equal if they differ by less than this fraction
 FAST_LINK = 50.0  # GB/s: links in a node are called fast if a device sends at least at this rate; NVLink has 100 and more, PCIe 10 to 30
 
-# family of plans: name of a strategy -> function that returns whether a plan follows this strategy
+# name of a family of plans, such as ZeRO -> function that returns whether a plan belongs to this family
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
     "DDP": lambda p: _data_alone(p) and p.stage == 0,
     "ZeRO": lambda p: _data_alone(p) and p.stage > 0,

@@ -50,7 +50,8 @@ class TooLarge(BadInput):
 
 
 class Speed(NamedTuple):
-    """Speed of a plan. tflops: TFLOP/s of one device. mfu: model FLOPs utilization, tflops / the device's peak; None if unknown."""
+    """Speed of a plan. tflops: TFLOP/s of one device. mfu: model FLOPs utilization, tflops / the device's peak; None if the peak is
+    unknown."""
 
     tokens_per_s: float
     tflops: float
@@ -161,7 +162,8 @@ def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Degrees] |
 
 
 def _first(space: Space, run: Run, cluster: Cluster) -> Space:
-    """Return the space of round 1: FIRST, with the largest degrees of `space`. run: has resolved degrees."""
+    """Return the space of round 1: FIRST, with the limits of `space` on tp, sp and pp, and with larger micro-batches on small clusters.
+    run: has resolved degrees."""
     largest = 8 * cluster.devices_per_node if cluster.world <= SMALL else FIRST.largest_microbatch
     return replace(
         _offloading(FIRST, run),

@@ -251,9 +251,9 @@ def inputs_kept(plan: Plan, stack: Stack, layers: range, *, first: bool, last: b
 
 def between_halves(network: Network, plan: Plan, stack: Stack, layers: range, *, first: bool, whole: bool) -> float:
     """Bytes that a micro-batch keeps on a stage of an encoder-decoder, in addition to its layers and ends: the encoder's last norm, and
-    the half (encoder's or decoder's) that its layers do not read. Stages send both halves in one tensor, which stays whole as long as a
-    layer keeps a view of its half. Without layers, the head reads the decoder's half. On the first stage, dropout returns a separate
-    tensor for each half. whole: the stage keeps a sent tensor anyway."""
+    the half (encoder's or decoder's hidden states) that the stage's layers do not read. Stages send both halves in one tensor, and a view
+    of one half keeps all of it. On a stage without layers, the head reads the decoder's half. On the first stage, dropout returns a
+    separate tensor for each half. whole: `inputs_kept` already counts a sent tensor."""
     if network.encoder is None:
         return 0.0
     halves, kept = {index < network.before for index in layers} or {False}, 0.0

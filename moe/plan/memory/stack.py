@@ -3,7 +3,8 @@
 Bytes per token of a layer of width D. w = heads * channels, k = kv_heads * channels, F hidden units, L tokens, c bytes per element.
 The fields norm, rms, statistics, lse and maps are numbers of bytes too:
 
-    norm_inputs     2 norm D + 2 statistics      inputs of the two norms; RMSNorm keeps `rms` D more if its steps are separate kernels
+    norm_inputs     2 norm D + 4 statistics      for each of two norms: its input and two statistics (mean, 1 / deviation); an RMSNorm keeps
+                                                 `rms` D more if its steps are separate kernels
     norm_outputs    2 c D                        inputs of the products after the norms
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and log-sum-exp; k = w with `repeated` keys
                     + over_ranks c w             with sequence parallelism, a transposed copy of attention's output

@@ -4,7 +4,7 @@
 
 A hook on each module adds the module's operators when it runs, with the sizes of its parameters. A MoE layer is not run, because routing
 needs data. Its experts are recorded as products of `slots` rows for each expert and sequence. This is the number of rows that a balanced
-router sends, rounded up. In einsum notation, as in GShard (letters: `_LETTERS`): dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine
+router sends, rounded up. In einsum notation, as in GShard (letters: _LETTERS): dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine
 "ebud,ble->bld". Dropout, random numbers, top-k and the router's losses are left out, because they have the same shardings as the
 operators before and after them.
 """

@@ -39,7 +39,7 @@ SETS = ("batch", "batch and slices", "weights over the batch")  # sets of annota
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One sharding for each operator, on a mesh. rules: the layout or the annotations from which it was made, for messages."""
+    """A mesh, and a program with one sharding for each operator. rules: the layout or annotations from which it was made, for messages."""
 
     mesh: Sizes
     program: Program
@@ -149,7 +149,8 @@ def annotated(graph: Graph, mesh: Sizes, kind: str, experts: Mapping[str, str]) 
 
 
 def _note(graph: Graph, letters: str, **axes: str) -> str:
-    """Return the text of an annotation. axes: name of a dim -> the mesh axis that cuts it, or `.`. All other dims get `.` (not cut)."""
+    """Return the text of a tensor's annotation. letters: one for each of its dims. axes: name of a dim -> the mesh axis that cuts it, or
+    `.`. All other dims get `.` (not cut)."""
     return ", ".join(axes.get(graph.dims[letter].name, ".") for letter in letters)
 
 

@@ -96,8 +96,8 @@ class Latent(Section, alters="shape"):
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Numbers of channels in latent attention. rank: of the latent vector. content + rotary: of a head's queries and keys, without and with
-    rotary positions. value: of a head's values."""
+    """Numbers of channels in latent attention. rank: channels of the latent vector. content, rotary: channels of a head's queries and keys
+    without and with rotary positions. value: channels of a head's values."""
 
     rank: int
     content: int

@@ -57,7 +57,7 @@ class Run(Section):
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def plugins(self) -> dict[str, str]:
-        """Return the plugins that the recipe uses: key, such as train.loss -> module:name."""
+        """Return the plugins that the recipe uses, as a dict: key, such as "train.loss" -> "module:name"."""
         keys = [key for key in GROUPS if not key.startswith("router.") or self.model.layers_with_experts()]
         values = {key: attrgetter(key)(self) for key in keys}
         return {key: value for key, value in values.items() if is_plugin(value)}

@@ -22,7 +22,7 @@ class Source(Section):
 class Data(Section, alters="training"):
     source: Literal["python_stdlib", "text", "jsonl", "chat", "given"] | Plugin = key(
         "python_stdlib",
-        "text, jsonl, chat: files of data.path; chat predicts only assistant messages, or ids with labels; given: from train(run, data=...)",
+        "text, jsonl, chat: files of data.path; chat predicts only assistant messages or ids with labels; given: from train(run, data=...)",
     )
     path: str | None = key(None, "a file or folder of text, JSONL, CSV, Parquet or Arrow, also as .gz or .zst; with tokenizer ids: *.bin")
     sources: tuple[Source, ...] = key((), "several sources instead of path, each {path, weight}, optionally with text_key and encoding")
@@ -52,7 +52,7 @@ class Data(Section, alters="training"):
         return self.tokenizer if self.tokenizer.endswith(".json") else None
 
     def each(self) -> list[tuple[Data, str]]:
-        """Return for each source (this section with that source alone, name of the setting that gives its text_key, for messages)."""
+        """Return for each source, or for data.path: (this section with this source alone, name of the setting of its text_key)."""
         found = []
         for source in self.sources:
             own = {"text_key": source.text_key or self.text_key, "encoding": source.encoding or self.encoding}

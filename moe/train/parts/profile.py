@@ -43,7 +43,7 @@ class Spent(NamedTuple):
 
 class Recording:
     """Profiler of a few steps: the training loop makes each step through `of`. It writes its files after RECORDED steps, then does nothing.
-    name: stem of the files, such as rank-0. note: prints a line for the user. device: the rank's device; a GPU's kernels are recorded too."""
+    name: stem of the files, such as rank-0. note: prints a line for the user. device: of the rank; a GPU's kernels are recorded too."""
 
     def __init__(self, folder: Path, name: str, *, note: Callable[[str], None], device: torch.device) -> None:
         self.folder, self.name, self.note = folder, name, note

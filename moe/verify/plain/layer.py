@@ -34,8 +34,8 @@ Weights = dict[str, Tensor]  # name in checkpoints -> tensor
 @dataclass(frozen=True)
 class Layer:
     """Results of an MoE layer. y [T, D]: output. gates [T, E]: 0 for a choice without a slot. counts: for each expert, the number of tokens
-    that chose it, with or without a slot. kept: number of choices with a slot.
-    balance, importance, z, load: losses, not yet multiplied by their weights in the recipe."""
+    that chose it, with or without a slot. kept: number of choices with a slot. balance, importance, z, load: losses, not yet
+    multiplied by their weights in the recipe."""
 
     y: Tensor
     gates: Tensor

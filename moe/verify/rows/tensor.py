@@ -1,5 +1,5 @@
-"""Lists the cases of tensor parallelism that `moe verify` trains: 1D, 2D, 2.5D, 3D, by DTensor, with sequence parallelism between layers, and
-with collectives that overlap with products."""
+"""Lists the cases of tensor parallelism that `moe verify` trains: 1D, 2D, 2.5D, 3D and DTensor, also with sequence parallelism between
+layers or with collectives that overlap with products."""
 
 from __future__ import annotations
 

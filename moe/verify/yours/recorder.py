@@ -131,7 +131,8 @@ class Step:
                     self._keep(Key("gradient", name), gradient)
 
     def hooks(self) -> ExitStack:
-        """Return a context in which this step is recorded."""
+        """Record the weights and add hooks that record the step. Return a context manager that, at its end, records the new weights and
+        removes the hooks."""
         for name, tensor in [*self._parameters(), *((_name(n), b) for n, b in self.model.named_buffers())]:
             self._keep(Key("weight", name), _whole(tensor))
         self._masters("weight")

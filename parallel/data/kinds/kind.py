@@ -107,7 +107,7 @@ class EngineKind:
     the engine that is used instead: unless_flat, if the optimizer cannot step flat ranges of fp32 elements; stands_in, in a rehearsal;
     planned_as, in the planner.
     overlaps: sums of gradients run during the backward pass.
-    gradients: between two steps, gradients are `freed`, or kept in `buckets` (if ranks hold copies) or in one `buffer`.
+    gradients: between two steps, gradients are `freed`, or kept in `buckets` (if several ranks hold copies of a weight) or in one `buffer`.
     bucket: when a bucket of gradients is allocated: never (`none`), from the first gradient of a pass on (`passes`), or `always`.
     gathered: (point of a step, sizes) -> bytes of gathered weights and unsharded gradients; None: weights are not sharded. moments: points
     of a step at which this engine's memory may peak in addition to the points common to all engines."""
