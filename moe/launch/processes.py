@@ -169,9 +169,9 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
-    """Kill all processes that have one of these `tokens` or are in the session with the id `session` (the launcher's; None: no session),
-    except process `spared`. SIGKILL is repeated until none is alive, at most `wait_s` seconds. Return the ids of processes that are still
-    alive, because they are stuck in the kernel."""
+    """Kill all processes that have one of `tokens` in their environment (TOKEN), and all in the session with the id `session` (None: no
+    session), except process `spared`. SIGKILL is repeated until none is alive, at most `wait_s` seconds. Return the ids of processes that
+    are still alive, because they are stuck in the kernel."""
     until = time.monotonic() + wait_s
     while True:
         if session is not None:

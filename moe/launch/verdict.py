@@ -48,7 +48,7 @@ def verdict(
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {NOTHING_LOST}"]
-    # `killed` without a signal means that a rank had started on another machine and ended without a status file
+    # `killed` without a signal: another machine's launcher failed, and its ranks may have started
     if not statuses and not ranks and (asked is not None or not killed):
         alone = f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         return FAILED, ["no rank had started" if killed else alone]

@@ -190,8 +190,9 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
-    """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. Near w, bf16 numbers are
-    2^-7 times the power of two below w apart, and an update of less than half of this distance changes nothing."""
+    """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. The
+    distance of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The
+    numbers' size is taken from the router's initial weights."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None

@@ -1,7 +1,10 @@
 """Starts the reduce-scatters ("scatters") of FSDP's gradients with pipeline stages, also if the schedule splits the backward pass.
 
-    once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage        unsharded gradients accumulate; weights stay gathered until then
-    each pass      F0 F1 I0 W0 s F2 I1 W1 s   s: scatters, during W         gradients stay sharded; I and B gather weights and free them
+    once a batch   F0 F1 I0 W0 F2 I1 W1 I2 W2 | scatter of the stage    unsharded gradients accumulate; weights stay gathered until then
+    each pass      F0 F1 I0 W0* F2 I1 W1* I2 W2*                        gradients stay sharded; I and B gather weights and free them
+                   * W starts each unit's scatter before it computes the next unit
+
+`sharding.reshard` false is once a batch, true is each pass.
 
 Fi: forward pass of micro-batch i. Ii, Wi: the two parts of its backward pass, for gradients of inputs and of weights. B: both at once.
 W multiplies inputs by output gradients, so no weights are gathered for it. B scatters each unit's gradients as a backward pass without

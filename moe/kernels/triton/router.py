@@ -56,8 +56,8 @@ class Given(NamedTuple):
     tokens; None if dropless. `bias_E` fp32 is added to the scores that are compared. `valid_T` bool: False for padding, which is not
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`
     int64: experts that were chosen before; None: the kernel chooses. `load_TK` int64: experts that the balance loss counts; None: the
-    chosen ones. `exchange`: given if other ranks have tokens of these groups; it returns a Together for this rank's choices, int64 [T, K],
-    and the counts of each block, fp32 [G, B, E]. The losses are then this rank's part (moe/router/losses.py).
+    chosen ones. `exchange`: None unless other ranks have tokens of the same groups of tokens. exchange(this rank's choices, int64 [T, K];
+    counts of each block of tokens, fp32 [G, B, E]) returns a Together. The losses are then this rank's part (moe/router/losses.py).
     """
 
     num_groups: int

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from moe.plan.choose.legal import advice, refusal
 from moe.plan.job.network import Network, Plan, Recomputed
 
-UNKNOWN = -1  # level of a plan for which no bound is computed yet
+UNKNOWN = -1  # value of _Waiting.level: no bound of the plan's time is computed yet
 TIGHT = 0.9  # a plan is called tight if it uses more than this fraction of the memory
 ROUNDED = 1 + 1e-9  # tolerance of comparisons, because the order of a sum changes its last digits
 

@@ -177,8 +177,8 @@ class _Engine:
 
 
 def _copied(plan: Plan, stack: Stack, rank: RankMoments) -> float:
-    """Bytes of the copies of gradients that are summed over ranks after a stage's last backward pass. If two pipeline ranks hold each
-    stage, all gradients are copied. Otherwise only the last buckets, which are summed at the same time, are copies."""
+    """Bytes of the buffers into which gradients are copied for their all-reduce after a stage's last backward pass. If two pipeline ranks
+    hold each stage, all gradients are in buffers at the same time. Otherwise at most MOST_STARTED buckets are."""
     if plan.pp > 1 and placed(plan.schedule) == "both_ways":
         return _states(plan, rank.held)[0].gradients
     return stack.reduce_bytes * min(_in_buckets(plan, rank.held.trained), MOST_STARTED * stack.bucket_elements)

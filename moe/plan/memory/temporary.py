@@ -125,8 +125,8 @@ def largest_gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool
 
 
 def widest(network: Network, plan: Plan, *, sparse: bool) -> float:
-    """Number of elements of a layer's largest matrix. Gate and first product count as one matrix, and so do the matrices of a rank's
-    experts."""
+    """Number of elements that a rank holds of a layer's largest matrix: w1, together with the gate's matrix if there is one. In a layer
+    with experts, these matrices of all the rank's experts count as one."""
     e = network.experts
     if e is not None and sparse:
         return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)

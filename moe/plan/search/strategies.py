@@ -174,6 +174,7 @@ def _parameter(size: float, term: str, mesh: Mesh, settings: Settings, cut: Sequ
 @lru_cache(maxsize=1 << 18)
 def change(size_bytes: float, mesh: Mesh, gives: State, reads: State) -> float:
     """Return the seconds to reshard a tensor of `size_bytes` (on all ranks together) from `gives` to `reads`, and its gradient back.
+    WHOLE: not cut along the axis. LATER: whole too, but its gradient comes back as partial sums.
 
     Collectives for the tensor / for its gradient on each axis:
         WHOLE to cut          none / all-gather             cut to WHOLE      all-gather / none

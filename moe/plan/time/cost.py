@@ -173,7 +173,8 @@ def _sharing(network: Network, plan: Plan, cluster: Cluster, program: Program, s
 
     # frozen parameters are gathered as well if ranks hold only shards of them
     reduced, gathered = gathers(trained, wide), gathers(stage.held if plan.stage == 3 else trained, narrow)
-    if plan.stage == 1:  # with pipeline stages, DeepSpeed's ZeRO-1 reduces after the rank's last action, while other ranks may compute
+    if plan.stage == 1:
+        # by stage: DeepSpeed's ZeRO-1 reduces after the rank's last action, so only what other ranks still compute (spare.others) hides it
         exposed = max(0.0, reduced - spare.others) if by_stage else _after_backward(reduced, stage, program, plan)
         waited, hidden = _overlapped(gathered, stage.forward_seconds, program) if program.parameters == "overlapped" else (gathered, 0.0)
         return exposed, waited, max(0.0, reduced - exposed) + hidden

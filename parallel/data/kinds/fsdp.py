@@ -39,7 +39,7 @@ def gathered(at: At, w: GatheredSizes) -> float:
     c, r = w.compute_bytes, w.sum_bytes  # bytes of an element of gathered weights, and of summed gradients
     if w.once:
         return c * w.held + r * w.trained
-    left = w.held - w.behind  # a layer's weights are freed after its backward pass
+    left = w.held - w.behind  # the layer whose backward pass ended just before is freed
     if w.on_stages:
         return _each_pass(at, w)
     match at:

@@ -57,11 +57,11 @@ class ScheduleKind:
     placed: rank of each stage s. `line`: s modulo ranks; `v`: down the ranks and up again; `both_ways`: replicas in both directions.
     refusal: size -> error for an impossible `stages`, `pipelines` or `microbatches`, with the nearest possible value; None if possible.
     seconds: times -> seconds from the first forward to the last backward pass; None: the planner simulates the step.
-    peaks: size -> peak activations of each rank; None: the planner counts them in the schedule of at most rounds * ranks micro-batches.
-    rounds: with more than rounds * ranks micro-batches, peak activations stay the same. None: unknown; three rounds and the remainder
-        are counted.
-    steady: True if each further round (`ranks` micro-batches) after the third adds the same time to a step, so that the simulation of a few
-        rounds is enough. False: the whole step is simulated.
+    rounds: number of rounds (a round: one micro-batch for each rank) after which peak activations stay the same. None: unknown; the planner
+        then counts three rounds and the remainder.
+    peaks: size -> peak activations of each rank; None: the planner counts them in a step of about `rounds` rounds.
+    steady: True if each round after the third adds the same time to a step, so that the simulation of a few rounds is enough. False: the
+        whole step is simulated.
     age: (size, stage) -> number of updates between a gradient's forward pass and the update that applies it; None: always 0.
     advice: one line that says why another schedule is better, and names it.
     """

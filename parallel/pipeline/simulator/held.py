@@ -18,8 +18,8 @@ _GRADIENTS = {Op.I: 1, Op.B: 2, Op.W: 2}  # backward action -> gradients that it
 class InFlight(NamedTuple):
     """Numbers of micro-batches, for each stage of a rank, at the moment at which a backward action begins. kept: micro-batches between
     forward pass F and backward pass B or I (gradients of inputs only), with all activations. pending: micro-batches between I and W
-    (gradients of weights). at_i: the action is I. freed: whether the stage has run no F since its last B or I, so that FSDP has freed its
-    weights; (): False for all stages. gradients: which gradients of the stage's parameters exist. 0: none. 1: an I has ended, so those of
+    (gradients of weights). at_i: the action is I. freed: whether FSDP has freed the stage's weights: from a B or I to the
+    next F; (): False for all stages. gradients: which gradients of the stage's parameters exist. 0: none. 1: an I has ended, so those of
     the embedding and of LoRA adapters exist. 2: a B or W has ended, so all exist. (): not known."""
 
     kept: tuple[int, ...]
