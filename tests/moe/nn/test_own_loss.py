@@ -166,7 +166,7 @@ def test_a_loss_sees_whole_sequences_of_padded_packed_chats(folder: Path, monkey
 @pytest.mark.parametrize(
     ("lines", "sections", "said"),
     [
-        (PAIRS, {}, "train.loss: got cross_entropy with pairs of chats, needed train.loss"),
+        (PAIRS, {}, "train.loss: got cross_entropy with pairs of chats, needed a loss for pairs"),
         (PAIRS, {"data": {"packing": True}}, "data.packing: got true with pairs of chats"),
         (
             PAIRS,

@@ -242,7 +242,7 @@ def test_a_record_of_something_else_is_one_line() -> None:
     ):
         with pytest.raises(BadInput, match=line):
             asked(given, **where)
-    with pytest.raises(BadInput, match="different experts of the same token in layer 1"):
+    with pytest.raises(BadInput, match="different experts for the same token in layer 1"):
         RoutingRecord.of({1: GOOD}, {1: GOOD[..., ::-1]})
     with pytest.raises(BadInput, match="select expert_choice"):
         asked({1: GOOD}, PRESETS["expert_choice"])

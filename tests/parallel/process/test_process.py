@@ -56,7 +56,7 @@ def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize("environment", [{"RANK": "", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": ""}], ids=str)
 def test_half_of_a_place_is_refused_in_one_line(environment: dict[str, str]) -> None:
     """Incomplete variables of a launcher are refused. Otherwise each process would train alone as rank 0, all in one folder."""
-    with pytest.raises(BadInput, match="on rank") as refused:
+    with pytest.raises(BadInput, match="would be rank 0|on rank") as refused:
         read_environment(environment)
     assert "; fix: start with moe train --nproc N" in str(refused.value) and "\n" not in str(refused.value)
 
