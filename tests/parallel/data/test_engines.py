@@ -254,7 +254,7 @@ def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None
             tiny.step(0)  # DDP rebuilds its buckets in the first step
             tiny.mesh.communicator.reset_counts()
             tiny.accumulate(1)
-            # sums of a step: float64 of metrics (2; of the layer 7, its choices by expert, 4 of its biases), 4 int64 that count tokens, chats
+            # sums of a step: float64 of metrics (2; of the layer 7, choices by expert, 4 of its biases), 4 int64 that count tokens, chats
             row = 8 * (2 + 7 + 4 + 4) + 8 * 4
             sizes = {True: 0, False: 0}
             for name, p in tiny.model.named_parameters():
