@@ -142,8 +142,8 @@ def swings(window: Window, run: Run) -> Shown:
 
 
 def drifted(windows: Sequence[Window], run: Run) -> Found | None:
-    """Condition of the run: in some layer, the selection biases lie further apart than scores can, and further than at the start. The least
-    biased expert is then never chosen before the most biased one, whatever the token."""
+    """Condition of the run: the selection biases of a layer are further apart than scores can be, and further than at the start. The
+    least biased expert is then never chosen before the most biased one, whatever the token."""
     bounded = run.router.score == "sigmoid" or (run.router.score == "softmax" and run.router.softmax_over == "all")
     first = {layer.layer: layer.bias_range for layer in windows[0].layers} if windows else {}
 
@@ -190,9 +190,9 @@ def equal_tokens(window: Window, run: Run) -> Shown:
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
-    """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. The
-    distance of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The
-    numbers' size is taken from the router's initial weights."""
+    """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. The distance
+    of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The numbers'
+    size is that of the router's initial weights."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None

@@ -3,7 +3,7 @@
     metrics.jsonl --> scalars(line) --> add_scalar of TensorBoard, wandb.log({...}, step=...), ...
 
 If a tracker fails, one line is printed, and training continues without it. Resumed training continues the same run in the tracker, whose id
-is stored in the training's folder. The project's name is the environment variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME;
+is stored in the run's folder. The project's name is the environment variable WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_EXPERIMENT_NAME;
 if it is not set, moe-parallel.
 """
 
@@ -44,7 +44,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, out: Path, *, recipe: str, config: Mapping[str, Any], goes_on: bool) -> Board:
-    """Open a run in the tracker `name`. out: the training's folder. recipe: the recipe's name, which becomes the run's name. config:
+    """Open a run in the tracker `name`. out: the run's folder. recipe: the recipe's name, which becomes the run's name. config:
     recipe key -> value. goes_on: continue the tracker's run whose id is stored in `out`, if there is one."""
     module, project = importlib.import_module(name), os.environ.get(_PROJECT[name], "moe-parallel")
     before, opened = _ids(out).get(name) if goes_on else None, _mlflow if name == "mlflow" else _wandb

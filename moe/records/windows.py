@@ -56,7 +56,7 @@ class Window:
 
 
 class Filling:
-    """A window that is being filled, step by step. It keeps sums of loads over steps, and each step's own only for the last step."""
+    """A window that is being filled, step by step. Of experts' loads it keeps sums over steps, and the last step's."""
 
     def __init__(self) -> None:
         self.count, self._first, self._last = 0, 0, 0

@@ -277,7 +277,7 @@ MUTATIONS = (
     ),
     Mutation(
         "skipped_step_keeps_shards_of_gradients",
-        "The same with FSDP, whose gradients are not those that the optimizer has",
+        "FSDP keeps the finite gradients of a skipped step and adds them to the next step's",
         "deepspeedai/DeepSpeed#7839, there without FSDP",
         "data",
         Case("deepseek", "fsdp", 2, 2, 1, "fp32", overflow=True),
