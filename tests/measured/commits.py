@@ -37,23 +37,30 @@ sys.exit(main(sys.argv[2:]))
 
 
 def main(*, before: str, bench: str = "step", only: str | None = None, pairs: int = 5, rounds: int = 5, json: str | None = None) -> int:
-    """Print the ratios of each of the bench's rows. Returns 1 if a ratio of processor times is above MOST. only: the bench's flag
-    --only. rounds: of each run of the bench."""
+    """Print the ratios of each of the bench's rows after each pair, from all pairs so far. Returns 1 if a ratio of
+    processor times is above MOST. only: the bench's flag --only. rounds: of each run of the bench."""
     flags = [bench, "--rounds", str(rounds), "--peers", "none", *(["--only", only] if only else [])]
-    with checked_out(before) as tree:
-        took = [_pair(tree, flags, reverse=number % 2 == 1) for number in range(pairs)]
+    took: list[dict[tuple[str, str], dict[str, float]]] = []
     rows: list[dict[str, Any]] = []
-    print(f"{'row':<60}{'processor':>10}{'wall':>7}{'noise':>7}")
-    for name in took[0]["before", "wall"]:
-        times = {(side, clock): [one[side, clock][name] for one in took] for side in ("before", "after") for clock in CLOCKS}
-        ratio = {clock: min(times["after", clock]) / min(times["before", clock]) for clock in CLOCKS}
-        noise = max(times["before", "processor"]) / min(times["before", "processor"])
-        rows.append({"row": name, **ratio, "noise": noise, "passed": ratio["processor"] <= MOST})
-        said = f"{name:<60}{ratio['processor']:>10.3f}{ratio['wall']:>7.3f}{noise:>7.2f}{'' if rows[-1]['passed'] else '  SLOWER'}"
-        print(said, flush=True)
-    if json:
-        write_json(json, verb="measured commits", rows=rows, before=before, bench=bench, pairs=pairs, rounds=rounds)
+    with checked_out(before) as tree:
+        for number in range(pairs):
+            took.append(_pair(tree, flags, reverse=number % 2 == 1))
+            rows = [_row(name, took) for name in took[0]["before", "wall"]]
+            print(f"{f'{len(took)} pairs':<60}{'processor':>10}{'wall':>7}{'noise':>7}")
+            for row in rows:
+                verdict = "" if row["passed"] else "  SLOWER"
+                print(f"{row['row']:<60}{row['processor']:>10.3f}{row['wall']:>7.3f}{row['noise']:>7.2f}{verdict}", flush=True)
+            if json:
+                write_json(json, verb="measured commits", rows=rows, before=before, bench=bench, pairs=len(took), rounds=rounds)
     return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def _row(name: str, took: list[dict[tuple[str, str], dict[str, float]]]) -> dict[str, Any]:
+    """Return the ratios of one row of the bench. took: for each pair, (side, clock) -> seconds of each row."""
+    times = {(side, clock): [one[side, clock][name] for one in took] for side in ("before", "after") for clock in CLOCKS}
+    ratio = {clock: min(times["after", clock]) / min(times["before", clock]) for clock in CLOCKS}
+    noise = max(times["before", "processor"]) / min(times["before", "processor"])
+    return {"row": name, **ratio, "noise": noise, "passed": ratio["processor"] <= MOST}
 
 
 def _pair(tree: Path, flags: list[str], *, reverse: bool) -> dict[tuple[str, str], dict[str, float]]:

@@ -6,6 +6,9 @@ Optimizer states are fp32, and take these bytes for each parameter. `optimizer_b
     sgd           4     a momentum
     muon          4     in matrices; 8 in embedding, head, gates, and vectors such as norms
     adafactor     4 (n + m) / (n m)     in an n x m matrix; 4 in a vector
+
+The optimizers of parallel/optim compute in eager operators, so an update moves more bytes than AdamW's single kernel (`MOVED`). Muon also
+needs matrix products: 5 (4 m + 2 m m / n) floating-point operations per parameter of an n x m matrix, m at most n.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from moe.plan.job.flops import (
     slots_of_token,
 )
 from moe.plan.job.network import Adapters, Experts, Network, Plan, Router
-from moe.plan.job.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from moe.plan.job.states import ADAMW, BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage, Update
 from moe.recipe.frozen import PARTS, layers_of
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
@@ -220,7 +223,7 @@ def storage_of(run: Run) -> Storage:
     if run.optimizer.kind in ("adamw", "kfac"):
         return replace(storage, blocks=in_blocks)
     master = storage.optimizer - (4 if storage is BF16 else 8)  # bytes without AdamW's two moments
-    return replace(storage, optimizer=master + dense, of_experts=master + expert, blocks=in_blocks)
+    return replace(storage, optimizer=master + dense, of_experts=master + expert, blocks=in_blocks, update=update_of(run))
 
 
 def state_bytes(run: Run) -> float:
@@ -244,6 +247,9 @@ def _with_adam(run: Run) -> Storage:
 
 
 # --- bytes of optimizer states ------------------------------------------------------------------------------------------
+
+# bytes that an update moves per parameter, apart from gradients; Muon's iterations are not included, since their products take longer
+MOVED = {"sgd": 56.0, "muon": 76.0, "adafactor": 100.0}
 
 
 class Matrices(NamedTuple):
@@ -274,6 +280,28 @@ def optimizer_bytes(run: Run) -> tuple[float, float]:
     factored = {kind: sum(4.0 * m.num * (m.rows + m.columns) for m in found if (m.kind == "expert") == kind) for kind in (False, True)}
     vectors = dense - sum(m.elements for m in found if m.kind != "expert")
     return (factored[False] + 4.0 * vectors) / dense, factored[True] / experts if experts else 0.0
+
+
+def update_of(run: Run) -> Update:
+    """Return the work of the recipe's optimizer for one parameter, as means over parameters."""
+    kind = run.optimizer.kind
+    if kind not in MOVED or run.optimizer.is_own:
+        return ADAMW
+    if kind != "muon":
+        return Update((MOVED[kind], MOVED[kind]))
+    found, total = list(_matrices(run)), size(run).total
+    experts = [m for m in found if m.kind == "expert"]
+    dense = total - sum(m.elements for m in experts)
+    inner = [m for m in found if m.kind == "inner"]
+    part = sum(m.elements for m in inner) / dense  # fraction of the dense parameters that Muon updates
+    of_experts = sum(map(_iterated, experts)) / sum(m.elements for m in experts) if experts else 0.0
+    return Update((part * MOVED[kind] + (1 - part) * ADAMW.moved[0], MOVED[kind]), (sum(map(_iterated, inner)) / dense, of_experts))
+
+
+def _iterated(found: Matrices) -> float:
+    """Return the floating-point operations of Muon's five Newton-Schulz iterations on these matrices."""
+    m, n = sorted((found.rows, found.columns))
+    return 5 * found.num * (4.0 * n * m**2 + 2.0 * m**3)
 
 
 def _matrices(run: Run) -> Iterator[Matrices]:

@@ -20,16 +20,30 @@ STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
+class Update:
+    """Work of an optimizer's update for one parameter: (outside of experts, in experts). moved: bytes read and written, apart from
+    gradients. flops: floating-point operations of matrix products in fp32; ranks that hold copies of a matrix share them."""
+
+    moved: tuple[float, float]
+    flops: tuple[float, float] = (0.0, 0.0)
+
+
+# AdamW reads and writes 12 bytes per parameter (two moments, fp32 master copy), and writes 2 (the parameter in 16 bits)
+ADAMW = Update((26.0, 26.0))
+
+
+@dataclass(frozen=True)
 class Storage:
     """Bytes of one parameter, of its gradient, and of its optimizer states, before sharding. of_experts: bytes of optimizer states for a
     parameter of an expert; None: the same as for other parameters. blocks: bytes of a frozen parameter that is stored in quantized blocks
-    (moe/nn/blocks.py). Blocks are never sharded."""
+    (moe/nn/blocks.py). Blocks are never sharded. update: work of the optimizer's update."""
 
     parameters: int
     gradients: int
     optimizer: float
     of_experts: float | None = None
     blocks: float = 0.0
+    update: Update = ADAMW
 
     @property
     def total(self) -> float:

@@ -24,9 +24,6 @@ from moe.plan.time.pipeline_time import How, crossings, pipeline_time, tails
 from moe.plan.time.stage_time import Stage, kinds_of, own_program, stage_times, times_of, transfer_time, whole_model
 from parallel.pipeline.schedules.catalog import closed_form, kind_of, placed
 
-# bytes that AdamW moves per parameter: it reads and writes 12 (two moments, fp32 master copy), and writes 2 (the parameter in 16 bits)
-ADAM_BYTES = 26
-
 
 @dataclass(frozen=True)
 class Time:
@@ -264,14 +261,17 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
     """Return (seconds of the optimizer on the device, seconds of offloading). Offloading consists of transfers to the host and back, AdamW
     on the host, and reading and writing the disk. Frozen parameters have no gradients and no optimizer states. held: parameters of the
     rank."""
-    trained, shared = held.trained, plan.dp * plan.sp if plan.stage >= 1 else 1
-    elements = trained.dense / shared + trained.expert / (max(1, plan.edp) if plan.stage >= 1 else 1)
+    trained, update, replicas = held.trained, plan.storage.update, max(1, plan.edp)
+    shared = plan.dp * plan.sp if plan.stage >= 1 else 1
+    updated = trained.dense / shared, trained.expert / (replicas if plan.stage >= 1 else 1)
+    elements = sum(updated)
+    flops = update.flops[0] * trained.dense / (plan.dp * plan.sp) + update.flops[1] * trained.expert / replicas
     g, ranks = plan.storage.gradients, min(cluster.devices_per_node, plan.world)
     step, host, disk = program.step_ms * 1e-3, cluster.host_gb_s * 1e9, cluster.disk_gb_s * 1e9
     moved = g * trained.total / (shared if plan.stage >= 2 else 1)  # bytes of gradients that are zeroed
     offload = 0.0
     if plan.offload_optimizer == "none":
-        moved = (ADAM_BYTES + 2 * g) * elements + moved
+        moved += update.moved[0] * updated[0] + update.moved[1] * updated[1] + 2 * g * elements
     else:
         offload += elements * (g + plan.compute_bytes) / host + elements * ranks / cluster.host_adam_per_s
     if plan.offload_optimizer == "nvme":
@@ -279,4 +279,4 @@ def _update(plan: Plan, cluster: Cluster, program: Program, held: Elements) -> t
     if plan.offload_parameters != "none":
         once = held.parameters / shared * plan.compute_bytes
         offload += 2 * plan.microbatches * once / (host if plan.offload_parameters == "cpu" else disk / ranks)
-    return moved / cluster.device.bandwidth + step, offload
+    return moved / cluster.device.bandwidth + flops / cluster.device.rate("fp32") + step, offload

@@ -9,9 +9,9 @@ from typing import Literal
 import pytest
 
 from moe.experts.dispatch.all_to_all import AllToAll
-from moe.plan.job.counts import parameters
+from moe.plan.job.counts import held, parameters
 from moe.plan.job.network import Experts, Network, Plan
-from moe.plan.job.states import FP32, MIXED_FP32_GRADIENTS
+from moe.plan.job.states import FP32, MIXED_FP32_GRADIENTS, Update
 from moe.plan.machine.cluster import load_cluster
 from moe.plan.machine.program import OWN
 from moe.plan.time.collective_times import OVERLAP_SLOWDOWN, all_reduce, all_to_all, gather, group_of
@@ -285,3 +285,19 @@ def test_casts_once_a_step_save_those_of_all_micro_batches_but_one() -> None:
             before, after = (step_time(DENSE, plan, A100.holding(2), program) for plan in (use, held))
             saved = casts * 6 * parameters(DENSE) / A100.device.bandwidth
             assert before.step - after.step == pytest.approx(saved) and before.forward - after.forward == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
+def test_copies_share_the_products_of_an_update_and_shards_its_bytes(engine: str) -> None:
+    plan = Plan(dp=8, ep=4, engine=engine)
+
+    def optimizer(**work: tuple[float, float]) -> float:
+        storage = replace(FP32, update=Update(**{"moved": (0.0, 0.0)} | work))
+        return step_time(SPARSE, replace(plan, storage=storage), A100.holding(8), FUSED).optimizer
+
+    of_rank = held(SPARSE, plan, (range(24),), (0,)).trained
+    shared, of_experts = of_rank.dense / 8, of_rank.expert / 2  # each expert has copies on 2 ranks
+    products = (3e5 * shared + 7e5 * of_experts) / A100.device.rate("fp32")
+    assert optimizer(flops=(3e5, 7e5)) - optimizer() == pytest.approx(products)
+    moved = (30 * shared + 50 * of_experts) if engine != "ddp" else 30 * of_rank.dense + 50 * of_rank.expert
+    assert optimizer(moved=(30.0, 50.0)) - optimizer() == pytest.approx(moved / A100.device.bandwidth)

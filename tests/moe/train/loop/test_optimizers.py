@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe.checks.together import check_run
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import optimizer_of
 from moe.parallelize.sequence import shard_of
-from moe.plan.job.of_recipe import optimizer_bytes, state_bytes
+from moe.plan.job.of_recipe import MOVED, optimizer_bytes, state_bytes, storage_of
 from moe.recipe.changes import check_moments
 from moe.recipe.sections import Run
 from moe.train.loop.step import accumulate, finish
@@ -25,6 +28,7 @@ from moe.verify.plain.batches import batch
 from parallel.errors import BadInput
 from parallel.mesh.mesh import Mesh
 from parallel.numerics.precision import LossScale
+from parallel.optim import muon
 from parallel.process import process
 from parallel.process.process import World
 from parallel.store.stored import Reader
@@ -174,6 +178,47 @@ def test_the_planner_counts_the_bytes_that_an_optimizer_keeps(kind: str, more: d
     for (kept, elements), each in zip(held.values(), found, strict=True):
         assert each * elements == pytest.approx(kept) or not elements
     assert state_bytes(run) == pytest.approx(sum(8 * elements + kept for kept, elements in held.values()))  # fp32 weights and gradients
+
+
+@pytest.mark.parametrize("more", [*PLANNED, HALVES["model"]], ids=["sparse", "dense", "latents", "latents of queries", "halves"])
+def test_the_planner_counts_the_products_of_muons_update(more: dict[str, Any]) -> None:
+    data = HALVES["data"] if "kind" in more else {}
+    run = check_run(Run.model_validate(BASE | {"model": BASE["model"] | more, "optimizer": KINDS["muon"], "data": data}), 1)
+    module, layouts = build(run, Mesh.of(run.mesh_degrees()), device=CPU)
+    rule, elements = optimizer_of(run.optimizer), {"dense": 0, "expert": 0}
+    for name, parameter in module.named_parameters():
+        parameter.grad = torch.randn_like(parameter)
+        elements["expert" if layouts[name].family == "expert" else "dense"] += parameter.numel()
+    with FlopCounterMode(display=False) as counted:
+        rule.build(rule.groups(module.named_parameters())).step()
+    flops = storage_of(run).update.flops
+    found = sum(each * number for each, number in zip(flops, elements.values(), strict=True))
+    assert found == pytest.approx(counted.get_total_flops())
+
+
+@pytest.mark.parametrize(("kind", "reads"), [("sgd", 1), ("muon", 2), ("adafactor", 2)])
+def test_the_planner_counts_the_bytes_that_an_update_moves(kind: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """reads: how often the update reads the gradient."""
+    rule, weight = optimizer_of(Run.model_validate(BASE | {"optimizer": KINDS[kind]}).optimizer), nn.Parameter(torch.ones(400, 300))
+    weight.grad = torch.ones_like(weight)
+    monkeypatch.setattr(muon, "ITERATIONS", 0)
+    optimizer = rule.build(rule.groups([("layers.0.attention.q.weight", weight)]))
+    optimizer.step()
+    with Moved() as counted:
+        optimizer.step()
+    assert counted.bytes / weight.numel() == pytest.approx(MOVED[kind] + 4 * reads, rel=0.01)
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of the inputs and results of each operator that computes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.view_copy not in func.tags and not func.is_view and "empty" not in func._opname:
+            self.bytes += sum(t.nbytes for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor))
+        return made
 
 
 def test_another_optimizers_state_is_refused() -> None:
