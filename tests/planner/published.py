@@ -82,9 +82,9 @@ RUNS = (
         memory_gib=59,
     ),
     Published(
-        *("glam_64b_64e", "tpu-v4x16", 1200, 96.6, PROGRAMS["xla"], OURS, FP32),
+        *("glam_64b_64e", "tpu-v4x16", 1200, 96.6, PROGRAMS["xla"], OURS, None),
         source="GLaM (arXiv 2112.06905): 280B tokens in 574 hours on 1,024 chips, stops included",
-        differs="the axes of its sharding; Adafactor; dispatch by products with masks, whose time is not predicted",
+        differs="the axes of its sharding; dispatch by products with masks, whose time is not predicted",
         device_seconds=574 * 3600 * 1024 / 280e9,
     ),
     Published(
