@@ -223,9 +223,11 @@ def _why(made: Planned, best: Ranked, *, top: int) -> list[str]:
     if there is no such plan. Both plans must be recommended, or not recommended for the same reason. top: number of plans that were asked
     for; if all of them have the same degrees, the line says so."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
-    other = next((r for r in made.found.ranked[1:] if degrees(r.plan) != degrees(best.plan) and r.advice == best.advice), None)
+    others = [ranked for ranked in made.found.ranked[1:] if degrees(ranked.plan) != degrees(best.plan)]
+    other = next((ranked for ranked in others if ranked.advice == best.advice), None)
     if other is None:
-        return ["why: all plans listed have the same degrees (--top lists more)"] if len(made.found.ranked) == top else []
+        all_equal = not others and len(made.found.ranked) == top
+        return ["why: all plans listed have the same degrees (--top lists more)"] if all_equal else []
     mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
     more = {name: theirs[name] - mine[name] for name in mine}
     costs = max(more, key=lambda name: more[name])
