@@ -84,7 +84,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
     """Return at most five names, joined by commas, and the number of further names: "a, b, c, d, e or 3 more (rest)". `rest`: the text in
-    these brackets."""
+    the parentheses."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)

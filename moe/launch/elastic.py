@@ -73,7 +73,7 @@ def check_smaller(run: Run, *, below: int, least: int) -> list[int]:
     if found:
         return found
     works = smaller(run, below=below, least=1)
-    needed = f"one of {listed(works)}" if works else "a run that can continue on fewer"
+    needed = f"one of {listed(works)}" if works else "a run that can continue on fewer processes"
     fix = f"--elastic {works[0]}" if works else "leave --elastic out"
     raise BadInput("--elastic", got=f"{least} with {counted(below, 'process')}", needed=f"{needed}: {_why(run)}", fix=fix)
 

@@ -3,7 +3,8 @@
     moe train -> pdsh -> ssh worker-1 -> python -m moe.launch.hosts send TOKEN 15      on all machines in parallel
 
 DeepSpeed's launcher would kill remote processes by the name of their program, and so also those of the user's other runs. It would also
-kill ranks that need more than half a minute to save. So this module sends the signals. It finds the ranks by the token of their launch.
+kill ranks that need more than half a minute to save. So this module sends the signals. It finds the ranks by TOKEN, the value of an
+environment variable that all processes of the launch have.
 """
 
 from __future__ import annotations

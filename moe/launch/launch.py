@@ -62,7 +62,7 @@ def script(work: Callable[[], object]) -> NoReturn:
 
 def run_as_rank(work: Callable[[RankRun], int]) -> int:
     """Run `work` as one rank, and return its exit code. work(rank_run): returns an exit code; writes the recipe and the folder into
-    `rank_run` as soon as it knows them. An exception is printed; if all ranks have the same, one rank prints it. How the rank ended is
+    `rank_run` as soon as they are known. An exception is printed; if all ranks have the same, one rank prints it. How the rank ended is
     written to the status file, if a parent `moe train` reads it."""
     die_with_parent()
     use_extensions_dir()
@@ -143,7 +143,7 @@ def _tell_torchrun(error: str) -> None:
 
 def _prints(bad: BadInput, rank: int) -> bool:
     """Return whether this rank prints `bad`, which it raised. If several ranks raise the same error, only one prints it."""
-    if TOKEN in os.environ:  # if only other ranks have an error, the parent `moe train` prints it
+    if TOKEN in os.environ:  # the parent `moe train` prints an error that rank 0 does not have
         return rank == 0
     if bad.prints is not None:
         return bad.prints
@@ -224,7 +224,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         same = ("fresh", "from_step", "allow_changes", "cluster", "init_from", "force", "profile")
         flags: dict[str, Any] = {name: getattr(given, name) for name in same}
         before = None
-        with contextlib.suppress(BadInput):  # the file is damaged, and training will replace it
+        with contextlib.suppress(BadInput):  # raised if summary.json is damaged; training will replace it
             before = read_summary(out)
         summary = train(run, name=name, out=out, origins=origins, world=world, restart=Restart.of(os.environ), **flags)
         log.kept = summary != before

@@ -33,7 +33,7 @@ from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
 from parallel.process.libc import die_with
 
-# longest waits for a message: with the process ids of forked ranks, with the leader's exit code, and between two calls of no_more()
+# longest waits, in seconds: for the process ids of forked ranks; for the leader's exit code; for a message, between two calls of no_more()
 _FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
 # modules that a rank imports only when training begins (torch's optimizers import the compiler, and rank 0 imports TensorBoard)
 _LATER = ("torch._dynamo", "torch.utils.tensorboard")
@@ -177,7 +177,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
         pids.append(pid)
     _say(channel, pids=[os.getpid(), *pids])
     for pid in pids:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # stays a zombie until all have ended, so that `moe train` can read its exit code
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # rank stays a zombie until all have ended, so `moe train` can read its exit code
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     _say(channel, codes=codes)
     return next((code if code > 0 else 128 - code for code in codes if code), DONE)

@@ -26,7 +26,7 @@ QUARTER, MOST_GRACE = 0.25, 1000  # share of the run, and largest number of step
 HALF = 0.5  # instead of QUARTER, if a loss or a bias evens out the loads
 MOVED = 0.25  # windows count once the learning rates' sum reaches this share of the initial weights' std: AdamW moves weights by ~lr a step
 CROWDED = 0.75  # a layer (k of E experts a token) is crowded if busiest load / fair share - 1 exceeds this share of its maximum, E / k - 1,
-TWICE = 2.0  # and the busiest load exceeds this many fair shares
+TWICE = 2.0  # the busiest load of a crowded layer also exceeds this many fair shares
 DEAD, MANY_DEAD = 0.02, 0.5  # an expert hardly learns (is dead) if load / fair share < DEAD; alarm at a share MANY_DEAD of dead experts
 BETTER = 0.9  # an uneven load that has fallen to this share of its first value is getting better by itself
 DROPPED = 0.5  # alarm above this share of dropped choices: more are lost than computed
@@ -35,7 +35,7 @@ CERTAIN = 0.01  # entropy / ln E of a router that is certain of every token: its
 ECHO, UNEVEN = -0.25, 0.5  # loads swing if deviations from the fair share have correlation <= ECHO with the next step's, and RMS >= UNEVEN
 SCORES = 1.0  # softmax and sigmoid scores are between 0 and 1: an expert whose bias is this much below another's is never chosen before it
 GROWN = 1.1  # biases drift if their range is above this many times its first value: a converted model may begin with a large range
-ROUTER_SHARE = 0.9  # a router with more than this share of the squared gradient norm alone decides how much all gradients are clipped
+ROUTER_SHARE = 0.9  # above this share of the squared gradient norm, the router's gradient decides how much all gradients are clipped
 NEAR_CHANCE = 0.9  # a first loss above this share of ln(vocabulary), the loss of guessing, shows weights that are not trained for the text
 BEYOND = 10.0  # a learning rate above this many times the initial weights' size replaces the weights in every step: no warm-up helps
 NO_INFORMATION = 0.05  # a loss below this, in nats a token, is too low for real text, which has at least 0.5 nats a byte
@@ -57,7 +57,7 @@ def lasting(
             return None
         slowly = mends and balanced_by(run) and not is_frozen(run)
         moved, unmoved = np.cumsum([np.nansum(window.lrs) for window in windows]), MOVED * first_size(run)
-        if slowly:  # the loss or bias needs time to work
+        if slowly:  # a balance loss or bias needs time to work
             unmoved = max(unmoved, math.sqrt(SATURATED) / run.model.d_model)
         early = min((HALF if slowly else QUARTER) * run.train.steps, MOST_GRACE) if after == "training" else 0
         grace = 0 if after == "start" else max(run.optimizer.warmup_steps, early)
@@ -91,7 +91,7 @@ def crowded(window: Window, run: Run) -> Shown:
         dead = int((layer.load_E < DEAD).sum())
         if most <= 1 or not (dead >= MANY_DEAD * experts or times > max(TWICE, 1 + CROWDED * (most - 1))):
             continue
-        less = f", and {dead} of {experts} experts get none" if dead else ""
+        less = f", and {dead} of {experts} experts get hardly any" if dead else ""
         if worst is None or times > worst[0]:
             worst = times, f"expert {busiest} of layer {layer.layer} gets {times:.1f} times its fair share of the tokens{less}"
     return worst
@@ -186,13 +186,13 @@ def equal_tokens(window: Window, run: Run) -> Shown:
     all_to_one = any(layer.uneven > 0.9 * math.sqrt(max(1e-9, len(layer.load_E) / k - 1)) for layer in window.layers)
     if not loss < NO_INFORMATION or not all_to_one:
         return None
-    return loss, f"the tokens are all alike: a loss of {loss:.2g} nats, and every token goes to one expert"
+    return loss, f"the tokens are all alike: a loss of {loss:.2g} nats, and all tokens go to the same experts"
 
 
 def rounded_away(window: Window, run: Run) -> Shown:
     """Condition: updates of bf16 weights by AdamW are rounded away. Updates are at most about the learning rate. The distance
-    of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The numbers'
-    size is that of the router's initial weights."""
+    of neighbouring bf16 numbers is 2^-7 times the power of two below them; an update of less than half of it changes nothing. The
+    distance is taken at the size of the router's initial weights."""
     half, rate = 2.0 ** (math.floor(math.log2(first_size(run))) - 8), float(window.lrs.max()) if len(window.lrs) else math.nan
     if not rate < half:
         return None
@@ -201,8 +201,8 @@ def rounded_away(window: Window, run: Run) -> Shown:
 
 
 def one_source(window: Window, run: Run) -> Shown:
-    """Condition: one source gives nearly all tokens. The others together have fewer than one expert's fair share, so no expert can
-    specialise in them."""
+    """Condition: one source gives nearly all sequences. The other sources together give less than one expert's fair share, so no expert
+    can specialise in them."""
     weights = [source.weight for source in run.data.sources]
     share, experts = max(weights) / sum(weights), max(run.experts.counts)
     name = run.data.sources[weights.index(max(weights))].path

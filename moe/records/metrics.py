@@ -170,7 +170,7 @@ def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
 
 
 def first_time(path: Path) -> float | None:
-    """Return `time` (Unix seconds) of the first line with this key; None if no line has it."""
+    """Return the `time` (Unix seconds) of the first line that has one; None if no line has one."""
     return next((line["time"] for _, line in _whole(_content(path)) if line.get("time")), None)
 
 

@@ -1,8 +1,8 @@
-"""Draws the live display from a run's state: a panel for terminals, a line for each step in logs.
+"""Draws the live display from a run's state: a panel for terminals (left), a line for each step in logs (right). Nothing is printed here.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
-│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Nothing here waits or prints.
+│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │
 │ L1  ▃▃▃ ▄▄▄ ▅▅▅ ▄▄▄ ▂▂▂ ▆▆▆ ▄▄▄ ▄▄▄   1.42   1.2 % │
 ╰───────────────────────────────────────────────────╯
 """

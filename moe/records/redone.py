@@ -61,7 +61,7 @@ def _parent_began() -> float:
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
     """Return fields for the event `resumed`: number and seconds of the recorded steps after `step`, which will be repeated, and new totals.
-    Call it before `cut_after`, which removes these steps. restart: by `moe train --restarts` or torchrun; None: any other."""
+    Call it before `cut_after`, which removes these steps. restart: None if neither `moe train --restarts` nor torchrun resumed the run."""
     lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)

@@ -238,7 +238,7 @@ class FSDP(Stepped):
         if self.sums is not None:
             self.sums.start(names)
             if any(self.layouts[name].holders for name in names):
-                self.sums.finish()  # these sums must be complete before they are summed over the pipeline ranks with copies
+                self.sums.finish()  # complete before the pipeline ranks that hold copies of a parameter add up its gradients
 
     def reduce(self) -> None:
         if self.sums is not None:
@@ -305,8 +305,8 @@ class FSDP(Stepped):
                 module.reshard()
 
     def start(self, name: str) -> list[int]:
-        """Return the index, one number for each dim, at which this rank's FSDP shard starts in its tensor- or expert-parallel part of the
-        parameter."""
+        """Return the index, one number for each dim, at which this rank's FSDP shard of the parameter starts in the rank's tensor- or
+        expert-parallel shard."""
         start = [0] * self.parameters[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)

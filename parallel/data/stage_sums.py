@@ -4,9 +4,9 @@
     each pass      F0 F1 I0 W0* F2 I1 W1* I2 W2*                        gradients stay sharded; I and B gather weights and free them
                    * W starts each unit's scatter before it computes the next unit
 
+Fi: forward pass of micro-batch i. Ii, Wi: the two parts of its backward pass, for gradients of inputs and of weights. B: both at once.
 `sharding.reshard` false is once a batch, true is each pass.
 
-Fi: forward pass of micro-batch i. Ii, Wi: the two parts of its backward pass, for gradients of inputs and of weights. B: both at once.
 W multiplies inputs by output gradients, so no weights are gathered for it. B scatters each unit's gradients as a backward pass without
 pipeline stages does. Units (fsdp.py) are scattered one by one, in the order of the backward pass. Collectives start only at actions of the
 schedule, so ranks with the same stages call the same collectives in the same order.
@@ -27,7 +27,7 @@ from parallel.numerics.weight_gradient import PendingGradients
 
 class StageSums:
     """Reduce-scatters the gradients of a model that fully_shard has cut, unit by unit. A unit: parameters that FSDP gathers together.
-    once: True: after the last backward pass of a batch, when `start` is called; False: after each backward pass."""
+    once: reduce-scatter after the last backward pass of a batch, when `start` is called; if False, after each backward pass."""
 
     def __init__(self, model: nn.Module, *, once: bool) -> None:
         assert isinstance(model, FSDPModule)
@@ -48,7 +48,7 @@ class StageSums:
         """Return a context for a backward pass. pending: receives deferred weight gradients; None: the pass defers nothing. If gradients
         are reduce-scattered after each pass, units without deferred gradients, such as the embedding, are reduce-scattered at the context's
         end."""
-        # at the end of the pass, torch frees the weights of units in any other state, even of stages that this pass did not run
+        # otherwise torch would free, at the end of the pass, the weights of units that the pass did not run, such as other stages' units
         for group in self.groups:
             group._training_state = TrainingState.POST_BACKWARD
         self.model.set_requires_gradient_sync(not self.once and pending is None)

@@ -159,7 +159,7 @@ class Zero3(DeepSpeed):
         for number, dtype in enumerate(dtypes):
             flat = zero.fp16_partitioned_groups_flat[number]
             if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
-                continue  # None: on a disk. Otherwise the model reads this sub-group in fp32, as a part of the master weights
+                continue  # the weights are on a disk (flat is None), or the model reads the fp32 master weights themselves
             narrow = flat.to(dtype, copy=True)
             zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
             zero._unflatten_partitioned_parameters(number)

@@ -1,5 +1,5 @@
-"""The part of a router after its logits, in two kernels: scores, choice, gates, and the sums for losses and report. A third kernel computes
-the gradient.
+"""The steps of a router after its logits, in two kernels: scores, choice of experts, gates, and the sums for losses and logged values. A
+third kernel computes the gradient.
 
     choose     blocks of tokens    logits -> scores -> the K best -> gates;  of each block: sums of probabilities, choices, z loss, entropy
     finish     one program         these sums, in the order of the blocks -> balance loss, z loss, entropy, load of experts, drops
@@ -38,8 +38,8 @@ TINY, LEAST = tl.constexpr(_TINY), tl.constexpr(_LEAST)
 class Fused(NamedTuple):
     """Results for T tokens. `expert_TK` int64: chosen experts. `gate_TK` fp32, with gradient. `loss` fp32, with gradient: the weighted
     balance and z losses. `probs_TE` fp32, without gradient: rows sum to 1. `means` fp32 [5]: balance loss, 0, 0, z loss, entropy (these
-    kernels do not compute the importance and load losses). `counts` int64 [E + 2]: choices of each expert before dropping, then the choices
-    kept and dropped. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
+    kernels do not compute the importance and load losses). `counts` int64 [E + 2]: number of choices of each expert before dropping, then
+    the numbers of kept and of dropped choices. `load_TK` int64: experts that the balance loss counts; None: it counts the chosen ones.
     """
 
     expert_TK: Tensor
@@ -57,7 +57,8 @@ class Given(NamedTuple):
     counted. `open_groups`: (number of groups of experts from which a token chooses, number of all groups of experts). `expert_TK`
     int64: experts that were chosen before; None: the kernel chooses. `load_TK` int64: experts that the balance loss counts; None: the
     chosen ones. `exchange`: None unless other ranks have tokens of the same groups of tokens. exchange(this rank's choices, int64 [T, K];
-    counts of each block of tokens, fp32 [G, B, E]) returns a Together. The losses are then this rank's part (moe/router/losses.py).
+    counts of each block of tokens, fp32 [G, B, E]) returns a Together. Each loss is then this rank's part of the loss over all ranks
+    (moe/router/losses.py).
     """
 
     num_groups: int
@@ -148,13 +149,14 @@ def _in_best_groups(prefer_TE, real_TE, expert_E, E, OPEN: tl.constexpr, GROUPS:
 def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens, each, E, W, choices, counted, SIGMOID: tl.constexpr,
            CHOSEN: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, OPEN: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr,
            BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Route one block of `each` tokens: each of the G groups has `tokens` tokens, cut into B blocks. `bias` [E] is added to the compared
-    scores. `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K]: experts
-    that the balance loss counts, those with the highest scores without bias (None: it counts the chosen ones); read if `given` is not None,
-    else written. CHOSEN (softmax over the chosen experts only): experts are chosen by logits, not by scores. NORMED: gates sum to SCALE.
-    Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2, one number for each expert: its probabilities; how
-    often it was chosen; how often it is among the first `counted` choices of a token, or, if `load` is not None, among its first `counted`
-    experts in `load`. Row 3: z loss, entropy and number of tokens.
+    """Route one block of `each` tokens. All G groups have `tokens` tokens, cut into B blocks. `bias` [E] is added to the compared scores.
+    `given` [T, K]: experts chosen before; None: choose them from the OPEN best of GROUPS expert groups. `load` [T, K]: experts that the
+    balance loss counts, those with the highest scores without bias: written if `given` is None, else read. `load` None: the loss counts the
+    chosen experts. CHOSEN (softmax over the chosen experts only): experts are chosen by logits, not by scores. NORMED: gates sum to SCALE.
+
+    Write four rows of sums over the block's tokens to parts [G, B, 4, W]. Rows 0 to 2 have one number for each expert: the sum of its
+    probabilities; how often it was chosen; how often the balance loss counts it, among the first `counted` experts of each token.
+    Row 3: z loss, entropy and number of tokens.
     """
     block, group = tl.program_id(0), tl.program_id(1)
     expert_E, choice_K = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -222,9 +224,9 @@ def choose(logits, bias, valid, given, load, expert, gate, probs, parts, tokens,
 def finish(parts, counted, kept, share, loss, means, counts, G, B, E, W, slots, stride, N, BALANCE: tl.constexpr, Z: tl.constexpr,
            BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):  # fmt: skip
     """Add up `parts`, the sums that `choose` wrote. For each group of tokens, write into share [G, E] the fraction of the group's counted
-    choices that each expert got, times E. Also write the fields loss, counts and means of Fused; after the means, the number of tokens (at
-    least 1). `counted`, `kept`: counted_GE, whose rows are `stride` elements apart, and kept_TK of Together, with N elements.
-    BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
+    choices that each expert got, times E. Also write the fields loss, counts and means of Fused. `means` has a sixth number here: the
+    number of tokens (at least 1). `counted`: counted_GE of Together, with rows `stride` elements apart. `kept`: kept_TK of Together, with
+    N elements. BALANCE, Z: weights of the losses. `slots`: number of an expert's slots in a group.
     """
     expert_E = tl.arange(0, BLOCK_E)
     zero_E, load_E = tl.zeros((BLOCK_E,), tl.float32), tl.zeros((BLOCK_E,), tl.int64)

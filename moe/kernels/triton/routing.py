@@ -38,9 +38,9 @@ def _sort(
     first: int = 0,
 ) -> Tensor:
     """Sort the choices by expert, and fill `out`: a Plan, or a bool tensor [T, K] that says whether a choice gets one of the `slots` slots
-    of its expert and group. `active_TK`: choices that count; None: all. With `row_T`, token t is row row_T[t] of expert_TK, and `out` has
-    the rows of expert_TK from `first` on. Return, for each block, the number of choices of each expert in earlier blocks of the group:
-    int32 [G, B + 1, E]."""
+    of its expert and group. `active_TK`: choices that count; None: all. `row_T`: for each token, its row in expert_TK; None: row t for
+    token t. `out` covers the rows of expert_TK from `first` on. Return, for each block, the number of choices of each expert in earlier
+    blocks of the group: int32 [G, B + 1, E]."""
     expert_TK, active_TK = expert_TK.contiguous(), None if active_TK is None else active_TK.contiguous()
     out_TK, choice_N, totals_E = (out.row_TK, out.choice_R, out.counts_E) if isinstance(out, Plan) else (out, None, None)
     tokens, choices = len(expert_TK if row_T is None else row_T) // num_groups, expert_TK.shape[1]
@@ -73,8 +73,9 @@ def queues(
 ) -> tuple[Tensor, Tensor]:
     """Give slots to the choices of all ranks that share groups of tokens. Return (whether each of this rank's choices gets a slot, bool
     [T, K]; number of times that each expert is among the first `counted` choices of a group's tokens, int32 [groups, E]).
-    `expert_PK` int64: the choices gathered from these ranks, -1 for a choice that needs no slot. `row_G` int64: the row in expert_PK of
-    each token of all groups, in the order of sequences. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an expert in a group.
+    `expert_PK` int64: the choices gathered from these ranks, -1 for a choice that needs no slot. `row_G` int64: for each token
+    of all groups, in the order of sequences, its row in expert_PK. `mine`: this rank's rows of expert_PK. `slots_each`: slots of an
+    expert in a group.
     """
     kept_TK = expert_PK.new_empty(len(mine), expert_PK.shape[1], dtype=torch.bool)
     sizes = {"num_groups": num_groups, "num_experts": num_experts, "slots": slots_each}

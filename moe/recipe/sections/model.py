@@ -56,7 +56,7 @@ class Rope(Section, alters="function", of="model.positions=rotary"):
 
     @property
     def most_turns(self) -> float:
-        """`high`, or its default for llama3 and yarn. Call it only with these two."""
+        """Frequencies with more rotations than this stay unchanged: `high`, or its default. Call it only with llama3 and yarn."""
         return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
 
 

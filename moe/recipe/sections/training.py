@@ -52,7 +52,8 @@ class Data(Section, alters="training"):
         return self.tokenizer if self.tokenizer.endswith(".json") else None
 
     def each(self) -> list[tuple[Data, str]]:
-        """Return for each source, or for data.path: (this section with this source alone, name of the setting of its text_key)."""
+        """Return, for each source, (this section with only this source, name of its text_key in messages). Without sources, return this
+        section and "data.text_key"."""
         found = []
         for source in self.sources:
             own = {"text_key": source.text_key or self.text_key, "encoding": source.encoding or self.encoding}

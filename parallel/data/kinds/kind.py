@@ -53,7 +53,7 @@ class GatheredSizes(NamedTuple):
     table, layer and behind without frozen weights. bucket: a bucket of gradients.
 
     compute_bytes, sum_bytes: bytes of an element of gathered weights, and of summed gradients. copies: number of ranks over which a weight
-    is sharded, and which would hold copies of the weight without sharding. stays: whether weights stay gathered between passes. on_stages:
+    is sharded; without sharding, each would hold a copy. stays: whether weights stay gathered between passes. on_stages:
     whether there are pipeline stages. once: whether gradients are reduced only after a stage's last backward pass, so that unsharded ones
     add up until then. loss_chunks: number of chunks of tokens in which the loss is computed."""
 

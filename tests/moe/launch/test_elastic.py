@@ -101,7 +101,7 @@ R = ["--restarts", "2"]
         ([*T, *R, "--elastic", "0"], "--elastic 1"),
         ([*T, *R, "--elastic", "4"], "got 4 with 4 processes, needed one of 2 1"),
         ([*T, *R, "--elastic", "5"], "got 5 with 4 processes, needed one of 2 1"),
-        ([*T, *R, "--elastic", "1", "--degrees.pp", "4"], "needed a run that can continue on fewer"),
+        ([*T, *R, "--elastic", "1", "--degrees.pp", "4"], "needed a run that can continue on fewer processes"),
         ([*T[:2], *R, "--elastic", "1"], "leave --elastic out"),
         ([*T[:3], "3", *R, "--elastic", "1", "--degrees.dp", "8"], "start 2 processes"),
     ],
