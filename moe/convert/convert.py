@@ -4,9 +4,9 @@
     sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             methods merge, prune
 
 The new model is built as for a new run. Then converted tensors replace its initial values, which remain only in tensors without a
-counterpart in the source, such as new routers. In both models each layer may be dense or sparse. If a tensor of the source is not used, the
-conversion is refused, so nothing is lost silently. Nothing is written unless everything fits. A report says how each part of the model was
-converted, whether the output is unchanged, and how to continue.
+counterpart in the source, such as new routers. In both models each layer may be dense or sparse. If a tensor of the source
+has no counterpart in the new model, or a wrong shape, the conversion is refused before anything is written. A report says how each part of
+the model was converted, whether the output is unchanged, and how to continue.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def find(source: Path) -> Path:
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """Return layer -> load of each of its experts. `source`: a JSON file with loads in any unit, such as {"1": [900, 20, 4, 76]}, or a run.
-    A run's loads are means over the last RECENT training lines in its metrics up to `step`. `before`: the source's recipe. Raises BadInput
-    if an MoE layer of this recipe has no loads, or a number of loads that differs from its number of experts."""
+    A run's loads are means over the last RECENT training steps up to `step`, from its metrics. `before`: the source's recipe. Raises
+    BadInput if an MoE layer of this recipe has no loads, or a number of loads that differs from its number of experts."""
     if source.suffix == ".json":
         try:
             found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
@@ -238,7 +238,7 @@ def changes_by_part(conversion: Conversion) -> list[tuple[str, str]]:
 
 
 def _layer(conversion: Conversion, layer: int) -> str:
-    """Return the report's text about a layer that grows or shrinks."""
+    """Return the report's text about a layer that is converted to experts, to fewer experts or to one dense network."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     old, new = experts_of(before, layer), experts_of(run, layer)
     if new > old:

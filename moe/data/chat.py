@@ -44,7 +44,7 @@ from parallel.store.files import UTF_8, read_text, reason, user_path
 _ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system", "user": "user", ASSISTANT: ASSISTANT, "tool": "tool"}
 _WEIGHT = "weight 1, or 0 for an assistant's message that is not predicted"
 _OTHER_WEIGHTS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask")  # other programs' keys for weight
-_PART = re.compile("train|test|valid|dev|eval")  # first word of a file's name that tells its split, as on the Hugging Face hub
+_PART = re.compile("train|test|valid|dev|eval")  # start of a file's name that tells its split, as on the Hugging Face hub
 _OTHER_IDS = "tokenize the text with this model's tokenizer"
 _SEVERAL = "name several in data.sources"
 _FORMS = "messages, or prompt and completion, or conversations, or prompt, chosen and rejected, or input_ids"
@@ -134,7 +134,7 @@ class ChatFiles:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a table's value without null fields: all rows of a table have the same fields, but a chat in JSON only its own."""
+    """Return a table's value without null fields: in a table, every row has all fields, and null in those that JSON lines leave out."""
     if isinstance(value, dict):
         return {name: _without_nulls(held) for name, held in value.items() if held is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -158,12 +158,12 @@ def encode_chats(files: ChatFiles, tokenizer: Tokenizer, *, max_length: int) -> 
         each = each or len(made)  # number of chats in each line: 1, or 2 for pairs
         if len(made) != each:
             said = "pairs" if each == 2 else "single chats"
-            raise BadInput(where, got=f"another form than the {said} before", needed="the same form in all lines", fix="write two files")
+            raise BadInput(where, got=f"another form than the {said} before", needed="one form in all lines", fix="use a file per form")
         room = (max_length + 1) // each
         cut += sum(len(found) > room for found, _ in made)
         if not all(shown[1:room].any() for _, shown in made):
             left_out += each
-            if all(shown[1:].any() for _, shown in made):  # cut before an answer begins: `room` would have to reach its first token
+            if all(shown[1:].any() for _, shown in made):  # with a larger `room`, every chat of the row would have a predicted token
                 least = min(least, each * max(2 + int(shown[1:].argmax()) for _, shown in made) - 1)
             continue
         for found, shown in made:

@@ -46,7 +46,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "sequence": ("none", "zigzag", "ulysses"),
     "data": (*planned(), "fsdp+kept"),  # fsdp+kept: FSDP with sharding.reshard false
     "experts": ("ep2", "ep4", "ep2 etp2"),
-    "sequences": ("1", "3"),  # sequences of a data-parallel rank's micro-batch; with a grid of tp ranks: of each grid row's share of it
+    "sequences": ("1", "3"),  # in a data-parallel rank's micro-batch; with a grid of tp ranks, in each grid row's shard of it
 }
 
 
@@ -174,7 +174,7 @@ def _check_idle(choice: Choice, ep: int) -> None:
 
 def _dp_of(choice: Choice, world: int | None, ranks: int, experts: int, *, sp: int) -> int:
     """Return the degree of dp for a row. ranks: pp * tp * sp. experts: ep * etp. Raises BadInput if `world` is too small."""
-    # an engine that shards states needs at least two ranks of dp or sp, or a 2.5D or 3D grid of all ranks
+    # smallest dp: 2 for an engine that shards states, unless it can shard over sp, or over a 2.5D or 3D grid of all ranks
     least = (
         1 if ENGINES[choice["data"].partition("+")[0]].stage == 0 or sp > 1 or ranks == WORLD and choice["tensor"] in ("2.5d", "3d") else 2
     )

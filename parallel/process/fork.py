@@ -83,13 +83,13 @@ def _child(
     code = 1
     die_with(parent)
     gc.freeze()  # exclude inherited objects from garbage collection, which would copy every page that it marks
-    keep_freed_memory()  # otherwise timings would include the kernel's zeroing of new pages; ranks of a launcher also keep freed memory
+    keep_freed_memory()  # as ranks of a launcher do; otherwise timings would include the kernel's zeroing of new pages
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s + 60))
-        dist.barrier()  # connect all ranks before one can fail: other ranks would report a failed connection instead of their own errors
+        dist.barrier()  # connect all ranks before one can fail; else others would report a failed connection instead of their own errors
         for number, result in enumerate(function(rank, *args)):
             torch.save(result, folder / f"{rank}.part")
             (folder / f"{rank}.part").rename(_parts(folder, number, world_size)[rank])  # so that a result is never seen incomplete

@@ -36,7 +36,7 @@ _ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 a
 _OF_NCCL = "NCCL_SOCKET_IFNAME"
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
 
-_NAMES = {  # value of World -> environment variables that can hold it; the first that is set counts
+_NAMES = {  # number for World -> environment variables that can hold it; the first that is set counts
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
     "size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
     "local": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),

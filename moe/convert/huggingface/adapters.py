@@ -43,7 +43,7 @@ def write_adapters(folder: Path, reader: Merged, lora: Lora, family: Family, *, 
             )
     named = None if isinstance(reader.base, Merged) or reader.base.state["counters"]["step"] > 0 else base
     stored, modules = reader.adapters.names(), set[str]()  # modules: regular expressions for the names of modules with adapters
-    found: dict[str, tuple[str, bool]] = {}  # key in the file -> (name in the checkpoint, whether it is transposed)
+    found: dict[str, tuple[str, bool]] = {}  # key in PEFT's file -> (name in the checkpoint, whether it is transposed)
     for key, names in by_key(reader.names(), family).items():
         held = [name for name in names if pair_of(name)[0] in stored]
         if held and (len(names) > 1 or not key.endswith(".weight")):

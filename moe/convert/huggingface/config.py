@@ -27,7 +27,7 @@ from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, counted, some
 
-LONGEST = 4096  # limit of model.max_length in the recipe, because key-value caches have room for max_length tokens
+LONGEST = 4096  # largest model.max_length that the conversion sets, because key-value caches have room for max_length tokens
 _RIGHT_FILE = "take the config.json that belongs to the files"
 # rope_type -> names in config.json of model.rope.low and model.rope.high
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}

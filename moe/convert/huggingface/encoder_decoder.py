@@ -97,6 +97,6 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
 
 def _sparse(layers: int, count: int) -> list[int]:
     """Return the indices of the layers with experts in an encoder or decoder of `layers` layers, by transformers' rule. `count`: number
-    of these layers; 0 is treated as 1, as in transformers."""
+    of layers with experts; 0 is treated as 1, as in transformers."""
     step = layers // count if count > 0 else layers
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]

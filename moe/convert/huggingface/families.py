@@ -169,9 +169,9 @@ def _without(key: str) -> _Must:
 
 @dataclass(frozen=True)
 class Windows:
-    """A family's rule for sliding windows. `layers`, the layers with a window: "every" layer; "from" layer max_window_layers to the last;
-    "other": layers 0, 2, 4 and so on, with `asked` only those below max_window_layers. If config.json has layer_types, that key replaces
-    the rules "from" and "other". `asked`: windows apply only if config.json has use_sliding_window true. `absent`: the window in tokens if
+    """A family's rule for sliding windows. `asked`: windows apply only if config.json has use_sliding_window true. `layers`, the layers
+    with a window: "every" layer; "from" layer max_window_layers to the last; "other": layers 0, 2, 4 and so on, if `asked` only those below
+    max_window_layers. If config.json has layer_types, that key replaces the rules "from" and "other". `absent`: the window in tokens if
     config.json has no sliding_window."""
 
     layers: Literal["every", "from", "other"]
@@ -301,7 +301,7 @@ FAMILIES: dict[str, Family] = {
         halves=True,
     ),
 }  # fmt: skip
-_SAME = {"kimi_k2": "deepseek_v3"}  # model_type with published code that is a copy of a family's -> that family
+_SAME = {"kimi_k2": "deepseek_v3"}  # model_type whose published code is a copy of a family's code -> that family
 
 
 def kind_of(config: Mapping[str, Any]) -> Any:
@@ -310,7 +310,7 @@ def kind_of(config: Mapping[str, Any]) -> Any:
     return _SAME.get(str(kind), kind)
 
 
-# keys of config.json that do not change what the model computes, or that are read without the tables above
+# keys of config.json that do not change what the model computes, or that code outside of this file reads
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     quantization_config use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling

@@ -149,7 +149,7 @@ def _exchanged(spec: RouterSpec, *, choices: int, num_experts: int) -> dict[str,
     decides: bytes per token. If the routing method needs whole groups of tokens: fp32 logits, position and token id. Otherwise, with a
     capacity, for each choice: expert, priority, and whether a random second choice is used. counts: bytes per group for the balance
     loss (each expert's number of choices). balances: bytes per token for the importance loss (gates) and the load loss (probabilities).
-    gathered_counts: whether GPU kernels sort the queues (`Router._fused`) and count the gathered choices, so that no counts are sent."""
+    gathered_counts: whether GPU kernels sort experts' queues (`Router._fused`) and count the gathered choices; then counts are not sent."""
     decides = 4 * num_experts + 8 + 8 if method_of(spec).needs_whole_groups else 0
     if not decides and spec.capacity_factor is not None:
         decides = choices * (8 + 4 * (spec.drop != "position") + spec.random_second)

@@ -176,7 +176,7 @@ def _whole_node(name: str) -> Cluster | None:
 
 
 def larger_clusters(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Yield larger clusters, each as (fix in words, cluster): the whole node if `cluster` is a part of one, then 2, 4, ... 16,384 times as
+    """Yield larger clusters, each as (text of a fix, cluster): the whole node if `cluster` is a part of one, then 2, 4, ... 16,384 times as
     many nodes."""
     node, whole = cluster, _whole_node(cluster.name)
     if whole is not None and replace(whole, name=cluster.name, devices_per_node=cluster.devices_per_node, nodes=cluster.nodes) == cluster:

@@ -118,8 +118,8 @@ def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
-    """Bytes that a layer's norm keeps for each element of its input. On tensor grids: the input in the compute dtype. Otherwise `_norm`
-    also counts a wider dtype of the input, and x / rms(x)."""
+    """Bytes that a layer's norm keeps for each element of its input. With tp 2d, 2.5d or 3d: the input in the compute dtype. Otherwise
+    `_norm` also counts a wider dtype of the input, and x / rms(x)."""
     return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
@@ -180,7 +180,7 @@ def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
     if late is None:
         return 0.0
     low = late.query_rank + late.key_rank
-    if stack.padded:  # a norm that saves a view of its input keeps the whole product before it, rotary key included
+    if stack.padded:  # a norm's input is a view of a projection's output; without a cast, all of this output is kept, rotary key too
         whole = c * late.rotary_size if stack.norm <= c else 0
         before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + whole
     else:

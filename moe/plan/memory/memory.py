@@ -79,7 +79,7 @@ def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     return _peak(network, without_order(plan.carried if stack.gathers == "moments" else plan), stack)
 
 
-@lru_cache(maxsize=512)  # plans that differ only in the order of positions (`without_order`) share the result
+@lru_cache(maxsize=512)  # plans that differ only in settings without effect on memory (`without_order`) share the result
 def _peak(network: Network, plan: Plan, stack: Stack) -> Memory:
     engine = _Engine(plan, stack)
     ranks = [(rank, engine.fullest_moment(rank)) for rank in ranks_of(network, plan, stack, "fullest")]
@@ -146,8 +146,8 @@ class _Engine:
         return trained + older + frozen
 
     def _missing(self, to_come: Elements) -> float:
-        """Bytes of the gradients of the parameters `to_come` if gradients are freed between steps, so that these do not exist yet;
-        otherwise 0."""
+        """Bytes of gradients that are not allocated yet: those of the parameters `to_come` if gradients are freed between steps; otherwise
+        0."""
         return self.of_dense * to_come.dense + self.of_expert * to_come.expert
 
     def fullest_moment(self, rank: RankMoments) -> _Full:
@@ -165,7 +165,7 @@ class _Engine:
             )
             for one in rank.moments
         ]
-        if self.late and whole:  # the first and the last reduce-scatter of a step
+        if self.late and whole:  # moments of the first and of the last reduce-scatter of a step
             unit, trained = plan.copies * self._missing(rank.largest.trained), plan.copies * sharded
             found.append(_Full(EMPTY._replace(at="sums"), sharded, 0.0, whole(EMPTY._replace(at="sums")) + unit, 0.0))
             found.append(_Full(EMPTY._replace(at="sums"), 0.0, 0.0, trained + unit, 0.0))

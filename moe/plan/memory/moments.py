@@ -126,8 +126,8 @@ def ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "
 
 
 def without_order(plan: Plan) -> Plan:
-    """Return the plan with default values for settings that do not change its memory: the order of positions, and the sequence-parallel
-    method unless it needs more memory."""
+    """Return the plan with default values for settings that do not change its memory: the positions that each sp rank holds, and the
+    sequence-parallel method unless it needs more memory."""
     if plan.sp == 1:
         return plan
     return plan.but(sequence=plan.sequence if keeps_scores(plan) else _DEFAULT.sequence, order=_DEFAULT.order)
@@ -219,7 +219,7 @@ class _Moments:
 
     def _gradients(self, rank: Rank, now: Now, at: int) -> tuple[int, ...]:
         """Return, for each stage of the rank, which gradients exist (0, 1 or 2, as in _Pass) when the stage at index `at` begins its
-        backward pass. If `now` does not say it, all exist; until the step's first B or W ends, only those of the rank's later stages."""
+        backward pass. If `now` has no such list: all, or, until the step's first B or W ends, those of the rank's later stages."""
         return now.in_flight.gradients or tuple([2 * (not now.once or i > at) for i in range(len(rank.stages))])
 
     def _missing(self, stage: StageBytes, gradients: int, *, head: bool = True) -> Elements:
@@ -307,7 +307,7 @@ class _Moments:
         return {"embedding": first("embedding"), **{at: last(at) for at in ("loss", *self.plan.kind.moments)}}
 
     def _reduced_last(self, stage: StageBytes) -> Elements:
-        """Return the parameters that FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
+        """Return the parameters whose gradients FSDP reduces last in a stage's backward pass: the embedding or the first layer."""
         return self.outside.embedding if stage.number == 0 else stage.kinds[0][0].gathered if stage.kinds else NOTHING
 
     def _at_work(self, stage: StageBytes, now: _Pass) -> list[_AtWork]:

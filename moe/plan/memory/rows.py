@@ -1,7 +1,7 @@
 """Rows of experts: their number on a rank, the bytes that they keep for the backward pass, and their messages over ep.
 
-An expert's row is one choice of one token. Ranks have different numbers of rows. What experts keep is counted for the rank with the
-most, which has `Experts.share` times the mean.
+An expert's row is one choice of one token. Ranks have different numbers of rows. The bytes that experts keep are counted for
+the rank with the most rows, which has `Experts.share` times the mean.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def _order(rank: int, microbatches: int, *, ahead: int, delay: int) -> list[Acti
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, use the order for n micro-batches, without the actions of those that do
-    not exist."""
+    """Build ZB-V. With fewer than n = 2 * ranks - 1 micro-batches, use the order for n micro-batches, without the actions of the
+    micro-batches that do not exist."""
     orders = [[a for a in _v_order(rank, ranks, max(microbatches, 2 * ranks - 1)) if a.microbatch < microbatches] for rank in range(ranks)]
     return flushed("zb_v", folded(ranks), microbatches, orders)
 

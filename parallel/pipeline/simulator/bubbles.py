@@ -2,8 +2,9 @@
 
     rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work on micro-batch 0, possible after F0, done while the rank would wait
 
-Bubbles are filled in time order, each with the work that can start first; of equals, with the one of highest priority. Work that fits into
-no bubble of the first step goes into the next steps, which have the same timeline. The pipeline's actions keep their times.
+Bubbles are filled in time order, each with the work that can start first; if several can start at the same time, with the one of highest
+priority. Work that fits into no bubble of the first step goes into the next steps, which have the same timeline. The pipeline's actions
+keep their times.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Placed(NamedTuple):
 
 
 class Bubble(NamedTuple):
-    """An interval in which a rank waits. start, end: counted from the start of a step. first_step_only: in later steps, the interval is the
-    end of the previous step's last bubble."""
+    """An interval in which a rank waits. start, end: counted from the start of a step. first_step_only: the
+    interval begins the step; in later steps it belongs to the last bubble of the previous step."""
 
     rank: int
     start: float
