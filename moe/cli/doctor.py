@@ -261,8 +261,8 @@ def _trace(folder: Path, json: Path | None) -> int:
 
 
 def _waiting(found: Diagnosis) -> list[dict[str, Any]]:
-    """Return a row for each waiting rank: the first collective in which it waits for a rank that caused the hang (a culprit), or the first
-    in which it waits at all."""
+    """Return a row for each waiting rank, with one of its collectives: the first in which it waits for a culprit (a rank that caused the
+    hang). If there is none: the first in which it waits."""
     rows = []
     for rank in sorted({wait.rank for wait in found.waits if wait.behind}):
         waits = [wait for wait in found.waits if wait.rank == rank and wait.behind]

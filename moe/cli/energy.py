@@ -114,7 +114,7 @@ def _plan(
 ) -> tuple[EnergyPlan, EnergyPlan]:
     """Return (the plan, a plan for comparison in which every action runs at its clock of least energy). name: the schedule's. idle_w: watts
     of a waiting rank. transfer: seconds of a message. slowdown: allowed increase of the step's time, as a share. ahead: for 1f1b, largest
-    number of forward passes that a rank runs earlier; None: no limit."""
+    number of forward passes that a plan may add to a rank's warm-up; None: no limit."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches

@@ -27,8 +27,8 @@ _MIXTURE_TOKENS = 2**40  # sum to which the counts of a mixture of sources are s
 
 
 def main(flags: HashTable, overrides: dict[str, str]) -> int:
-    """Write the table, and print the smallest and largest share of tokens that an expert gets. Raises BadInput before anything is
-    written."""
+    """Write the table, and print the smallest and largest share of tokens that an expert gets. Raises BadInput for wrong input,
+    before anything is written."""
     run, _ = load(flags.recipe, overrides)
     path = user_path(flags.out, what="OUT")
     if path.suffix != ".json" or path.exists():

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        if error.filename is None:  # print has failed, and Python would print the rest again when it exits
+        if error.filename is None:  # print has failed; at exit, Python would try again to write its buffer
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         full = BadInput(error.filename or "output", got=error.strerror, needed="a disk with room for it", fix="free space")
         print(f"error: {full}", file=sys.stderr, flush=True)

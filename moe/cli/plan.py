@@ -219,9 +219,9 @@ def _busiest(made: Planned) -> list[str]:
 
 
 def _why(made: Planned, best: Ranked, *, top: int) -> list[str]:
-    """Return a line that says how much slower the next plan with other degrees is than the best plan, and in which part of the step; []
-    if there is no such plan. Both plans must be recommended, or not recommended for the same reason. top: number of plans that were asked
-    for; if all of them have the same degrees, the line says so."""
+    """Return a line that compares the best plan with the next plan of other degrees: how much slower that plan is, and in which part of the
+    step. Only plans with the same `advice` as the best plan are compared. If there is no such plan: [], or, if as many plans as asked for
+    (`top`) are ranked, a line that says that all have the same degrees."""
     degrees = attrgetter("pp", "tp", "sp", "dp", "ep", "etp")
     others = [ranked for ranked in made.found.ranked[1:] if degrees(ranked.plan) != degrees(best.plan)]
     other = next((ranked for ranked in others if ranked.advice == best.advice), None)

@@ -83,7 +83,8 @@ def main(flags: Simulate, overrides: dict[str, str]) -> int:
 
 
 def _own(name: str, size: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of `size` (flag -> value) with None for options that the schedule `name` lacks, and for chunks if it fixes them."""
+    """Return a copy of `size` (flag -> value) for the schedule `name`: None for options that it lacks, and for chunks if their number is
+    fixed."""
     kind = kind_of(name)
     return size | {option: None for option in OPTIONS if kind.option != option} | ({} if kind.chunks is None else {"chunks": None})
 

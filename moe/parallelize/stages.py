@@ -56,13 +56,14 @@ def stages_with(model: Transformer, name: str, parts: Iterable[StageLayers]) -> 
 
 
 def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
-    """Return parameter's name -> the first stage that reads it."""
+    """Return a dict: parameter's name -> the first stage that reads it."""
     parts = parts_of(run, schedule_of(run))
     return {name: stages_with(model, name, parts)[0] for name in names}
 
 
 def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, list[str]]:
-    """Return stage index -> names of this rank's parameters that only this stage reads, in the model's order. parts: the stages' layers."""
+    """Return a dict: stage index -> names of the parameters on this rank that only this stage reads, in the model's order. parts: layers of
+    each stage."""
     found: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
         stages = stages_with(model, name, parts)
@@ -72,8 +73,8 @@ def _names_of(model: Transformer, parts: tuple[StageLayers, ...]) -> dict[int, l
 
 
 def overlapped_sums(run: Run, engine: Engine, runtime: Runtime) -> OverlappedReduction:
-    """Return an object that starts the data-parallel sums of a stage's gradients as soon as they are complete. The gradient of a parameter
-    that several stages of this rank read is complete after the last of these stages."""
+    """Return an object that starts the data-parallel sum of each gradient as soon as the gradient is complete. If several stages of this
+    rank read a parameter, its gradient is complete after the last of these stages."""
     model, schedule, rank = engine.module, runtime.schedule, runtime.axis.index
     assert isinstance(model, Transformer)
     parts, names = parts_of(run, schedule), dict[int, list[str]]()
@@ -97,7 +98,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
     replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts))
-    # with 16-bit compute, ordinary products would keep a cast copy of the weight for each micro-batch in flight; splittable ones do not
+    # with 16-bit compute, ordinary products would keep a cast copy of a weight for each micro-batch in flight; splittable products do not
     if schedule.splits_backward or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)

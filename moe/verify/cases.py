@@ -87,7 +87,8 @@ HALVES: dict[str, dict[str, Any]] = {
         "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 1, "balance_scope": "global_batch"},
         "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
         "data": {"objective": "span_corruption"},
-        "optimizer": LINEAR,  # logits of normed queries and keys are large here: rounding could flip the sign of q's tiny gradients
+        # normed queries and keys give large logits, so gradients of q are tiny: with a small eps, rounding could flip the sign of updates
+        "optimizer": LINEAR,
     },
 }
 # models that combine options of published models

@@ -58,7 +58,8 @@ def _label(message: Message) -> str:
 
 
 class Links:
-    """Sends and receives of one rank. `up`, `down`: the pipeline's axis with one process group for each direction."""
+    """Sends and receives of one rank. `up`, `down`: axes of the pipeline's ranks, each with its own process group, for messages to higher
+    and to lower ranks."""
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down

@@ -54,7 +54,7 @@ def refuse_others(flags: Any, allowed: Collection[str], *, got: str, needed: str
 
 def run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
     """Return `name`, a folder, if it contains an entry with the name `holds` or `also`. Otherwise raise BadInput, which proposes a folder
-    with a similar name. what: name of this argument, for errors."""
+    with a similar name. what: name of the command's argument, for errors."""
     from moe.checks.begins import another_run
     from moe.recipe.load import of_transformers, refuse_on_hub
 

@@ -31,7 +31,7 @@ def show(flags: Show, overrides: dict[str, str]) -> int:
         return _show_plan(flags, run, origins)
     for flag, value in (("--nproc", flags.nproc), ("--rank", flags.rank)):
         if value is not None:
-            raise BadInput(flag, got=f"{value} without --plan", needed="--plan: the recipe is the same on all ranks", fix="add --plan")
+            raise BadInput(flag, got=f"{value} without --plan", needed="--plan, since a recipe is the same on all ranks", fix="add --plan")
     counted = size(run)
     print(f"# {count(counted.total)} parameters, {count(counted.active)} active for a token")
     print(resolved_yaml(run, origins), end="")

@@ -36,7 +36,7 @@ def verify(flags: Verify, _: dict[str, str]) -> int:
     if given.pop("debug_collectives"):
         from parallel.mesh.debug_collectives import DEBUG
 
-        os.environ[DEBUG] = "20"  # seconds to wait; ranks are forked from this process, so they inherit the variable
+        os.environ[DEBUG] = "20"  # seconds to wait for a missing rank; ranks are forked from this process, so they inherit the variable
     draws, seed, types = given.pop("draws"), given.pop("seed"), given.pop("types")
     if types:
         of_types = ("nproc", "json", "kinds", "only", "recipe", "timeout_s")

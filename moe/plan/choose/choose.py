@@ -90,8 +90,8 @@ class _Waiting(NamedTuple):
 
     against: the plan is not recommended. printed: `seconds`, rounded to the printed digits. tight: see TIGHT. seconds: a lower bound or the
     exact time. exact: `seconds` is exact. held_bytes: 0 as long as it is not computed. kinds: number of kinds of parallelism (`_kinds`).
-    number: position among the given plans. level: which function returned `seconds`: an index in `least`, or
-    len(least) for the exact function; UNKNOWN: none yet.
+    number: position among the given plans. level: index of the function that returned `seconds`, in the argument `least` of
+    `choose`; len(least): the exact function; UNKNOWN: no function was called yet.
     """
 
     against: bool

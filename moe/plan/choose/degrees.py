@@ -81,7 +81,7 @@ def fastest_degrees(
             legal.append(plan.but(recompute=recompute[0]))
         else:
             refused.add(Refused(reason, 1, plan))
-    # (not recommended, lower bound of a training step's seconds, steps of the search done, index in `legal`)
+    # (whether not recommended, lower bound of a training step's seconds, number of bounds computed after `ideal`, index in `legal`)
     waiting = [(_against(plan, devices_per_node), ideal(plan), 0, number) for number, plan in enumerate(legal)]
     heapify(waiting)
     found: dict[Degrees, None] = {}

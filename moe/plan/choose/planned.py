@@ -132,11 +132,10 @@ def planned(
             devices_per_node=cluster.devices_per_node,
             count=num_degrees,
         )
-    # `only` is empty if no plan of round 1 fits; then round 2 tries all degrees
     accepted = _Accepted(run, cluster.world, top, checked, own, own_run)
     found = choose(
         network,
-        _plans(run, cluster, space, only or None),
+        _plans(run, cluster, space, only or None),  # if no plan of round 1 fits, round 2 tries all degrees
         held_bytes=held,
         limit_bytes=limit,
         seconds=bound("simulated"),

@@ -84,7 +84,7 @@ def _adapter_sides(run: sections.Run, layer: int) -> float:
 
 def _before_adapters(run: sections.Run, layer: int) -> float:
     """FLOPs per token that attention's backward pass saves in `layer`, the first layer with an adapter, since nothing before it is trained.
-    With adapters in attention, this pass leaves out only the gradient of its input; without, those of all its activations."""
+    If attention has adapters, only the gradient of its input is left out. Otherwise the gradients of all its activations are."""
     model = run.model
     if "attention" in run.lora.targets:
         return 2.0 * sum((rows + run.lora.rank) * columns for rows, columns in attention_matrices(model)[:-1] if columns == model.d_model)
@@ -115,7 +115,7 @@ def block_size(run: sections.Run, *, layer: int) -> Size:
         products += one_expert + 2 * model.d_model if experts.residual else 0
         products += model.d_model * (num_experts + experts.free) * (2 if router.noise == "noisy_top_k" else 1)
         products += chosen * one_expert
-        products += num_experts * model.d_model if experts.biases else 0  # the biases after w2, which the gates multiply
+        products += num_experts * model.d_model if experts.biases else 0  # gates [experts] times biases of w2 [experts, d_model]
         vectors += chosen * expert_vectors(model, experts)
         vectors += (num_experts + experts.free) * router.vectors
         vectors += model.d_model if router.input_norm == "rmsnorm" else 0

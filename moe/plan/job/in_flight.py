@@ -104,6 +104,6 @@ def moments_of(rank: RankPeaks, microbatches: int) -> tuple[tuple[InFlight, bool
 
 
 def _exceeds(more: InFlight, less: InFlight) -> bool:
-    # at `more`, no stage has freed weights (FSDP) that it still holds at `less`, and none has fewer gradients than at `less`
+    # at `more`, each stage holds at least the gathered weights (FSDP) and the gradients that it holds at `less`
     holds = all(map(le, more.freed, less.freed)) and all(map(ge, more.gradients, less.gradients))
     return holds and more.at_i >= less.at_i and all(map(ge, more.kept + more.pending, less.kept + less.pending))

@@ -28,7 +28,7 @@ PASSES, STEP = "a forward or backward pass", "the optimizer's step"
 RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
 _ZERO_3 = {"sharding.kind": "zero", "sharding.stage": 3}
-_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # words of torch's allocators, the C library and Linux
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # in errors of torch's allocators, the C library and Linux
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """Import the plugins that the recipe names. Test one that is a learning-rate schedule by calling it for three updates. Return a
+        """Import the plugins that the recipe names. If one is a learning-rate schedule, call it for three updates as a test. Return a
         dict: recipe key -> SHA-256 of the plugin's file. Raises BadInput if a plugin cannot be imported or fails the test."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])

@@ -49,8 +49,8 @@ def here(world: World) -> Place:
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Predict memory and time, print and return them; return None if the prediction raises an error. Collective: all ranks decide alike.
-    run: the checked run. asked: the same run with its `auto` values; the error's fix changes it. cluster: a cluster file, or None for
-    this machine. Raises BadInput if the run or the token ids of an evaluation are predicted not to fit, unless `force`."""
+    run: the checked run. asked: the same run before `auto` values were replaced, for the fix in the error. cluster: a cluster file;
+    None: this machine. Raises BadInput if the run or the token ids of an evaluation are predicted not to fit, unless `force`."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
     host = memory_limit_bytes() / world.local_size
@@ -100,10 +100,10 @@ class Measured:
 
     def __init__(self, world: World) -> None:
         self.device = world.device
-        # `beside`: on a CPU, bytes of this process other than tensors; on a GPU 0, because torch counts only tensors
         things = gc.get_objects()
         kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Tensor)}
         tensors = (thing for thing in things if type(thing) in kinds)
+        # on a CPU, bytes of this process other than tensors; on a GPU 0, because torch counts only tensors
         self.beside = 0.0 if self.device.type == "cuda" else resident_bytes() - sum(storages(tensors).values())
         self.peak_bytes = 0.0
         self.state_bytes = dict.fromkeys(PARTS, 0)  # kind of state -> most bytes after a step

@@ -30,7 +30,7 @@ from moe.train.start.state import opened
 from parallel.errors import BadInput, counted
 
 TOKENS_AT_ONCE = 8192  # about this many tokens in a forward pass
-_OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of data that the trained model fixes
+_OF_MODEL = ("data.tokenizer", "data.vocab_size", "data.objective")  # keys of section `data` that must stay as in training
 Text = ValidationSet | CorruptedValidation
 
 

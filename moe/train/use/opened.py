@@ -50,7 +50,8 @@ class Opened:
         experts = {moe.layer: moe.experts for moe in moe_layers(self.model)}
         if layer not in experts:
             needed = f"a layer with experts: {', '.join(map(str, experts)) or 'this model has none'}"
-            raise BadInput("layer", got=layer, needed=needed, fix="layers count from 0")
+            fix = "choose one of them (layers count from 0)" if experts else "open a run with experts"
+            raise BadInput("layer", got=layer, needed=needed, fix=fix)
         if not 0 <= number < experts[layer].num_experts:
             raise BadInput("number", got=number, needed=f"an expert from 0 to {experts[layer].num_experts - 1}", fix="choose another")
         stacks = experts[layer].named_parameters()

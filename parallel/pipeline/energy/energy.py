@@ -25,7 +25,7 @@ from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
-_EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
+_EPSILON = 1e-9  # tolerance for rounding errors; for times, as a fraction of the makespan
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ class Graph:
         self.before: list[list[int]] = []
         self.transfers: list[int] = []
         self.transfer_time = transfer_time
-        self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}  # (stage, version) -> each S so far -> vertices it needs
+        # (stage, version) -> node of each S that its rank has reached -> vertices that this S needs
+        self._reached: dict[tuple[int, int], dict[Node, set[int]]] = {}
         last: dict[tuple[str, int, int], int] = {}  # ("rank" or "S", rank, 0) or ("link", source, target) -> its last vertex so far
         arrives: dict[int, int] = {}  # number of the sending action -> vertex of its message
         graph, nodes = action_graph(schedule), [node for node, _ in schedule.nodes()]

@@ -81,7 +81,8 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: Fix | str
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order of actions")  # refused: schedule.pairs (F and B that run as one block) are positions in its own order
+        # schedule.pairs (F and B that run as one block) are positions in the schedule's order, so they would be wrong in another
+        raise wrong("another order of actions")
     return ClockedSchedule(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 

@@ -64,8 +64,9 @@ def _peaks(ranks: int, microbatches: int, chunks: int) -> tuple[RankPeaks, ...]:
     in base microbatches + 1, with one digit for each chunk: the number of micro-batches between the chunk's forward and backward pass."""
     sizes, base = groups(ranks, microbatches), microbatches + 1
     passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
-    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))  # after n forward passes
-    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # after n backward passes, which start with the last chunk
+    # item n: number of each chunk's passes among the first n, encoded; backward passes start with the last chunk
+    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
+    backward = list(accumulate((base**chunk for chunk in passes), initial=0))
     found = []
     for rank in range(ranks):
         ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))
