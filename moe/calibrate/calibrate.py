@@ -1,8 +1,8 @@
 """`moe plan --calibrate`: measures this machine and writes a cluster file for the predictions of `moe plan --cluster FILE` and `moe train`.
 
     kernels.py      matrix products by size, attention, memory bandwidth, shortest kernel; on a CPU, one rank on each core in parallel
-    `collectives`   their times by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on GPUs. With
-                    more ranks than cores, times include waiting for a core, as in training
+    `collectives`   times of collectives by number of ranks (2, 4, 8, ... up to --nproc) and bytes, with gloo on CPU cores or NCCL on
+                    GPUs. With more ranks than cores, times include waiting for a core, as in training
     own_step.py     whole training steps of small models, each rank by itself: for the time that is not in products and attention
 
 Predicted time of a step = products + attention + launch_us * number of kernels + pointwise * time of fully fused elementwise kernels
@@ -42,7 +42,7 @@ from parallel.process.fork import run_on_ranks
 from parallel.process.process import gpus
 from parallel.store.files import check_writable, write_text
 
-TIMEOUT_S = 600.0  # limit of one measurement on ranks
+TIMEOUT_S = 600.0  # time limit of one measurement on several processes
 SOURCE = "moe plan --calibrate"
 # sizes of the measured collectives: bytes of a rank's input (all_reduce, all_to_all), of its output (all_gather), of the message (send)
 SIZES = (4096, 65536, 524288, 4 * 2**20)
@@ -133,8 +133,8 @@ def collectives(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]
 
 
 def _collective_seconds(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> list[float]:
-    """Return this rank's seconds for each of CALLS calls of a collective (kind: one of KINDS), after two warm-up calls. size: its bytes, in
-    the meaning of SIZES."""
+    """Return this rank's seconds for each of CALLS calls of a collective (kind: one of KINDS), after two warm-up calls. size: bytes of its
+    input, output or message, as described at SIZES."""
     whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
     part = whole[: whole.numel() // ranks].clone()
     other = torch.empty_like(whole)

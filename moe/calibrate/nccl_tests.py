@@ -202,7 +202,7 @@ def from_folder(cluster: Cluster, folder: Path) -> Cluster:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(
-                path.name, got=f"a file that cannot be read ({reason(error)})", needed="text in UTF-8", fix="write it again"
+                path.name, got=f"a file that cannot be read ({reason(error)})", needed="text in UTF-8", fix="save the output again"
             ) from None
         one = read(text, kind=kind, what=path.name)
         key = kind, one.ranks, one.nodes

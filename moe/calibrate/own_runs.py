@@ -36,8 +36,8 @@ from moe.records.metrics import SUMMARY, read, read_summary
 from parallel.errors import BadInput, counted, some
 from parallel.store.files import check_writable, write_text
 
-# smallest standard deviation of log(predicted / measured) that the fit assumes: even with the right constants, errors of layouts vary by
-# about this much (docs/parallel/planner_time.md)
+# smallest standard deviation of log(predicted / measured) that the fit assumes: even with the right constants, predictions for different
+# layouts have errors of about this size (docs/parallel/planner_time.md)
 NOISE = 0.05
 # x: logarithm of the factor by which the fit multiplies a constant
 PRIOR = math.log(2)  # prior standard deviation of x
@@ -262,7 +262,7 @@ def measured(folder: Path, cluster: Cluster) -> Iterator[Step]:
     BadInput if there is no finished run, if a run's hardware is not the cluster's, and if runs have different hardware."""
     runs = sorted(path.parent for path in (*folder.glob(SUMMARY), *folder.glob(f"*/{SUMMARY}")))
     if not runs:
-        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="another folder")
+        raise BadInput("--runs", got=f"no {SUMMARY} in {folder}", needed="a folder of finished runs of moe train", fix="name one")
     hardware = None
     for path in runs:
         summary = read_summary(path) or {}

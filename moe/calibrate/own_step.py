@@ -89,9 +89,8 @@ class Training:
 
 def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], alone: bool = False) -> list[float]:
     """Return for each recipe (section -> key -> value) the median seconds of a training step on the slowest rank. The recipes take their
-    steps in turn, so that changes of the machine's speed affect them equally. alone: each rank trains as a
-    run of one process, and CPU seconds are measured instead of elapsed ones.
-    """
+    steps in turn, so that changes of the machine's speed affect them equally. alone: each rank trains its own models, without collectives
+    in a step, and CPU seconds are measured instead of elapsed ones."""
     clock = time.process_time if alone else time.perf_counter
     runs = [
         Training.start(values, process.World(place="cpu") if alone else process.World(rank, ranks, rank, ranks, "cpu"))

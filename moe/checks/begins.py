@@ -34,9 +34,9 @@ def another_run(named: Path, holds: str = "checkpoints", *, otherwise: str = "tr
 
 
 def check_begins(run: Run, out: Path, *, fresh: bool, source: Path | None) -> None:
-    """Check a new run in folder `out`. Raise BadInput if `source` (--init_from) has no checkpoint, or if --fresh would set that checkpoint
-    aside. Without a source, raise it if the run trains LoRA adapters, if its tokenizer.json is missing, or if its chats need a template and
-    it has none; with a source, if its chats need a template and neither recipe nor source has one."""
+    """Check a new run in folder `out`. Raise BadInput if `source` (--init_from) has no checkpoint, if --fresh would set that checkpoint
+    aside, or if the run's chats need a template that neither recipe nor source has. A run without a source must not train LoRA adapters,
+    and its tokenizer.json must exist."""
     check_stays(out, fresh=fresh, source=source)
     if not fresh and has_checkpoint(out):  # the run resumes with the weights of its own checkpoint
         return
@@ -63,9 +63,9 @@ def _has_template(source: Path) -> bool:
 
 
 def check_data(data: Data, chat: dict[str, Any] | None, *, vocab_size: int) -> None:
-    """Read the first samples of the recipe's files. Raise BadInput if a chat, a JSONL line or a table has another form, and if chats need a
+    """Read the first samples of the recipe's files. Raise BadInput if a chat, a JSONL line or a table is malformed, and if chats need a
     template that is missing. chat: value of `Tokenizer.chat` of the model that the run begins with; None: it has no template. vocab_size:
-    of the model."""
+    the model's."""
     from moe.data.chat import ChatFiles, check_first, messages_field
     from moe.data.corpus import check_first_documents
 

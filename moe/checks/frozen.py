@@ -47,7 +47,7 @@ def _check_targets(run: Run) -> None:
         got, needed = f"experts with {products.name} products", "experts.products=plain, the only value that LoRA on experts allows"
         raise BadInput("lora.targets", got=got, needed=needed, fix=_targets(run, "experts"))
     if "dense" in targets and not run.has_dense_networks:
-        raise BadInput("lora.targets", got="dense with experts in every layer", needed=_NETWORKS, fix=_targets(run, "dense"))
+        raise BadInput("lora.targets", got="dense in a model with experts in every layer", needed=_NETWORKS, fix=_targets(run, "dense"))
 
 
 def _check_base(run: Run) -> None:

@@ -27,7 +27,7 @@ def check_tensor(run: Run) -> None:
     if kind in GRIDS:
         _check_grid(run)
     if run.optimizer.kind == "kfac" and kind != "copied":
-        why = "K-FAC's direction needs a whole matrix, and ranks of tp hold parts"
+        why = "K-FAC's direction needs a whole matrix, and ranks of tp hold shards"
         raise clash(run, "optimizer.kind", "degrees.tp", "adamw", why, Set("degrees.tp", 1))
     if m.latent.key_rank is not None and kind in GRIDS:
         why = "no grid cuts latent attention, whose latents belong to all heads"
@@ -132,7 +132,7 @@ def check_tiling(run: Run) -> None:
     rows, split = run.vocab_size // run.tp_grid().units, _split(run)
     if run.tiling.head > rows:
         needed = f"at most the vocabulary size {run.vocab_size}{split}"
-        raise BadInput("tiling.head", got=run.tiling.head, needed=needed, fix=Set("it", 1) | "a few")
+        raise BadInput("tiling.head", got=run.tiling.head, needed=needed, fix=Set("it", 1) | "to a few tiles")
     read = int(run.degrees.dp) * run.tp_grid().sequences
     tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:

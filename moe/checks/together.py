@@ -32,7 +32,7 @@ from parallel.mesh.mesh import Degrees, check_world, divisors
 from parallel.pipeline.schedules.catalog import ADVISED
 from parallel.store.files import named_encoding, user_path
 
-ENCODINGS = ("utf-8", "utf-16", "windows-1252", "iso-8859-1", "shift_jis", "gb18030")  # examples in an error
+ENCODINGS = ("utf-8", "utf-16", "windows-1252", "iso-8859-1", "shift_jis", "gb18030")  # examples that an error names
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -206,8 +206,8 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """For chats, and for samples from a user's program or plugin: raise BadInput for a data.tokenizer or data.objective that needs other
-    data. Samples also exclude data.sources; samples from a program exclude data.path, which only a plugin may read."""
+    """Raise BadInput if chats, or samples from a user's program or plugin, are combined with a data.tokenizer or data.objective that needs
+    plain text. Samples also exclude data.sources. Samples from a program exclude data.path, which only a plugin may read."""
     if d.tokenizer == "bpe" and d.source != "chat":
         needed, fix = "ids (the samples are token ids) or bytes", Set("it", "ids", said="ids, and data.vocab_size")
         raise BadInput("data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix=fix)

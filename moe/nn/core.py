@@ -142,7 +142,6 @@ def _in_chunks(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, window: int, s
 
 
 def _with_previous_chunk(x_BHLC: Tensor, window: int) -> Tensor:
-    """Return the chunks of `window` = W tokens from the second on, each joined to the end of the chunk before it: [B (N - 1), H, 2 W,
-    C]."""
+    """Return every chunk of `window` = W tokens except the first, with the previous chunk in front of it: [B (N - 1), H, 2 W, C]."""
     chunks = rearrange(x_BHLC, "b h (n w) c -> b n h w c", w=window)
     return torch.cat([chunks[:, :-1], chunks[:, 1:]], dim=3).flatten(0, 1)

@@ -215,8 +215,8 @@ def _outer(rows_RI: Tensor, grads_RO: Tensor, counts: list[int], dtype: torch.dt
 
 
 def pair_of(name: str) -> tuple[str, str]:
-    """Return the names in checkpoints of (left, right), with W' = W + s left right, for the weight `name`, such as
-    layers.0.attention.q.weight or layers.1.experts.3.w1."""
+    """Return the names that the adapters of the weight `name` have in checkpoints: (left, right), with W' = W + s left right. Examples of
+    `name`: layers.0.attention.q.weight, layers.1.experts.3.w1."""
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"

@@ -28,8 +28,8 @@ from parallel.numerics.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """Return input ids. A token that is read but not predicted is stored as a negative code, its mark (moe/recipe/shapes.py). Marks become
-    the tokens' ids. PADDING stays."""
+    """Return input ids. A token that is read but not predicted is stored as a negative code, its mark (moe/recipe/shapes.py). Each mark is
+    replaced by the token's id. PADDING stays."""
     return torch.where(tokens < PADDING, unmarked(tokens), tokens)
 
 
@@ -196,7 +196,7 @@ def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = No
 
 
 CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]  # (logits [B, L, V], targets [B, L], cap or None) -> summed loss
-# (log-probabilities of targets [B, L], function that arranges a tensor [B, own L] of this rank's tokens as those targets) -> summed loss
+# (log-probabilities of targets [B, L]; function: tensor of this rank's own tokens -> tensor [B, L] of the targets' tokens) -> summed loss
 OfTokens = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 

@@ -86,7 +86,7 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
 
 
 def _pointwise(op: Operator, inputs: Sequence[Tensor], m: Model) -> Tensor:
-    """Compute an operator on elements: an activation, a sum, a part of the channels, or two tensors joined."""
+    """Compute an operator without matrix products: an activation, a sum, the channels of the rotary key, or a concatenation."""
     what = op.name.split(".")[-1]
     if what == "act":
         return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn, m.gating)

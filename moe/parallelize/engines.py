@@ -181,7 +181,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
     every rank finds the same mistake.
     """
     kind = run.carrier
-    unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or shards
+    unlike = mesh.axis("pp").size > 1  # whether ranks have different parameters or (found below) different shards
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
@@ -197,7 +197,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             fix = Words("update each expert separately") if experts else all_of(whole)
             got = f"an optimizer that updates a part of {name} differently from the whole parameter"
             fixes = fix | "use an elementwise optimizer for that parameter"
-            raise BadInput(rule.key, got=got, needed=f"equal updates of a part and of the whole, because {what}", fix=fixes)
+            raise BadInput(rule.key, got=got, needed=f"equal updates of a part and of the whole parameter, because {what}", fix=fixes)
     if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
         got = "an optimizer whose update of a parameter depends on other parameters"
         whole = {"sharding.kind": "ddp", "degrees.pp": 1, "degrees.tp": 1, "degrees.ep": 1, "degrees.etp": 1}
@@ -253,9 +253,9 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> the parameters that it gathers together. Parameters that are
-    sharded over other ranks than the first of these parameters form separate units, one for each module. `ranks_of(name)`: the ranks over
-    which a parameter is sharded."""
+    """Yield (path, parameters) of each FSDP unit. `owned`: path of a module -> parameters that are gathered together. `ranks_of(name)`: the
+    ranks over which a parameter is sharded. Each unit's parameters have the same ranks: parameters with other ranks than the first one of
+    `owned[path]` form separate units, one for each layer (such as an attention layer)."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]

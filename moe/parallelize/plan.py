@@ -37,8 +37,8 @@ def _name_of(path: str) -> str:
     return name
 
 
-# how tp ranks hold tokens outside of MoE layers: all tokens (copies), a chunk of each sequence (slices), or some channels of all tokens
-# (channels) -> (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that divides them)
+# key: how tp ranks hold tokens outside of MoE layers: all tokens (copies), a chunk of each sequence (slices), some channels of all tokens
+# (channels). value: (axes that shard sequences; axis whose ranks divide a MoE layer's tokens; class that divides them)
 SHARED: dict[str, tuple[tuple[str, ...], str, Callable[[Axis], Exchange]]] = {
     "copies": (("sp",), "tp", Copies),
     "slices": (("sp",), "tp", Columns),

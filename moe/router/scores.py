@@ -57,7 +57,8 @@ def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, sp
 
 
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
-    """Return the chosen experts' gates [T, K]. `of_TK` bool: choices that get a gate; all others get 0 and do not count in the sum."""
+    """Return the chosen experts' gates [T, K]. `of_TK` bool: choices that get a gate. The others get 0, and are left out if gates
+    are normalised to sum to 1."""
     if spec.gates == "as_is":
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK

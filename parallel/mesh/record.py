@@ -195,7 +195,7 @@ def _described(lane: Lane) -> dict[str, Any]:
         try:
             last = list(lane.last)
             break
-        except RuntimeError:  # the main thread appended meanwhile
+        except RuntimeError:  # the main thread appended to `last` during the copy
             continue
     calls = [[n, name, label, list(shape), str(dtype).removeprefix("torch."), send, receive, chain] for
              n, name, label, shape, dtype, send, receive, chain in last]  # fmt: skip

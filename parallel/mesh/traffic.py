@@ -83,8 +83,8 @@ class Message(NamedTuple):
 
 class Traffic(NamedTuple):
     """The messages of one layer's exchange. agreed: small messages that ranks exchange before the rows, such as counts. forward, backward:
-    rows and results in each pass. meanwhile: the part of each pass's messages that can overlap with computation on this rank's own data
-    (shared experts)."""
+    rows and results in each pass. meanwhile: messages of each pass, with only the bytes that can overlap with computation on this rank's
+    own data (shared experts)."""
 
     agreed: tuple[Message, ...]
     forward: tuple[Message, ...]

@@ -30,8 +30,8 @@ Fill = Callable[..., None]
 _CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
 _STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants
 
-# minimax fit u P(s) / Q(s), s = 1 - u^2, of sqrt(2) erfinv(u erf(sqrt(2))), relative error 7e-8; _P_TOP, _Q_TOP: highest coefficients,
-# _P, _Q: the others, from the highest power down
+# minimax fit u P(s) / Q(s) of sqrt(2) erfinv(u erf(sqrt(2))), with s = 1 - u^2; relative error 7e-8. _P_TOP, _Q_TOP: coefficients of the
+# highest powers of s. _P, _Q: the other coefficients, from high to low powers
 _P = (54.2423591, 74.4911718, 24.256414, 1.99999986)
 _Q = (55.2540454, 52.4260359, 13.8380257, 1.0)
 _P_TOP, _Q_TOP = 4.38453206, 10.7060532

@@ -4,7 +4,7 @@
     query 4       1      0     -1        The 2 x 3 pairs have 4 distances. The table is read once for each distance; pairs of a diagonal
     query 5       2      1      0        share the value. Backward: gradients are summed over each diagonal, then added to table rows.
 
-If the table were read once for each pair, the backward pass would add L x S gradients to a few rows, which a GPU does one after another.
+If the table were read once for each pair, the backward pass would add L x S gradients to a few rows. A GPU adds to one row serially.
 """
 
 from __future__ import annotations

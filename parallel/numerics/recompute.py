@@ -38,8 +38,8 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Return x, the part's result. The backward pass reads a saved tensor here, so torch runs the second forward pass at this point: before
-    FSDP and ZeRO-3 gather weights for the part's backward pass. A later second forward pass would free these weights at its end."""
+    """Return x, the part's result. The backward pass reads a saved tensor here, so torch runs the second forward pass at this point, before
+    FSDP and ZeRO-3 gather weights for the part's backward pass. A second forward pass after this gather would free these weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def open_pending() -> PendingGradients | None:
 
 
 def if_deferrable(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return `weights` for the caller to store as an attribute of ctx; () if one is neither a parameter nor a view of one, so that
-    gradients cannot be deferred. Such a tensor was made for a single pass; an attribute would keep it longer than a saved tensor."""
+    """Return `weights` for the caller to store as an attribute of ctx. Return () if a weight is neither a parameter nor a view of one: its
+    gradient cannot be deferred, and as an attribute it would stay in memory longer than as a saved tensor."""
     return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
 
 

@@ -135,7 +135,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    with during(EVALUATION):  # an out-of-memory error names the evaluation, which loads all its sequences before it computes the first
+    with during(EVALUATION):  # an out-of-memory error then names the evaluation, which loads all its sequences at once
         held = job.read(partial(job.data.validation.held, shard))
         loss = validation_loss(job.training.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     step, found = job.counters.step, {"validation_loss": loss}

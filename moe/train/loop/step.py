@@ -46,7 +46,7 @@ def accumulate(
 ) -> Numbers:
     """Run forward and backward passes of one step. The engine then has the gradients, summed over ranks. Return the step's numbers, summed
     over all ranks. Collective. sequences_NL: this rank's token ids, int64, of shape `shard.shape`, equal on all pipeline stages; PADDING
-    may only be at the end of a sequence. shard: the part of the global batch that these tokens are. microbatches: number of
+    may only be at the end of a sequence. shard: which sequences and positions of the global batch these are. microbatches: number of
     micro-batches into which the sequences are cut. seed, step: determine random numbers (router noise, dropout). loss_scale: factor on the
     loss, and thus on the gradients. flag: float64 [1], whose sum over ranks is `Numbers.flags` (number of ranks that are asked to stop)."""
     tokens = count_tokens(sequences_NL, shard)

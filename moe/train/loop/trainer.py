@@ -150,7 +150,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         unsaved = unsaved or due(run.train.save_every)
         # no save after a skipped step: the weights may be damaged, and a save would remove an older, good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
-            _save(job, wait=last or bool(flags))  # before the evaluation, so that its failure cannot lose these steps
+            _save(job, wait=last or bool(flags))  # before the evaluation, so that a failed evaluation cannot lose these steps
             unsaved = False
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))

@@ -115,9 +115,8 @@ class Auditor:
 
     def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
         """Replace the corrupt tensors `found` on this rank by intact copies. Return whether any rank found a corrupt tensor. Raises Ended
-        on all ranks for a tensor without an intact copy. when: text for the report. looks_again: the caller compares copies again
-        afterwards, so a tensor without an intact copy here does not end the run if another pipeline stage repairs the same tensor now.
-        Collective."""
+        on all ranks for a tensor without an intact copy. when: text for the report. looks_again: True if the caller compares
+        copies again afterwards; then a tensor that another pipeline stage repairs in this call does not end the run. Collective."""
         said = self._on_all(found)
         if not said:
             return False

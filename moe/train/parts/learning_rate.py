@@ -29,7 +29,7 @@ def own_share(name: str, update: int, total: int) -> float:
         got, needed = f"{name}, which raised {where(error)}", f"the share of optimizer.lr at update {update} of {total}"
         raise BadInput("optimizer.schedule", got=got, needed=needed, fix="correct the function") from error
     if not isinstance(share, int | float) or not 0 <= share < math.inf:
-        needed = f"the share of optimizer.lr at update {update} of {total}, a number from 0"
+        needed = f"the share of optimizer.lr at update {update} of {total}, a number of at least 0"
         raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return such a number")
     return float(share)
 

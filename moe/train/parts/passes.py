@@ -59,7 +59,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
         raise BadInput("sequences", got=got, needed=needed, fix="move the padding behind the tokens")
     padded = inputs < shard.num_tokens
     if padded and shard.source:
-        needed = "sequences without it: an encoder would read it"
+        needed = "sequences without padding: an encoder would read it"
         raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
     return Tokens(max(1, inputs), max(1, targets), read_N if padded else None, begun > 0)
 

@@ -110,7 +110,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
             where, number, end = BETWEEN, number + 1, event.time_range.end
-        elif event.name.startswith(_NODE) and event.time_range.start < end:  # a backward node in any thread is found by its time
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # can run in another thread than `step`
             where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue
