@@ -11,7 +11,7 @@ ways to hold tokens outside of the layer (B sequences of L tokens, width D, t ra
                 grid, [B L, D / q]                  (parallel/tensor/grid.py)
 
 The experts' ranks (ep) can include the tp axis (MoE parallel folding, arXiv 2504.14960). A group is a set of tokens that share capacity or
-a balance loss. If a group has tokens on several ranks, these ranks exchange its chosen experts, logits or sums (moe/router/slices.py).
+a balance loss. If a group is on several ranks, these ranks exchange the group's chosen experts, logits or sums (moe/router/slices.py).
 """
 
 from __future__ import annotations
